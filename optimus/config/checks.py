@@ -1,0 +1,129 @@
+"""Settings that cannot go together. Each check names the key, the value and the remedy.
+
+They run on every load, before any process group exists. What depends on the world's size or on
+files is checked by `optimus.train.preflight`.
+"""
+
+from __future__ import annotations
+
+from optimus.config.sections import Config
+from optimus.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first impossible combination."""
+    for one in (_heads, _experts, _sequence, _batch, _schedule, _determinism, _not_yet):
+        one(config)
+
+
+def _heads(config: Config) -> None:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"model.num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}; "
+            f"the nearest that does is {_nearest_divisor(heads, kv_heads)}"
+        )
+    if not model.head_dim and model.hidden_size % heads:
+        raise ConfigError(
+            f"model.hidden_size = {model.hidden_size} is not divisible by num_attention_heads = "
+            f"{heads}; change one of them or set model.head_dim"
+        )
+    head_dim = model.head_dim or model.hidden_size // heads
+    if head_dim % 2:
+        raise ConfigError(f"model.head_dim = {head_dim} must be even: rotary embedding pairs it")
+
+
+def _experts(config: Config) -> None:
+    model = config.model
+    if model.architecture == "olmo" and (model.num_experts or model.num_experts_per_tok):
+        raise ConfigError(
+            f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
+            "num_experts and num_experts_per_tok out or use architecture = 'olmoe'"
+        )
+    if model.architecture == "olmoe" and not 1 <= model.num_experts_per_tok <= model.num_experts:
+        raise ConfigError(
+            f"model.num_experts_per_tok = {model.num_experts_per_tok} must lie between 1 and "
+            f"model.num_experts = {model.num_experts}"
+        )
+
+
+def _sequence(config: Config) -> None:
+    seq_len, longest = config.train.seq_len, config.model.max_position_embeddings
+    if seq_len == 1:
+        raise ConfigError("train.seq_len = 1 leaves no target to predict; use at least 2")
+    if seq_len > longest:
+        raise ConfigError(
+            f"train.seq_len = {seq_len} exceeds model.max_position_embeddings = {longest}; "
+            "raise the latter or shorten the sequences"
+        )
+
+
+def _batch(config: Config) -> None:
+    train = config.train
+    microbatch_tokens = train.microbatch_size * train.seq_len
+    if train.global_batch_tokens and not train.seq_len:
+        raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
+    if train.global_batch_tokens and train.global_batch_tokens % microbatch_tokens:
+        near = max(1, round(train.global_batch_tokens / microbatch_tokens)) * microbatch_tokens
+        raise ConfigError(
+            f"train.global_batch_tokens = {train.global_batch_tokens} is not a multiple of a "
+            f"microbatch ({train.microbatch_size} x {train.seq_len} tokens); the nearest is {near}"
+        )
+
+
+def _schedule(config: Config) -> None:
+    optim, steps = config.optim, config.train.max_steps
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower it")
+    decay = optim.decay_steps or steps
+    if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
+        raise ConfigError(
+            f"optim.warmup_steps = {optim.warmup_steps} exceeds the {decay} steps of the "
+            "schedule; shorten the warm-up or set optim.decay_steps"
+        )
+    if steps and config.train.stop_at_step > steps:
+        raise ConfigError(
+            f"train.stop_at_step = {config.train.stop_at_step} lies behind max_steps = {steps}"
+        )
+
+
+def _determinism(config: Config) -> None:
+    if config.train.deterministic and config.optim.grad_reduce_dtype != "fp32":
+        raise ConfigError(
+            f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
+            "train.deterministic needs 'fp32'"
+        )
+
+
+def _not_yet(config: Config) -> None:
+    """Settings whose room is still empty are refused, never accepted and ignored."""
+    defaults = Config(model=config.model)
+    for section, key in (
+        ("parallel", "pp"),
+        ("parallel", "ep"),
+        ("parallel", "tp"),
+        ("parallel", "schedule"),
+        ("parallel", "virtual_stages"),
+        ("parallel", "ep_dispatch"),
+        ("parallel", "sequence_parallel"),
+        ("optim", "sharding"),
+        ("recompute", "modules"),
+        ("checkpoint", "async_save"),
+        ("offload", "mode"),
+    ):
+        value = getattr(getattr(config, section), key)
+        only = getattr(getattr(defaults, section), key)
+        if value != only:
+            raise ConfigError(_unavailable(f"{section}.{key}", value, only))
+    if config.train.dtype == "fp16":
+        raise ConfigError(_unavailable("train.dtype", "fp16", "bf16"))
+
+
+def _unavailable(key: str, value: object, instead: object) -> str:
+    return f"{key} = {value!r} is not available in this version; use {instead!r}"
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: abs(d - near))

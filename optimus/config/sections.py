@@ -1,0 +1,265 @@
+"""Every setting, its type, its default and what it means. Help and docs are made from this file.
+
+Zero means "derived" or "off" where a setting can be left out; each docstring says which.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class RopeScaling(Section):
+    """Stretching of the rotary embedding, in the field names Hugging Face gives it."""
+
+    type: Literal["linear", "dynamic", "llama3", "yarn"]
+    """`linear` divides positions by `factor`, `llama3` does so for the slow frequencies only, `yarn`
+    blends the two, `dynamic` raises the base for sequences beyond max_position_embeddings."""
+    factor: Annotated[float, Field(gt=0)]
+    """How many times longer the context becomes."""
+    original_max_position_embeddings: CountOrZero = 0
+    """llama3, yarn: the context that the model was first trained with, in tokens."""
+    low_freq_factor: NonNegative = 0.0
+    """llama3: wavelengths above original / this are divided by `factor`."""
+    high_freq_factor: NonNegative = 0.0
+    """llama3: wavelengths below original / this are left alone."""
+    beta_fast: NonNegative = 0.0
+    """yarn: frequencies that turn more often than this in the original context are left alone;
+    0: 32."""
+    beta_slow: NonNegative = 0.0
+    """yarn: frequencies that turn less often than this are divided by `factor`; 0: 1."""
+    truncate: bool = True
+    """yarn: whether the bounds of the blend are rounded outwards to whole frequencies."""
+    attention_factor: NonNegative = 0.0
+    """yarn: multiplies the rotated queries and keys; 0: derived from `factor` and the mscales."""
+    mscale: NonNegative = 0.0
+    """yarn: numerator's slope in the derived attention factor; 0: not given."""
+    mscale_all_dim: NonNegative = 0.0
+    """yarn: denominator's slope in the derived attention factor; 0: not given."""
+
+
+class ModelConfig(Section):
+    """The decoder. `olmo` is dense, `olmoe` a sparse mixture of experts."""
+
+    architecture: Literal["olmo", "olmoe"]
+    """`olmo`: LayerNorm without weights, SwiGLU. `olmoe`: RMSNorm, q/k-norm, sparse MoE."""
+    num_layers: Count
+    """Decoder blocks."""
+    hidden_size: Count
+    """Width of the residual stream (D)."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_key_value_heads: CountOrZero = 0
+    """Key and value heads; 0: as many as query heads."""
+    head_dim: CountOrZero = 0
+    """Width of one head; 0: hidden_size / num_attention_heads."""
+    intermediate_size: Count
+    """Width of the SwiGLU, of one expert for `olmoe` (F)."""
+    num_experts: CountOrZero = 0
+    """Experts of a layer (E); 0 for `olmo`."""
+    num_experts_per_tok: CountOrZero = 0
+    """Experts chosen for a token (K); 0 for `olmo`."""
+    vocab_size: Count
+    """Rows of the embedding and of the output head (V)."""
+    tie_embeddings: bool = False
+    """Whether the output head is the embedding."""
+    attention_bias: bool = False
+    """Whether the four attention projections have a bias."""
+    clip_qkv: NonNegative = 0.0
+    """Clamp q, k and v to [-clip_qkv, clip_qkv]; 0: off."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in every norm."""
+    norm_topk_prob: bool = False
+    """Whether the chosen experts' weights are divided by their sum."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary embedding; absent: none."""
+    max_position_embeddings: Count = 4096
+    """Longest context, in tokens; `train.seq_len` may not exceed it."""
+    pad_token_id: Annotated[int, Field(ge=-1)] = -1
+    """A token whose embedding receives no gradient, as in transformers; -1: none."""
+    bos_token_id: Annotated[int, Field(ge=-1)] = -1
+    """The token that begins a text, written to Hugging Face directories; -1: none."""
+    eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Tokens at which generation stops; empty: none."""
+    init_std: NonNegative = 0.02
+    """Standard deviation of the initial weights, a normal cut at three of them."""
+    aux_loss_coef: NonNegative = 0.01
+    """Weight of the load-balancing loss in the objective."""
+    z_loss_coef: NonNegative = 0.001
+    """Weight of the router z-loss in the objective."""
+    aux_loss_form: Literal["olmo", "hf"] = "olmo"
+    """`olmo`: 1 when balanced, averaged over layers. `hf`: transformers' form, for parity only."""
+
+
+class DataConfig(Section):
+    """Data sets written by `optimus-data`."""
+
+    path: str = ""
+    """Directory of the training data set."""
+    eval_path: str = ""
+    """Directory of the held-out data set; empty: `path`/eval where it exists."""
+
+
+class ParallelConfig(Section):
+    """How the world is divided. World = pp * dp * ep * tp."""
+
+    pp: Count = 1
+    """Pipeline stages."""
+    dp: CountOrZero = 0
+    """Data-parallel replicas; 0: what the world leaves."""
+    ep: Count = 1
+    """Ranks over which a layer's experts are divided."""
+    tp: Count = 1
+    """Ranks over which heads and intermediate sizes are divided."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    """Order of a pipeline's forward and backward passes."""
+    virtual_stages: Count = 1
+    """Stages that one pipeline rank holds."""
+    ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
+    """How tokens reach the ranks that hold their experts."""
+    sequence_parallel: bool = False
+    """Divide norms along the sequence over the tensor-parallel ranks."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A collective that waits longer than this ends the run with exit status 5."""
+
+
+class TrainConfig(Section):
+    """The run itself."""
+
+    run_dir: str = ""
+    """Where metrics, logs and checkpoints go."""
+    max_steps: CountOrZero = 0
+    """The run is complete after this update."""
+    stop_at_step: CountOrZero = 0
+    """End early after this update without touching the schedule; 0: at max_steps."""
+    seed: CountOrZero = 0
+    """Seed of the initial weights and of sampling."""
+    seq_len: CountOrZero = 0
+    """Tokens of an instance; must equal the data set's context."""
+    global_batch_tokens: CountOrZero = 0
+    """Tokens of one update over all ranks; 0: one microbatch on every data rank."""
+    microbatch_size: Count = 1
+    """Sequences of one forward and backward pass; gradient accumulation follows."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Parameters and matrix products; masters and optimizer states are fp32 always."""
+    deterministic: bool = False
+    """Add gradients in microbatch order: the same bits on every data-parallel layout."""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """Where ranks compute; `auto`: xpu before cuda before cpu."""
+    threads: CountOrZero = 0
+    """Intra-op threads of a rank; 0: 1 if deterministic, otherwise the rank's share of cores."""
+    deadline_s: NonNegative = 0.0
+    """Checkpoint and end with status 3 this long after the start; 0: never."""
+    eval_interval: CountOrZero = 0
+    """Updates between evaluations on the held-out data; 0: only after the last update."""
+    eval_instances: CountOrZero = 0
+    """Held-out instances an evaluation reads, from the first on; 0: all."""
+    sample_interval: CountOrZero = 0
+    """Updates between sampled continuations written to the log; 0: never."""
+    sample_tokens: Count = 64
+    """Length of a sampled continuation, in tokens."""
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 4e-4
+    """Peak learning rate."""
+    min_lr: NonNegative = 4e-5
+    """Learning rate at and after `decay_steps`."""
+    warmup_steps: CountOrZero = 0
+    """Updates over which the rate rises linearly from 0 to `lr`."""
+    decay_steps: CountOrZero = 0
+    """Update at which the rate reaches `min_lr`; 0: train.max_steps."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after the warm-up."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay, on every parameter."""
+    clip_norm: NonNegative = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    clip_after_warmup: bool = False
+    """Clip only once the warm-up is over, as the paper does."""
+    sharding: Literal["none", "so", "epso"] = "none"
+    """Over which ranks the optimizer states are divided."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients travel between ranks."""
+
+
+class RecomputeConfig(Section):
+    """Selective activation checkpointing."""
+
+    modules: Annotated[
+        tuple[Literal["norm", "attention", "moe", "block"], ...], Field(strict=False)
+    ] = ()
+    """Which modules keep their input alone and compute their forward pass again."""
+
+
+class CheckpointConfig(Section):
+    """What is saved, when, and where a run begins."""
+
+    interval: CountOrZero = 1000
+    """Updates between full checkpoints, of which the newest two are kept; 0: only at the end."""
+    model_interval: CountOrZero = 0
+    """Updates between persistent model-only checkpoints; 0: none."""
+    keep_models: CountOrZero = 0
+    """How many model-only checkpoints to keep, newest first; 0: all."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Frozen settings that this resume may change all the same, such as `optim.weight_decay`."""
+    load: str = "auto"
+    """`auto`: the newest valid one of the run; `none`; a checkpoint or a Hugging Face directory;
+    or `model@STEP`, that model-only checkpoint with a fresh optimizer."""
+
+
+class ObserveConfig(Section):
+    """What a run tells."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events under the run directory's `tb/`."""
+    log_interval: Count = 1
+    """Updates between lines of plain progress where standard error is not a terminal."""
+
+
+class OffloadConfig(Section):
+    """Elixir chunk offloading."""
+
+    mode: Literal["off", "auto", "manual"] = "off"
+    """Where chunks of model states live."""
+
+
+class Config(Section):
+    """A whole run. Only `[model]` has no default."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    offload: OffloadConfig = OffloadConfig()

@@ -1,0 +1,59 @@
+"""What can go wrong, and the exit status each kind of trouble ends in.
+
+Users' mistakes raise one of these with one line that names the key, the value and the remedy; the
+command line prints that line and exits with `exit_code`. A bug of ours is an assertion instead.
+"""
+
+from __future__ import annotations
+
+
+class OptimusError(Exception):
+    """Base of all expected failures. The message is one line; `exit_code` is the process status."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, on_every_rank: bool = False) -> None:
+        """`on_every_rank`: all ranks raise this same message, so only the first prints it."""
+        super().__init__(message)
+        self.on_every_rank = on_every_rank
+
+
+class ConfigError(OptimusError):
+    """An unknown key, a wrong type, or settings that cannot go together."""
+
+    exit_code = 2
+
+
+class DataError(OptimusError):
+    """A data set or an input file that is missing, damaged, or does not fit the model."""
+
+    exit_code = 2
+
+
+class CheckpointError(OptimusError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+    exit_code = 2
+
+
+class Stopped(OptimusError):
+    """The run was asked to stop (signal or deadline) and has written a checkpoint."""
+
+    exit_code = 3
+
+
+class NonFiniteError(OptimusError):
+    """A loss or gradient was NaN or infinite before any reduction; no checkpoint was written."""
+
+    exit_code = 4
+
+
+class LostPeerError(OptimusError):
+    """Another rank died, or a collective did not complete within its time limit."""
+
+    exit_code = 5
+
+
+def one_line(text: object) -> str:
+    """`text` folded onto one line, for messages built from other libraries' errors."""
+    return " ".join(str(text).split())

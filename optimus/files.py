@@ -1,0 +1,88 @@
+"""The one commit protocol for files: a name is either absent or holds everything it promises.
+
+Write under a unique temporary name in the same directory, fsync the file, rename it over the final
+name, fsync the directory. A reader that finds the final name finds all its bytes, whatever was
+killed or unplugged in between. Hashes are xxh3-64 in lower-case hexadecimal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+_READ_BYTES = 4 << 20
+
+
+def fsync_dir(path: str | os.PathLike) -> None:
+    """Make the directory's entries (creations, renames, removals) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def temporary_name(path: str | os.PathLike) -> Path:
+    """A unique sibling of `path`, recognisable by `is_temporary`."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def is_temporary(path: str | os.PathLike) -> bool:
+    """Whether `path` is a leftover of an unfinished commit."""
+    name = Path(path).name
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
+    """Rename a written, fsynced file or directory to its final name, durably."""
+    os.rename(temporary, final)
+    fsync_dir(Path(final).parent)
+
+
+@contextlib.contextmanager
+def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A binary file that appears under `path`, complete and durable, only if the block succeeds."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        commit(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def write_bytes(path: str | os.PathLike, data: bytes) -> None:
+    """Atomically and durably make `path` hold exactly `data`."""
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Atomically and durably write `value` as readable JSON."""
+    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def xxh3_bytes(data: Any) -> str:
+    """xxh3-64 of a bytes-like object."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def xxh3_file(path: str | os.PathLike) -> str:
+    """xxh3-64 of a file's content, read in blocks."""
+    digest = xxhash.xxh3_64()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

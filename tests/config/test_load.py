@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+
+from optimus.config import dump_toml, load_config, make_config
+from optimus.errors import ConfigError
+from tests.helpers.tiny import tiny_tree
+
+MODEL = """
+[model]
+architecture = "olmoe"
+num_layers = 2
+hidden_size = 64
+num_attention_heads = 4
+intermediate_size = 32
+num_experts = 4
+num_experts_per_tok = 2
+vocab_size = 128
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "model.toml"
+    path.write_text(MODEL)
+    return path
+
+
+def test_base_files_are_laid_under_and_overrides_over(tmp_path, model_file):
+    (tmp_path / "run").mkdir()
+    run = tmp_path / "run" / "run.toml"
+    run.write_text('base = "../model.toml"\n[model]\nnum_layers = 3\n[optim]\nlr = 1e-3\n')
+    config = load_config(run, ["optim.lr=2e-3", "train.dtype=fp32", "optim.betas=[0.8, 0.9]"])
+    assert (config.model.num_layers, config.model.hidden_size) == (3, 64)
+    assert (config.optim.lr, config.optim.betas, config.train.dtype) == (2e-3, (0.8, 0.9), "fp32")
+
+
+def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
+    strange = 'train.run_dir="a \\"b\\" \\\\c"'
+    scaling = 'model.rope_scaling={type="linear", factor=2.0}'
+    config = load_config(model_file, [strange, scaling, "optim.lr=0.1234567890123456789"])
+    assert config.train.run_dir == 'a "b" \\c'
+    again = tmp_path / "again.toml"
+    again.write_text(dump_toml(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("optim.lrr=1", r"unknown key optim.lrr = 1; did you mean optim.lr\?"),
+        ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?"),
+        ("optimm.lr=1", r"unknown key optimm.* did you mean optim\?"),
+        ("foo.bar=1", r"unknown key foo .*the keys of the file are model"),
+        ("optim.lr=fast", r"optim.lr = 'fast'.* valid number"),
+        ("optim.lr=nan", r"optim.lr = nan.* finite"),
+        ("optim.lr=-1", r"optim.lr = -1.* greater than 0"),
+        ("model.num_layers=2.5", r"model.num_layers = 2.5.* valid integer"),
+        ("model.num_layers=true", r"model.num_layers = True.* valid integer"),
+        ("train.deterministic=1", r"train.deterministic = 1.* valid boolean"),
+        ("train.dtype=bf61", r"train.dtype = 'bf61': must be .* did you mean 'bf16'\?"),
+        ("optim.betas=[0.9]", r"optim.betas"),
+        ("optim.betas=[0.9, 1.0]", r"optim.betas.1 = 1.0.* less than 1"),
+        ("train.seq_len", r"not of the form section.key=value"),
+        ("train=3", r"not of the form section.key=value"),
+        ("model.vocab_size.x=3", r"vocab_size is a value, not a section"),
+        ("model.hidden_size=65", r"hidden_size = 65 is not divisible by num_attention_heads = 4"),
+        ("model.num_key_value_heads=3", r"num_key_value_heads = 3 must divide .* nearest .* 2"),
+        ("model.num_experts_per_tok=5", r"num_experts_per_tok = 5 .*num_experts = 4"),
+        ("model.architecture=olmo", r"'olmo' is dense"),
+        ("train.seq_len=5000", r"train.seq_len = 5000 exceeds .* = 4096"),
+        ("train.seq_len=1", r"train.seq_len = 1"),
+        ("optim.min_lr=1.0", r"optim.min_lr = 1.0 exceeds optim.lr"),
+        ("parallel.tp=2", r"parallel.tp = 2 is not available in this version; use 1"),
+        ("optim.sharding=epso", r"optim.sharding = 'epso' is not available .* 'none'"),
+        ('recompute.modules=["moe"]', r"recompute.modules = .* not available"),
+        ("train.dtype=fp16", r"train.dtype = 'fp16' is not available .* 'bf16'"),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, told):
+    with pytest.raises(ConfigError, match=told) as refused:
+        load_config(model_file, [override])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"train__global_batch_tokens": 100}, r"global_batch_tokens = 100 .* nearest is 96"),
+        ({"optim__warmup_steps": 21}, r"warmup_steps = 21 exceeds the 20 steps"),
+        ({"train__stop_at_step": 21}, r"stop_at_step = 21"),
+        ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
+    ],
+)
+def test_settings_that_cannot_go_together(change, told):
+    with pytest.raises(ConfigError, match=told):
+        make_config(tiny_tree("d", "r", **change))
+
+
+def test_files_that_are_not_there_or_not_toml(tmp_path, model_file):
+    with pytest.raises(ConfigError, match=r"modle.toml: no such .*did you mean .*model.toml\?"):
+        load_config(tmp_path / "modle.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match="bad.toml: not readable as TOML"):
+        load_config(tmp_path / "bad.toml")
+    (tmp_path / "a.toml").write_text('base = "b.toml"')
+    (tmp_path / "b.toml").write_text('base = "a.toml"')
+    with pytest.raises(ConfigError, match="inherits from itself"):
+        load_config(tmp_path / "a.toml")
+    (tmp_path / "c.toml").write_text("base = 3")
+    with pytest.raises(ConfigError, match="must be a file name"):
+        load_config(tmp_path / "c.toml")
+
+
+def test_a_file_without_a_model_says_what_is_missing(tmp_path):
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"model is missing"):
+        load_config(tmp_path / "empty.toml")
+
+
+def test_every_field_of_every_section_has_a_docstring():
+    from optimus.config import Config
+
+    for name, section in Config.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            assert field.description, f"{name}.{key} has no docstring"
