@@ -6,13 +6,23 @@ files is checked by `optimus.train.preflight`.
 
 from __future__ import annotations
 
-from optimus.config.sections import Config
+from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first impossible combination."""
-    for one in (_heads, _experts, _sequence, _batch, _schedule, _determinism, _not_yet):
+    for one in (
+        _heads,
+        _experts,
+        _rope,
+        _tokens,
+        _sequence,
+        _batch,
+        _schedule,
+        _determinism,
+        _not_yet,
+    ):
         one(config)
 
 
@@ -45,6 +55,50 @@ def _experts(config: Config) -> None:
         raise ConfigError(
             f"model.num_experts_per_tok = {model.num_experts_per_tok} must lie between 1 and "
             f"model.num_experts = {model.num_experts}"
+        )
+    if model.architecture == "olmo":
+        for key in ("norm_topk_prob", "aux_loss_form", "aux_loss_coef", "z_loss_coef"):
+            value, default = getattr(model, key), ModelConfig.model_fields[key].default
+            if value and value != default:
+                raise ConfigError(
+                    f"model.{key} = {value!r}: architecture 'olmo' is dense and has no router; "
+                    "leave it out"
+                )
+
+
+def _rope(config: Config) -> None:
+    model, scaling = config.model, config.model.rope_scaling
+    if scaling is None:
+        return
+    for key, field in RopeScaling.model_fields.items():
+        value = getattr(scaling, key)
+        if key not in ("type", *ROPE_FIELDS[scaling.type]) and value != field.default:
+            raise ConfigError(
+                f"model.rope_scaling.{key} = {value!r} has no meaning for type = "
+                f"{scaling.type!r}; leave it out"
+            )
+    if scaling.type in ("llama3", "yarn") and not scaling.original_max_position_embeddings:
+        raise ConfigError(
+            f"model.rope_scaling.original_max_position_embeddings is missing; type = "
+            f"{scaling.type!r} needs the context before stretching, in tokens"
+        )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.type == "llama3" and not 0 < low < high:
+        raise ConfigError(
+            f"model.rope_scaling.low_freq_factor = {low} must be above 0 and below "
+            f"high_freq_factor = {high}"
+        )
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    if scaling.type == "dynamic" and head_dim == 2:
+        raise ConfigError("model.rope_scaling.type = 'dynamic' needs a head_dim above 2")
+
+
+def _tokens(config: Config) -> None:
+    model = config.model
+    if model.pad_token_id >= model.vocab_size:
+        raise ConfigError(
+            f"model.pad_token_id = {model.pad_token_id} lies outside model.vocab_size = "
+            f"{model.vocab_size}; give a token of the vocabulary, or -1 for none"
         )
 
 

@@ -30,8 +30,8 @@ class RopeScaling(Section):
     """Stretching of the rotary embedding, in the field names Hugging Face gives it."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
-    """`linear` divides positions by `factor`, `llama3` does so for the slow frequencies only, `yarn`
-    blends the two, `dynamic` raises the base for sequences beyond max_position_embeddings."""
+    """`linear` divides positions by `factor`, `llama3` does so for the slow frequencies only,
+    `yarn` blends the two, `dynamic` raises the base beyond max_position_embeddings."""
     factor: Annotated[float, Field(gt=0)]
     """How many times longer the context becomes."""
     original_max_position_embeddings: CountOrZero = 0
@@ -53,6 +53,29 @@ class RopeScaling(Section):
     """yarn: numerator's slope in the derived attention factor; 0: not given."""
     mscale_all_dim: NonNegative = 0.0
     """yarn: denominator's slope in the derived attention factor; 0: not given."""
+
+
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+"""The fields of `RopeScaling` that each type reads."""
 
 
 class ModelConfig(Section):

@@ -1,0 +1,44 @@
+# Everything a newcomer needs is here; `make` alone lists it. Each target does its own set-up.
+
+VENV ?= .venv
+PYTHON ?=
+TORCH ?=
+TORCH_INDEX ?=
+TESTS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean distclean
+
+override VENV := $(abspath $(VENV))
+BIN := $(VENV)/bin
+SOURCES := $(wildcard optimus data_prep kernels tests scripts)
+
+help: ## List these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@echo
+	@echo 'make test TESTS=tests/model     run a part of the tests'
+	@echo 'make demo TORCH_INDEX=URL       another build of torch; README, "Choosing torch"'
+
+setup: ## Make or refresh the virtual environment (every target below does so by itself)
+	@VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup.sh
+
+demo: setup ## Train a small Mixture-of-Experts on real text, on the CPU, in minutes
+	PATH='$(BIN)':"$$PATH" scripts/demo.sh
+
+test: setup ## Run the tests (TESTS=path for some of them)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup ## Check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: setup ## Rewrite the sources in the house format
+	$(BIN)/ruff check --fix --exit-zero $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean: ## Remove caches
+	find . -name .venv\* -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .pytest_cache .ruff_cache build optimus.egg-info
+
+distclean: clean ## Remove the checkout's own virtual environment too
+	rm -rf .venv .venv.lock

@@ -1,0 +1,1 @@
+"""What `optimus bench` measures."""

@@ -1,0 +1,143 @@
+"""An update of ours against a plain hand-written torch loop of the same model and batch.
+
+Both run in this process on copies of one model with the same tokens, in turn, so that a noisy
+machine disturbs both alike; the figure to quote is the median of the paired ratios.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus import platform
+from optimus.config import Config
+from optimus.dist.world import World, start_world
+from optimus.launch_env import SINGLE
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
+from optimus.train.batch import BatchPlan, plan_batch
+from optimus.train.states import ModelStates
+from optimus.train.update import Updater
+
+_WARMUP = 2
+
+
+class PlainLoop:
+    """What one writes by hand: losses, backward, clip_grad_norm_, fused AdamW.
+
+    Below fp32 it keeps fp32 masters, as ours does: gradients are widened, the masters are updated
+    and copied back. It accumulates microbatches in the parameters' dtype.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, plan: BatchPlan, device: torch.device):
+        self._config, self._model, self._plan, self._device = config, model, plan, device
+        self._params = list(model.parameters())
+        self._masters = self._params
+        if self._params[0].dtype is not torch.float32:
+            self._masters = [nn.Parameter(p.detach().float()) for p in self._params]
+        optim = config.optim
+        self._optimizer = torch.optim.AdamW(
+            self._masters,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+
+    def run(self, microbatches: list[Tensor]) -> float:
+        self._model.zero_grad()
+        total = 0.0
+        settings, count = self._config.model, self._plan.num_microbatches
+        for tokens in microbatches:
+            terms = self._model.losses(tokens.to(self._device))
+            loss = terms.ce_sum / self._plan.targets
+            if settings.num_experts:
+                loss = loss + settings.aux_loss_coef / count * terms.aux
+                loss = loss + settings.z_loss_coef / count * terms.z
+            loss.backward()
+            total += float(terms.ce_sum.detach())
+        self._update()
+        return total / self._plan.targets
+
+    def _update(self) -> None:
+        mixed = self._masters is not self._params
+        if mixed:
+            for master, param in zip(self._masters, self._params, strict=True):
+                master.grad = param.grad.float()
+        nn.utils.clip_grad_norm_(self._masters, self._config.optim.clip_norm)
+        self._optimizer.step()
+        if mixed:
+            with torch.no_grad():
+                for master, param in zip(self._masters, self._params, strict=True):
+                    param.copy_(master)
+
+
+def bench_step(config: Config, steps: int) -> dict[str, Any]:
+    """Time `steps` pairs of updates on random tokens, single process; seconds and paired ratios."""
+    world = start_world(SINGLE, device=config.train.device)
+    threads = platform.set_threads(config.train.threads, config.train.deterministic, 1)
+    plan = plan_batch(config, 1)
+    ours, plain, microbatches = _contestants(config, world, plan)
+    seconds: dict[str, list[float]] = {"ours": [], "plain": []}
+    for step in range(1, steps + 1 + _WARMUP):
+        pair = {
+            "ours": functools.partial(ours.run, step, microbatches),
+            "plain": functools.partial(plain.run, microbatches),
+        }
+        for name, run in pair.items():
+            platform.synchronize(world.device)
+            start = time.perf_counter()
+            run()
+            platform.synchronize(world.device)
+            if step > _WARMUP:
+                seconds[name].append(time.perf_counter() - start)
+    ratios = sorted(a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True))
+    return {
+        "device": str(world.device),
+        "torch": torch.__version__,
+        "threads": threads,
+        "dtype": config.train.dtype,
+        "tokens_per_update": plan.tokens,
+        "pairs": steps,
+        "ours_s": statistics.median(seconds["ours"]),
+        "plain_s": statistics.median(seconds["plain"]),
+        "ratio_median": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+    }
+
+
+def _contestants(
+    config: Config, world: World, plan: BatchPlan
+) -> tuple[Updater, PlainLoop, list[Tensor]]:
+    with world.device:
+        model = Transformer(config.model)
+    initialise_(model, config.train.seed)
+    dtype = platform.dtype_of(config.train.dtype)
+    plain = PlainLoop(config, copy.deepcopy(model).to(dtype), plan, world.device)
+    ours = Updater(config, world, model, ModelStates(model, dtype, config.optim), plan)
+    generator = torch.Generator().manual_seed(config.train.seed)
+    shape = (plan.microbatch_size, plan.seq_len)
+    microbatches = [
+        torch.randint(config.model.vocab_size, shape, generator=generator)
+        for _ in range(plan.microbatches_per_rank)
+    ]
+    return ours, plain, microbatches
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The result in two lines."""
+    low, high = result["ratio_quartiles"]
+    return (
+        f"{result['device']}, torch {result['torch']}, {result['threads']} threads, "
+        f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "
+        f"{result['pairs']} pairs\n"
+        f"ours {result['ours_s']:.4f} s, plain loop {result['plain_s']:.4f} s, "
+        f"ours / plain {result['ratio_median']:.3f} (quartiles {low:.3f} to {high:.3f})"
+    )

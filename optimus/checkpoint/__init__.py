@@ -1,0 +1,1 @@
+"""Checkpoints: what is on disk, which of it is valid, and loading it."""

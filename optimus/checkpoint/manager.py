@@ -1,0 +1,151 @@
+"""The checkpoints of one run: where the next one goes, which to load, which may leave.
+
+`checkpoints/step-00001000/` is a full checkpoint, `checkpoints/model-00001000/` a persistent
+model-only one (also a Hugging Face directory). Readable without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimus import files
+from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.errors import CheckpointError
+
+KEPT_FULL = 2
+
+
+def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def full_path(run_dir: str | os.PathLike, step: int) -> Path:
+    return checkpoints_dir(run_dir) / f"step-{step:08d}"
+
+
+def model_path(run_dir: str | os.PathLike, step: int) -> Path:
+    return checkpoints_dir(run_dir) / f"model-{step:08d}"
+
+
+def newest_valid(run_dir: str | os.PathLike) -> Manifest | None:
+    """The full checkpoint of the highest step whose every byte is right; tells what it skips."""
+    for path in reversed(_of_kind(run_dir, "step")):
+        try:
+            manifest = read_manifest(path)
+            manifest.verify()
+            return manifest
+        except CheckpointError as error:
+            print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
+    return None
+
+
+def resolve(path: str | os.PathLike) -> Path:
+    """The checkpoint that a CKPT argument means: itself, or the newest valid one of a run."""
+    path = Path(path)
+    if is_checkpoint(path):
+        return path
+    if checkpoints_dir(path).is_dir():
+        if newest := newest_valid(path):
+            return newest.path
+        raise CheckpointError(f"{path}: a run directory without a valid checkpoint")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such checkpoint or run directory")
+    return path
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at `step`, from the weights or the full state at `path`, if any."""
+
+    origin: str
+    step: int = 0
+    tokens: int = 0
+    path: Path | None = None
+    full: Manifest | None = None
+
+
+def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
+    """What `checkpoint.load` means here and now.
+
+    The same command given again after a failure goes on from the run's own newest checkpoint: a
+    checkpoint remembers the `origin` that its run was started with.
+    """
+    own = newest_valid(run_dir) if load != "none" else None
+    if load == "auto":
+        return Start("none") if own is None else _resume(own)
+    if load == "none":
+        return Start("none")
+    if own is not None and own.origin == load:
+        return _resume(own)
+    if load.startswith("model@"):
+        return _start_from_model(run_dir, load)
+    path = resolve(load)
+    if not is_checkpoint(path):
+        return Start(load, path=path)
+    manifest = read_manifest(path)
+    manifest.verify()
+    full = manifest if manifest.kind == "full" else None
+    return Start(load, manifest.step if full else 0, manifest.tokens if full else 0, path, full)
+
+
+def _resume(own: Manifest) -> Start:
+    return Start(own.origin, own.step, own.tokens, own.path, own)
+
+
+def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
+    text = load.removeprefix("model@")
+    available = [str(int(path.name.split("-")[1])) for path in _of_kind(run_dir, "model")]
+    if text not in available:
+        raise CheckpointError(
+            f"checkpoint.load = {load!r}: this run keeps the models of steps "
+            f"{', '.join(available) or '(none)'}"
+        )
+    manifest = read_manifest(model_path(run_dir, int(text)))
+    manifest.verify()
+    return Start(load, manifest.step, manifest.tokens, manifest.path)
+
+
+def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
+    """Remove leftovers of unfinished saves; set aside checkpoints that this start leaves behind."""
+    directory = checkpoints_dir(run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        if files.is_temporary(path):
+            shutil.rmtree(path)
+    if start.full is not None and start.full.path.parent == directory:
+        left_behind = [p for p in _of_kind(run_dir, "step") if _step_of(p) > start.step]
+    else:
+        left_behind = _of_kind(run_dir, "step")
+    left_behind += [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
+    for path in left_behind:
+        aside = directory / "set-aside"
+        aside.mkdir(exist_ok=True)
+        target = files.temporary_name(aside / path.name).with_suffix("")
+        target = target.with_name(target.name.lstrip("."))
+        os.rename(path, target)
+        print(f"optimus: set aside {path.name}, which this start leaves behind", file=sys.stderr)
+
+
+def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
+    """After a seal: keep the newest two full checkpoints and the newest `keep_models` models."""
+    for path in _of_kind(run_dir, "step")[:-KEPT_FULL]:
+        shutil.rmtree(path)
+    if keep_models:
+        for path in _of_kind(run_dir, "model")[:-keep_models]:
+            shutil.rmtree(path)
+
+
+def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
+    """Sealed-looking directories of a kind, oldest step first."""
+    directory = checkpoints_dir(run_dir)
+    if not directory.is_dir():
+        return []
+    return sorted(p for p in directory.glob(f"{kind}-[0-9]*") if p.is_dir())
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split("-")[1])

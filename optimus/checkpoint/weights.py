@@ -1,0 +1,53 @@
+"""Weights of a model from whatever directory holds them: a checkpoint or a Hugging Face one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from optimus.checkpoint.manifest import is_checkpoint
+from optimus.checkpoint.tensors import MODEL, read_tensors
+from optimus.config import ModelConfig, load_config
+from optimus.errors import CheckpointError
+from optimus.model.hf import is_hf_directory, load_hf_weights, read_hf_config
+
+CONFIG = "config.toml"
+_FREE = {
+    "init_std",
+    "aux_loss_coef",
+    "z_loss_coef",
+    "aux_loss_form",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_ids",
+    "max_position_embeddings",
+}
+"""Settings of a model that change no logit for the same weights."""
+
+
+def model_config_of(path: Path) -> ModelConfig:
+    """The `[model]` section that the weights at `path` belong to."""
+    if is_hf_directory(path):
+        return read_hf_config(path)
+    if is_checkpoint(path):
+        return load_config(path / CONFIG).model
+    raise CheckpointError(f"{path}: neither a checkpoint nor a Hugging Face directory")
+
+
+def load_weights(model: nn.Module, config: ModelConfig, path: Path) -> None:
+    """Fill the parameters of `model`, built from `config`, casting to their dtype.
+
+    Raises CheckpointError naming the first setting in which the stored model differs.
+    """
+    stored = model_config_of(path)
+    for key, value in stored.model_dump().items():
+        if key not in _FREE and value != getattr(config, key):
+            raise CheckpointError(
+                f"model.{key} = {getattr(config, key)!r}, but the model at {path} has {value!r}; "
+                "load it into the configuration it was made with"
+            )
+    if is_hf_directory(path):
+        load_hf_weights(model, path)
+    else:
+        read_tensors(path / MODEL, dict(model.named_parameters()))

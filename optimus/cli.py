@@ -1,0 +1,258 @@
+"""The `optimus` command. Rooms are imported by the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from optimus.errors import ConfigError, OptimusError, one_line
+
+_FIRST_RANK_SPEAKS_S = 1.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (README lists them)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parse(arguments)
+    try:
+        return args.run(args, arguments)
+    except OptimusError as error:
+        _tell(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("optimus: interrupted", file=sys.stderr)
+        return 130
+
+
+def _tell(error: OptimusError) -> None:
+    """One line on standard error, once for all ranks where they all say the same."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and error.on_every_rank:
+        return
+    if rank != "0" and error.exit_code == ConfigError.exit_code:
+        # Most likely the first rank says the same, and the launcher then ends this one; only what
+        # is wrong on this rank alone, such as a file missing on its node, is told from here.
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    where = "" if rank == "0" else f" [rank {rank}]"
+    print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="optimus", description="Pretrain Mixture-of-Experts and dense language models."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (
+        _add_train,
+        _add_plan,
+        _add_convert,
+        _add_eval,
+        _add_generate,
+        _add_report,
+        _add_bench,
+    ):
+        add(commands)
+    args, rest = parser.parse_known_args(arguments)
+    # argparse ends a list of positionals at the first option; overrides may stand behind one too.
+    if any(text.startswith("-") or "=" not in text for text in rest) or (
+        rest and not hasattr(args, "overrides")
+    ):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
+def _add(
+    commands: argparse._SubParsersAction, name: str, run, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a TOML file; configs/run holds examples")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "train", _train, "Train a model as a configuration file says.")
+    _add_config(parser)
+    parser.add_argument("--settings", action=_PrintSettings, help="list all settings and exit")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start N local ranks; without it the launcher's environment (torchrun) counts",
+    )
+
+
+class _PrintSettings(argparse.Action):
+    def __init__(self, **options) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        from optimus.config.reference import settings_text
+
+        print(settings_text(markdown=False), end="")
+        parser.exit()
+
+
+def _train(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config import load_config
+    from optimus.launch_env import read_launch_env
+
+    config = load_config(args.config, args.overrides)
+    if args.nproc < 0:
+        raise ConfigError(f"--nproc {args.nproc} must be at least 1")
+    if args.nproc and "RANK" not in os.environ:
+        from optimus.train.preflight import preflight
+        from optimus.train.spawn import spawn_local
+
+        preflight(config, args.nproc)
+        return spawn_local(arguments, args.nproc)
+    launch = read_launch_env()
+    if args.nproc not in (0, launch.world_size):
+        raise ConfigError(
+            f"--nproc {args.nproc}, but {launch.world_size} ranks were started; drop --nproc"
+        )
+    from optimus.train.loop import train
+
+    train(config, launch)
+    return 0
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "plan", _plan, "Parameters, FLOPs and memory of a run, in advance.")
+    _add_config(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config import load_config
+    from optimus.planner.plan import format_plan, plan
+
+    result = plan(load_config(args.config, args.overrides))
+    print(json.dumps(result) if args.json else format_plan(result))
+    return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    parser = _add(
+        commands, "convert", _convert, "Between Hugging Face directories and checkpoints."
+    )
+    parser.add_argument("direction", choices=("from-hf", "to-hf"))
+    parser.add_argument(
+        "source", help="from-hf: a Hugging Face directory; to-hf: a checkpoint or run"
+    )
+    parser.add_argument("out", help="directory to make; it must not exist")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="to-hf: type to write (as stored)"
+    )
+
+
+def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.checkpoint.convert import from_hf, to_hf
+
+    if args.direction == "from-hf":
+        if args.dtype:
+            raise ConfigError("--dtype belongs to to-hf; from-hf keeps the types of the directory")
+        from_hf(args.source, args.out)
+    else:
+        to_hf(args.source, args.out, args.dtype)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "eval", _eval, "Loss of a checkpoint on a data set.")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
+    )
+    parser.add_argument("data", help="a data set written by optimus-data, such as OUT/eval")
+    parser.add_argument("--instances", type=int, default=0, help="read this many (0: all)")
+    parser.add_argument("--batch-size", type=int, default=8, help="instances at once")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _eval(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.evaluate.checkpoint import evaluate_checkpoint
+
+    result = evaluate_checkpoint(args.checkpoint, args.data, args.batch_size, args.instances)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(f"loss {result['loss']:.4f} nats over {result['tokens']:,} tokens of {args.data}")
+    return 0
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "generate", _generate, "Continue a text.")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
+    )
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=64, help="how many to sample")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="0: the whole vocabulary")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.evaluate.checkpoint import continue_text
+
+    print(
+        continue_text(
+            args.checkpoint,
+            args.prompt,
+            args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+    )
+    return 0
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "report", _report, "Draw a run's curves and sum it up.")
+    parser.add_argument("run_dir")
+
+
+def _report(args: argparse.Namespace, arguments: list[str]) -> int:
+    from pathlib import Path
+
+    from optimus.observe.report import write_report
+
+    picture, summary = write_report(Path(args.run_dir))
+    print(f"{summary}\n{picture}")
+    return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "bench", _bench, "Measure a part of Optimus against its plain form.")
+    parser.add_argument(
+        "name", choices=("step",), help="step: an update against a plain torch loop"
+    )
+    _add_config(parser)
+    parser.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench.step import bench_step, format_result
+    from optimus.config import load_config
+
+    result = bench_step(load_config(args.config, args.overrides), args.steps)
+    print(json.dumps(result) if args.json else format_result(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

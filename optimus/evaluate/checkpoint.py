@@ -1,0 +1,68 @@
+"""What `optimus eval` and `optimus generate` do with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus import platform
+from optimus.checkpoint import manager
+from optimus.data.dataset import TokenDataset
+from optimus.dist.collectives import Group
+from optimus.errors import ConfigError, DataError
+from optimus.evaluate.generate import generate
+from optimus.evaluate.held_out import held_out_loss
+from optimus.evaluate.load_model import load_model
+
+_TOKENIZER = "tokenizer.json"
+
+
+def evaluate_checkpoint(
+    checkpoint: str, data: str, batch_size: int, instances: int
+) -> dict[str, Any]:
+    """Mean cross-entropy in nats of a model over a data set, on one device."""
+    if batch_size < 1 or instances < 0:
+        raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
+    manager.resolve(checkpoint)
+    dataset = TokenDataset(data)
+    device = platform.pick_device(0)
+    model = load_model(checkpoint, device=device)
+    vocab_size = model.config.vocab_size
+    if dataset.vocab_size > vocab_size:
+        raise DataError(
+            f"{data}: a vocabulary of {dataset.vocab_size}, but the model's is {vocab_size}"
+        )
+    result = held_out_loss(model, dataset, batch_size, Group(1, 0), device, instances)
+    return {"checkpoint": checkpoint, "data": data, **vars(result)}
+
+
+def continue_text(
+    checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
+) -> str:
+    """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights."""
+    from tokenizers import Tokenizer
+
+    if new_tokens < 1 or temperature < 0 or top_k < 0:
+        raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    file = Path(manager.resolve(checkpoint)) / _TOKENIZER
+    if not file.is_file():
+        raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.encode_special_tokens = True
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ConfigError("--prompt is empty; give some text to continue")
+    device = platform.pick_device(0)
+    model = load_model(checkpoint, device=device)
+    new = generate(
+        model,
+        torch.tensor(ids, device=device),
+        new_tokens,
+        context=model.config.max_position_embeddings,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    return tokenizer.decode([*ids, *new.tolist()], skip_special_tokens=False)

@@ -1,0 +1,47 @@
+"""Sampling continuations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    new_tokens: int,
+    *,
+    context: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    stop_token: int | None = None,
+) -> Tensor:
+    """Continue `prompt` (int64 [n], n >= 1) by up to `new_tokens`; returns the new tokens alone.
+
+    Temperature 0 takes the likeliest token; `top_k` 0 samples from the whole vocabulary. The model
+    sees at most the last `context` tokens. The draw depends on `seed` alone.
+    """
+    assert prompt.ndim == 1 and prompt.numel() >= 1
+    generator = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    tokens = prompt
+    for _ in range(new_tokens):
+        logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
+        following = _draw(logits, temperature, top_k, generator)
+        tokens = torch.cat([tokens, torch.tensor([following], device=tokens.device)])
+        if following == stop_token:
+            break
+    model.train(was_training)
+    return tokens[prompt.numel() :]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if 0 < top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

@@ -1,0 +1,29 @@
+"""A model from a directory, ready to be called."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from optimus.checkpoint import manager
+from optimus.checkpoint.weights import load_weights, model_config_of
+from optimus.model.transformer import Transformer
+
+
+def load_model(
+    path: str | os.PathLike,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """The model at `path`: a Hugging Face directory, a checkpoint, or a run's newest valid one.
+
+    `model(tokens[B, S]) -> logits[B, S, V]`, tokens int64, logits in `dtype`. Raises
+    CheckpointError if there is no usable model.
+    """
+    source = manager.resolve(path)
+    config = model_config_of(source)
+    with torch.device(device):
+        model = Transformer(config).to(dtype)
+    load_weights(model, config, source)
+    return model.eval()

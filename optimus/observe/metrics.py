@@ -1,0 +1,60 @@
+"""Metrics as JSON lines: one a step, cut back on resume so that each step appears once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus import files
+
+
+class JsonLines:
+    """Appends one JSON object a line; a line is complete as soon as `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file; a last line torn by a kill is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def cut_after(path: Path, step: int, cut_log: Path) -> int:
+    """Keep the lines up to `step`, atomically; move later ones to `cut_log`; return how many."""
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _step(line) <= step]
+    moved = [line for line in lines if _step(line) > step]
+    if moved:
+        cut_log.parent.mkdir(parents=True, exist_ok=True)
+        with open(cut_log, "a", encoding="utf-8") as log:
+            log.write("".join(line + "\n" for line in moved))
+        files.write_bytes(path, "".join(line + "\n" for line in kept).encode())
+    return len(moved)
+
+
+def _step(line: str) -> float:
+    """The step of a line; a torn line counts as later than any step."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")

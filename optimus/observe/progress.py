@@ -1,0 +1,45 @@
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows the latest figures of training on standard error."""
+
+    def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
+        self._last_step, self._interval = last_step, log_interval
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(_figures(record))
+        elif step % self._interval == 0 or step == self._last_step:
+            self.say(f"step {step}/{self._last_step}  {_figures(record)}")
+
+    def say(self, line: str) -> None:
+        """A line of text, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    return (
+        f"loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+        f"{record['tokens_per_s']:,.0f} tok/s"
+    )

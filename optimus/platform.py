@@ -1,0 +1,121 @@
+"""The device a rank computes on, the collective backend it takes, and their vital signs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from optimus.errors import ConfigError
+
+# Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
+_BF16_PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "Max 1550": 256e12,
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype for a `train.dtype`."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
+    """This rank's device: xpu before cuda before cpu, or the kind that `train.device` names.
+
+    Raises ConfigError if the kind is absent or has fewer devices than local ranks.
+    """
+    kinds = ("xpu", "cuda", "cpu") if wanted == "auto" else (wanted,)
+    for kind in kinds:
+        if kind == "cpu":
+            return torch.device("cpu")
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_available():
+            continue
+        count = module.device_count()
+        if local_rank >= count:
+            raise ConfigError(
+                f"local rank {local_rank} has no {kind} device: this node shows {count}; "
+                "start at most that many ranks per node or set train.device=cpu"
+            )
+        device = torch.device(kind, local_rank)
+        module.set_device(device)
+        return device
+    raise ConfigError(f"train.device = {wanted!r}: torch finds no such device here; use 'cpu'")
+
+
+def collective_backend(device: torch.device) -> str:
+    """The torch.distributed backend for a device: xccl or legacy ccl, nccl, gloo."""
+    if device.type == "cuda":
+        return "nccl"
+    if device.type == "xpu":
+        distributed = torch.distributed
+        if getattr(distributed, "is_xccl_available", lambda: False)():
+            return "xccl"
+        if importlib.util.find_spec("oneccl_bindings_for_pytorch"):
+            importlib.import_module("oneccl_bindings_for_pytorch")
+            return "ccl"
+        raise ConfigError(
+            "no collective backend for Intel GPUs: this torch has no xccl and "
+            "oneccl_bindings_for_pytorch is not installed; install one of them"
+        )
+    return "gloo"
+
+
+def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
+    """Fix the intra-op thread count of this rank and return it (`train.threads`)."""
+    if threads == 0:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = 1 if deterministic else max(1, (cores or 1) // local_world_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all work given to it."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes allocated on the device so far; on a CPU, the process's largest resident set."""
+    if device.type != "cpu":
+        return getattr(torch, device.type).max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """The peak that MFU refers to, in FLOP/s, and its name.
+
+    A data-sheet figure for known accelerators; otherwise the best of a few large matrix products
+    in `dtype` on this very device, measured now (a fraction of a second).
+    """
+    if device.type != "cpu" and dtype is torch.bfloat16:
+        name = getattr(torch, device.type).get_device_name(device)
+        for part, flops in _BF16_PEAKS.items():
+            if part in name:
+                return flops, f"{part} bf16"
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
+    seconds = _best_of(4, lambda: a @ a, device)
+    return 2 * size**3 / seconds, f"measured {size}^3 matmul {str(dtype).removeprefix('torch.')}"
+
+
+def _best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(times):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,1 @@
+"""Noticing that something is wrong before it spreads."""

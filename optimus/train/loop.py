@@ -1,0 +1,163 @@
+"""The training run from start to end; read `Run.go` first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from optimus import platform
+from optimus.config import Config
+from optimus.data.loader import Loader
+from optimus.dist.collectives import barrier
+from optimus.dist.world import World, end_world, start_world
+from optimus.errors import Stopped
+from optimus.evaluate.held_out import held_out_loss
+from optimus.evaluate.sample import sample_text
+from optimus.launch_env import LaunchEnv
+from optimus.model.flops import flops_per_token
+from optimus.model.transformer import Transformer
+from optimus.train.preflight import Preflight, preflight
+from optimus.train.run_dir import RunDirectory, say_start
+from optimus.train.save import SaveAndLoad, first_weights
+from optimus.train.states import ModelStates
+from optimus.train.stop import StopRequest
+from optimus.train.update import Updater, UpdateResult
+
+
+def train(config: Config, launch: LaunchEnv) -> None:
+    """Run this rank's part of a training run to its end.
+
+    Raises what `preflight` raises, NonFiniteError, LostPeerError, or Stopped after a signal.
+    """
+    flight = preflight(config, launch.world_size)
+    world = start_world(launch, config.parallel.timeout_s, config.train.device)
+    if world.is_first:
+        say_start(flight)
+    Run(config, world, flight).go()
+    end_world()
+
+
+def fix_arithmetic(config: Config, world: World) -> None:
+    """Thread count and kernels of this rank, before anything is computed."""
+    deterministic = config.train.deterministic
+    platform.set_threads(config.train.threads, deterministic, world.launch.local_world_size)
+    if deterministic:
+        # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
+        torch.set_deterministic_debug_mode("error")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+class Run:
+    """One rank of a run: the model with its states, the data, and where things are written."""
+
+    def __init__(self, config: Config, world: World, flight: Preflight) -> None:
+        self.config, self.world, self.flight = config, world, flight
+        self.last_step = config.train.stop_at_step or config.train.max_steps
+        self.stop_request = StopRequest(config.train.deadline_s)
+        fix_arithmetic(config, world)
+        # The first rank takes the directory before anybody computes: two runs must not share it.
+        self.directory = RunDirectory(config, flight, self.last_step) if world.is_first else None
+        self.peak_flops = self._find_peak()
+        barrier(world.everyone)
+
+        with world.device:
+            self.model = Transformer(config.model)
+        if world.is_first:
+            first_weights(config, flight, self.model)
+        dtype = platform.dtype_of(config.train.dtype)
+        self.states = ModelStates(self.model, dtype, config.optim, world.size)
+        self.saves = SaveAndLoad(config, world, flight, self.states)
+        self.saves.load()
+        self.updater = Updater(config, world, self.model, self.states, flight.plan)
+        self.loader = Loader(
+            flight.dataset,
+            flight.plan.instances,
+            config.train.microbatch_size,
+            flight.mesh.data_rank(world.rank),
+            flight.mesh.num_data_ranks,
+        )
+
+    def go(self) -> None:
+        """Update by update to the last step; evaluate, sample and save where they are due."""
+        try:
+            for step in range(self.flight.start.step + 1, self.last_step + 1):
+                self.update(step)
+                stopping = self.stop_request.agreed(self.world.everyone, self.world.device)
+                self.evaluate(step)
+                self.sample(step)
+                self.saves.after(step, last=step == self.last_step or stopping is not None)
+                if stopping is not None and step < self.last_step:
+                    raise Stopped(
+                        f"{stopping}: stopped after a checkpoint of step {step}; give the same "
+                        "command again to go on",
+                        on_every_rank=True,
+                    )
+        finally:
+            self.loader.close()
+            if self.directory is not None:
+                self.directory.close()
+
+    def update(self, step: int) -> None:
+        """One update, timed from its data to its new parameters, and its line of metrics."""
+        start = time.perf_counter()
+        result = self.updater.run(step, self.loader.microbatches(step))
+        platform.synchronize(self.world.device)
+        seconds = time.perf_counter() - start
+        if self.directory is not None:
+            self.directory.metrics(self.record(result, seconds))
+
+    def evaluate(self, step: int) -> None:
+        """The held-out loss, every `train.eval_interval` updates and after the last."""
+        train, dataset = self.config.train, self.flight.eval_dataset
+        due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
+        if dataset is None or not due:
+            return
+        group, device = self.world.everyone, self.world.device
+        held_out = held_out_loss(
+            self.model, dataset, train.microbatch_size, group, device, train.eval_instances
+        )
+        if self.directory is not None:
+            self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
+
+    def sample(self, step: int) -> None:
+        """A continuation of the first held-out (or training) instance, for the eye."""
+        train = self.config.train
+        if self.directory is None or not train.sample_interval or step % train.sample_interval:
+            return
+        dataset = self.flight.eval_dataset or self.flight.dataset
+        text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
+        self.directory.say(f"sample at step {step}: {text!r}")
+
+    def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
+        """The line of metrics.jsonl of one update."""
+        plan, model = self.flight.plan, self.config.model
+        flops = flops_per_token(model, plan.seq_len) * plan.tokens / seconds / self.world.size
+        record = {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": self.flight.tokens_after(result.step),
+            "step_time_s": seconds,
+            "tokens_per_s": plan.tokens / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self.peak_flops,
+            "mem_bytes": platform.peak_memory_bytes(self.world.device),
+        }
+        if model.num_experts:
+            rows = result.expert_rows.double()
+            load = rows / rows.mean(dim=1, keepdim=True)
+            record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
+            record["expert_load_max"] = float(load.max())
+            record["expert_load_min"] = float(load.min())
+        return record
+
+    def _find_peak(self) -> float:
+        if self.directory is None:
+            return float("nan")
+        dtype = platform.dtype_of(self.config.train.dtype)
+        flops, name = platform.peak_flops(self.world.device, dtype)
+        self.directory.say(f"MFU refers to {flops / 1e12:.2f} TFLOP/s a device ({name})")
+        return flops

@@ -1,0 +1,141 @@
+"""What must hold before any process group starts. Needs no torch, so the spawner can ask first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint.manager import Start, decide_start
+from optimus.config import Config
+from optimus.data.dataset import TokenDataset
+from optimus.dist.mesh import Mesh, make_mesh
+from optimus.errors import CheckpointError, ConfigError, DataError
+from optimus.train.batch import BatchPlan, plan_batch
+
+FROZEN = (
+    "data.identity",
+    "train.seq_len",
+    "train.batch_tokens",
+    "train.seed",
+    "train.dtype",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+)
+"""Besides every `model.` setting: what a resumed run must share with its checkpoint."""
+
+_PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Everything about a run that is known before it starts."""
+
+    mesh: Mesh
+    plan: BatchPlan
+    dataset: TokenDataset
+    eval_dataset: TokenDataset | None
+    start: Start
+    settings: dict[str, Any]
+    differences: tuple[str, ...]
+    """Free settings that differ from the checkpoint's, for the log."""
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens that the run has read once update `step` is done."""
+        return self.start.tokens + (step - self.start.step) * self.plan.tokens
+
+
+def preflight(config: Config, world_size: int) -> Preflight:
+    """Check the run against the world, its data and its checkpoint.
+
+    Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
+    """
+    mesh = make_mesh(
+        world_size, config.parallel.pp, config.parallel.dp, config.parallel.ep, config.parallel.tp
+    )
+    plan = plan_batch(config, mesh.num_data_ranks)
+    for key, value in (
+        ("data.path", config.data.path),
+        ("train.run_dir", config.train.run_dir),
+        ("train.max_steps", config.train.max_steps),
+    ):
+        if not value:
+            raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+    _check_run_dir(config.train.run_dir)
+    dataset = _fitting_dataset("data.path", config.data.path, config)
+    eval_path = config.data.eval_path or _own_eval_path(config.data.path)
+    eval_dataset = _fitting_dataset("data.eval_path", eval_path, config) if eval_path else None
+    settings = flat_settings(config, dataset, plan)
+    start = decide_start(config.train.run_dir, config.checkpoint.load)
+    differences = _compare(config, settings, start)
+    return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+
+
+def flat_settings(config: Config, dataset: TokenDataset, plan: BatchPlan) -> dict[str, Any]:
+    """All settings as "section.key": value, with the data's identity and the real batch."""
+    flat = {
+        f"{section}.{key}": value
+        for section, table in config.model_dump(mode="json").items()
+        for key, value in table.items()
+    }
+    if config.train.deterministic:
+        flat["train.threads"] = config.train.threads or 1
+    return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
+
+
+def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple[str, ...]:
+    """Refuse a frozen setting that differs from the checkpoint's; return the free differences."""
+    if start.full is None:
+        return ()
+    stored, free = start.full.settings, []
+    for key in sorted(set(stored) & set(settings)):
+        if stored[key] == settings[key] or key in _PER_LAUNCH:
+            continue
+        change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
+        if _is_frozen(key, config) and key not in config.checkpoint.allow_change:
+            raise CheckpointError(
+                f"{change}: a resumed run must keep it; set it back, start in another "
+                f'train.run_dir, or allow it with checkpoint.allow_change=["{key}"]'
+            )
+        free.append(change)
+    return tuple(free)
+
+
+def _is_frozen(key: str, config: Config) -> bool:
+    if key == "train.threads":
+        return config.train.deterministic
+    return key.startswith("model.") or key in FROZEN
+
+
+def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
+    dataset = TokenDataset(path)
+    if dataset.context != config.train.seq_len:
+        raise DataError(
+            f"train.seq_len = {config.train.seq_len}, but {key} = {path} was sharded with context "
+            f"{dataset.context}; set train.seq_len={dataset.context} or shard the data again"
+        )
+    if dataset.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the vocabulary of "
+            f"{key} = {path} ({dataset.vocab_size}); raise it to at least that"
+        )
+    return dataset
+
+
+def _own_eval_path(path: str) -> str:
+    own = Path(path) / "eval"
+    return str(own) if (own / "manifest.json").is_file() else ""
+
+
+def _check_run_dir(run_dir: str) -> None:
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {run_dir!r}: {error.strerror}; choose another"
+        ) from None
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigError(f"train.run_dir = {run_dir!r} is not writable; choose another")

@@ -1,0 +1,86 @@
+"""The run directory as its first rank keeps it: one writer, configuration, metrics, events."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus import files
+from optimus.checkpoint.manager import prepare_directory
+from optimus.config import Config, dump_toml
+from optimus.errors import ConfigError
+from optimus.observe.metrics import JsonLines, cut_after
+from optimus.observe.progress import Progress
+from optimus.train.preflight import Preflight
+
+
+class RunDirectory:
+    """Owns the files of a run. Made by the first rank alone; ended by `close`."""
+
+    def __init__(self, config: Config, flight: Preflight, last_step: int) -> None:
+        self.path = Path(config.train.run_dir)
+        self._lock = self._take()
+        step = flight.start.step
+        prepare_directory(self.path, flight.start)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for name in ("metrics", "eval"):
+            cut_after(
+                self.path / f"{name}.jsonl", step, self.path / "log" / f"{name}-cut-{stamp}.jsonl"
+            )
+        files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._eval = JsonLines(self.path / "eval.jsonl")
+        self._progress = Progress(step, last_step, config.observe.log_interval)
+        self._board = None
+        if config.observe.tensorboard:
+            from optimus.observe.tensorboard import TensorBoard
+
+            self._board = TensorBoard(self.path / "tb", step)
+
+    def _take(self) -> int:
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise ConfigError(
+                f"train.run_dir = {str(self.path)!r} is in use by another run; choose another"
+            ) from None
+        return fd
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        self._metrics.append(record)
+        self._progress.show(record)
+        if self._board is not None:
+            self._board.show(record, "train")
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        self._eval.append(record)
+        self.say(f"held-out loss {record['loss']:.4f} at step {record['step']}")
+        if self._board is not None:
+            self._board.show(record, "eval")
+
+    def say(self, line: str) -> None:
+        self._progress.say(line)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._metrics.close()
+        self._eval.close()
+        if self._board is not None:
+            self._board.close()
+        os.close(self._lock)
+
+
+def say_start(flight: Preflight) -> None:
+    """One or two lines: where this run begins."""
+    start = flight.start
+    if start.path is not None:
+        print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
+    for difference in flight.differences:
+        print(f"optimus: changed on resume: {difference}", file=sys.stderr)

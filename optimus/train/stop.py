@@ -1,0 +1,37 @@
+"""Being asked to stop: SIGTERM, SIGUSR1, or the deadline. The step is finished first."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import torch
+
+from optimus.dist.collectives import Group, all_reduce_max
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers a signal or a passed deadline, and agrees on it with all ranks."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._end = time.monotonic() + deadline_s if deadline_s else None
+        self._reason = 0
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._reason = number
+
+    def agreed(self, group: Group, device: torch.device) -> str | None:
+        """After a step: why all ranks stop now, or None. A collective."""
+        reason = self._reason
+        if not reason and self._end is not None and time.monotonic() >= self._end:
+            reason = -1
+        flag = torch.tensor([abs(reason) if reason > 0 else int(reason < 0)], device=device)
+        all_reduce_max(flag, group)
+        code = int(flag)
+        if code == 0:
+            return None
+        return "the deadline has passed" if code == 1 else f"received {signal.Signals(code).name}"

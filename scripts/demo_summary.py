@@ -1,0 +1,41 @@
+"""What the demo reached, and where its results are: `python scripts/demo_summary.py DEMO`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from optimus.checkpoint.manager import newest_valid
+from optimus.observe.metrics import read_json_lines
+
+
+def main(demo: Path) -> None:
+    stats = subprocess.run(
+        ["optimus-data", "stats", str(demo / "data"), "--json"],
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    baselines = json.loads(stats.stdout)
+    held_out = read_json_lines(demo / "run" / "eval.jsonl")[-1]
+    unigram = baselines["unigram_entropy"]
+    newest = newest_valid(demo / "run")
+    assert newest is not None, "the demo's run left no checkpoint"
+    print(
+        f"""
+held-out loss of the model      {held_out["loss"]:.3f} nats a token (step {held_out["step"]})
+unigram entropy of the shards   {unigram:.3f}
+add-one bigram, held out        {baselines["held_out"]["bigram_loss"]:.3f}
+the model is {unigram - held_out["loss"]:.2f} nats below the unigram entropy
+
+loss curve       {demo / "run" / "report.png"}
+metrics          {demo / "run" / "metrics.jsonl"}, {demo / "run" / "eval.jsonl"}
+TensorBoard      tensorboard --logdir {demo / "run" / "tb"}
+checkpoint       {newest.path}
+tokens           {demo / "data"}"""
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

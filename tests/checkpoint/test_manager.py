@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from optimus.checkpoint import manager
+from optimus.checkpoint.manifest import seal
+from optimus.errors import CheckpointError
+
+
+def save(run_dir, step, kind="full", origin="none"):
+    place = manager.full_path if kind == "full" else manager.model_path
+    path = place(run_dir, step)
+    write = lambda directory: (directory / "data").write_text(f"{step}")  # noqa: E731
+    return seal(path, write, kind=kind, step=step, tokens=step * 10, origin=origin)
+
+
+def damage(manifest):
+    (manifest.path / "data").write_text("x" * len(str(manifest.step)))
+
+
+def names(run_dir):
+    return sorted(path.name for path in manager.checkpoints_dir(run_dir).iterdir())
+
+
+def test_newest_valid_passes_over_damage_and_says_so(tmp_path, capsys):
+    save(tmp_path, 5)
+    damage(save(tmp_path, 10))
+    assert manager.newest_valid(tmp_path).step == 5
+    assert "step-00000010" in capsys.readouterr().err
+
+
+def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step)
+        save(tmp_path, step, "model")
+    manager.forget_old(tmp_path, keep_models=0)
+    assert [n for n in names(tmp_path) if n.startswith("step")] == [
+        "step-00000004",
+        "step-00000005",
+    ]
+    assert len([n for n in names(tmp_path) if n.startswith("model")]) == 5
+    manager.forget_old(tmp_path, keep_models=1)
+    assert [n for n in names(tmp_path) if n.startswith("model")] == ["model-00000005"]
+
+
+def test_auto_resumes_from_the_newest_and_starts_fresh_without_one(tmp_path):
+    assert manager.decide_start(tmp_path, "auto").step == 0
+    save(tmp_path, 7)
+    start = manager.decide_start(tmp_path, "auto")
+    assert (start.step, start.tokens, start.full.step) == (7, 70, 7)
+
+
+def test_none_starts_fresh_and_sets_the_old_ones_aside(tmp_path):
+    save(tmp_path, 7)
+    start = manager.decide_start(tmp_path, "none")
+    assert start.step == 0 and start.full is None
+    manager.prepare_directory(tmp_path, start)
+    assert manager.newest_valid(tmp_path) is None
+    assert [p.name.split(".")[0] for p in (tmp_path / "checkpoints" / "set-aside").iterdir()] == [
+        "step-00000007"
+    ]
+
+
+def test_going_back_to_a_model_leaves_later_checkpoints_behind_once(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step, "model")
+    save(tmp_path, 25)
+    start = manager.decide_start(tmp_path, "model@10")
+    assert (start.step, start.full, start.path.name) == (10, None, "model-00000010")
+    manager.prepare_directory(tmp_path, start)
+    assert names(tmp_path) == ["model-00000010", "set-aside"]
+    # The same command after a failure goes on from where that run got to.
+    save(tmp_path, 15, origin="model@10")
+    again = manager.decide_start(tmp_path, "model@10")
+    assert again.step == 15 and again.full is not None
+
+
+def test_an_unknown_model_step_lists_what_there_is(tmp_path):
+    save(tmp_path, 10, "model")
+    with pytest.raises(CheckpointError, match=r"'model@11'.*steps 10"):
+        manager.decide_start(tmp_path, "model@11")
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        manager.decide_start(tmp_path, str(tmp_path / "absent"))
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    save(tmp_path, 3)
+    leftover = manager.checkpoints_dir(tmp_path) / ".step-00000006.123.abcd.tmp"
+    leftover.mkdir()
+    manager.prepare_directory(tmp_path, manager.decide_start(tmp_path, "auto"))
+    assert names(tmp_path) == ["step-00000003"]

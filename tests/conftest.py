@@ -1,0 +1,35 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny import make_tiny_data
+
+# Before torch is imported: with one thread, results do not depend on the machine's number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """The server of forked ranks; it starts with the first job."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool) -> Callable:
+    """`ranks(n, function, *arguments, timeout_s=60) -> results by rank`; see RankPool.run."""
+    return rank_pool.run
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny data set, made once; tests must not change it."""
+    return make_tiny_data(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.dist import collectives
+from optimus.dist.collectives import Group
+
+
+def everyone() -> Group:
+    distributed = torch.distributed
+    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+
+
+def run_all(dtype: torch.dtype) -> dict:
+    group = everyone()
+    own = torch.tensor([float(group.rank + 1)], dtype=dtype)
+    summed, largest, sent = own.clone(), own.clone(), own.clone()
+    collectives.all_reduce_sum(summed, group)
+    collectives.all_reduce_max(largest, group)
+    collectives.broadcast(sent, group)
+    gathered = torch.empty(group.size, dtype=dtype)
+    collectives.all_gather(gathered, own, group)
+    exchanged = torch.empty(group.size, dtype=dtype)
+    pieces = torch.arange(group.size, dtype=dtype) + 10 * group.rank
+    collectives.all_to_all(exchanged, pieces, group)
+    objects = collectives.all_gather_objects(f"rank {group.rank}", group)
+    told = collectives.broadcast_object(objects[-1] if group.rank == 0 else None, group)
+    collectives.barrier(group)
+    return {
+        "sum": summed.item(),
+        "max": largest.item(),
+        "broadcast": sent.item(),
+        "gathered": gathered.tolist(),
+        "exchanged": exchanged.tolist(),
+        "objects": objects,
+        "told": told,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collectives_over_three_ranks(ranks, dtype):
+    for rank, seen in enumerate(ranks(3, run_all, dtype)):
+        assert seen["sum"] == 6 and seen["max"] == 3 and seen["broadcast"] == 1
+        assert seen["gathered"] == [1, 2, 3]
+        assert seen["exchanged"] == [rank, 10 + rank, 20 + rank]
+        assert seen["objects"] == ["rank 0", "rank 1", "rank 2"]
+        assert seen["told"] == "rank 2"
+
+
+def test_a_group_of_one_changes_nothing():
+    group, tensor = Group(1, 0), torch.tensor([3.0])
+    collectives.all_reduce_sum(tensor, group)
+    collectives.broadcast(tensor, group)
+    gathered = torch.zeros(1)
+    collectives.all_gather(gathered, tensor, group)
+    assert tensor.item() == gathered.item() == 3
+    assert collectives.all_gather_objects("x", group) == ["x"]
+
+
+def wait_for_a_dead_peer() -> str:
+    group = everyone()
+    if group.rank == 1:
+        import os
+
+        os._exit(0)
+    try:
+        collectives.all_reduce_sum(torch.ones(1), group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_dead_peer_is_named_as_such(ranks):
+    from tests.helpers.rank_pool import RanksFailed
+
+    with pytest.raises(RanksFailed) as failed:
+        ranks(2, wait_for_a_dead_peer)
+    word = failed.value.outcomes[0].value()
+    assert word.startswith("LostPeerError: all_reduce_sum did not complete")

@@ -1,0 +1,83 @@
+"""A tiny data set and a tiny run that trains on it, for tests that need the real thing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from optimus.config import Config, make_config
+
+CONTEXT = 32
+VOCAB = 320
+
+
+def make_tiny_data(directory: Path, documents: int = 120) -> Path:
+    """A data set of some 300 instances of 32 tokens, with a held-out part, made by `optimus-data`."""
+    from data_prep.cli import main as optimus_data
+
+    random.seed(7)
+    words = [
+        "".join(random.choices("abcdefghijklmnop", k=random.randint(2, 7))) for _ in range(150)
+    ]
+    text = directory / "text"
+    text.mkdir(parents=True)
+    with open(text / "docs.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(documents):
+            body = " ".join(random.choices(words, k=random.randint(20, 90)))
+            file.write(json.dumps({"text": body}) + "\n")
+    tokenizer, out = directory / "tokenizer.json", directory / "data"
+    source = ["--input", str(text / "docs.jsonl")]
+    made = ["train-tokenizer", *source, "--vocab-size", str(VOCAB), "--out", str(tokenizer)]
+    assert optimus_data(made) == 0
+    run = ["run", *source, "--tokenizer", str(tokenizer), "--context", str(CONTEXT)]
+    assert optimus_data([*run, "--out", str(out), "--workers", "1", "--eval-fraction", "0.1"]) == 0
+    return out
+
+
+def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[str, Any]:
+    """The configuration of a tiny OLMoE run; override as `section__key=value`."""
+    tree: dict[str, Any] = {
+        "model": {
+            "architecture": "olmoe",
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "vocab_size": VOCAB,
+        },
+        "data": {"path": str(data)},
+        "train": {
+            "run_dir": str(run_dir),
+            "max_steps": 20,
+            "seq_len": CONTEXT,
+            "global_batch_tokens": 8 * CONTEXT,
+            "microbatch_size": 1,
+            "dtype": "fp32",
+            "device": "cpu",
+            "deterministic": True,
+        },
+        "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 3},
+        "checkpoint": {"interval": 6},
+        "observe": {"tensorboard": False},
+    }
+    for name, value in overrides.items():
+        section, key = name.split("__")
+        tree.setdefault(section, {})[key] = value
+    return tree
+
+
+def tiny_config(data: Path | str, run_dir: Path | str, **overrides: Any) -> Config:
+    return make_config(tiny_tree(data, run_dir, **overrides))
+
+
+DENSE = {
+    "model__architecture": "olmo",
+    "model__num_experts": 0,
+    "model__num_experts_per_tok": 0,
+    "model__intermediate_size": 64,
+}
+"""Overrides that make the tiny run a dense one."""

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optimus.errors import DataError
+from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
+from optimus.observe.report import write_report
+
+
+def write_steps(path, steps):
+    lines = JsonLines(path)
+    for step in steps:
+        lines.append(
+            {"step": step, "loss": 1 / step, "grad_norm": 1.0, "tokens": step, "step_time_s": 1}
+        )
+    lines.close()
+
+
+def test_floats_come_back_to_the_last_bit(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 50))
+    assert [r["loss"] for r in read_json_lines(path)] == [1 / step for step in range(1, 50)]
+
+
+def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):
+    path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
+    write_steps(path, range(1, 9))
+    with open(path, "a") as file:
+        file.write('{"step": 9, "lo')  # torn by a kill
+    assert cut_after(path, 6, log) == 3
+    assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3, 4, 5, 6]
+    assert log.read_text().splitlines()[-1] == '{"step": 9, "lo'
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()[:2]] == [7, 8]
+
+
+def test_cut_of_nothing_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2])
+    before = path.stat().st_mtime_ns
+    assert cut_after(path, 2, tmp_path / "cut") == 0
+    assert path.stat().st_mtime_ns == before and not (tmp_path / "cut").exists()
+    assert cut_after(tmp_path / "absent.jsonl", 0, tmp_path / "cut") == 0
+
+
+def test_report_draws_a_picture(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", range(1, 9))
+    picture, summary = write_report(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    assert "8 steps" in summary
+
+
+def test_report_of_an_empty_directory_is_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"metrics.jsonl: no metrics"):
+        write_report(tmp_path)

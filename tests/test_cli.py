@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from optimus.cli import main
+from tests.helpers.tiny import tiny_tree
+from tests.train.test_run import train_on
+from tests.train.test_spawn import write_config
+
+
+@pytest.fixture(scope="module")
+def run_dir(rank_pool, tiny_data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "run"
+    train_on(rank_pool.run, 1, tiny_tree(tiny_data, path, train__max_steps=4))
+    return path
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = (
+        "import sys; from optimus.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    )
+    code += "assert 'torch' not in sys.modules"
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - start < 5  # a guard against importing torch; measured in docs
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "plan", "convert", "eval", "generate", "report", "bench"]
+)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0 and "usage: optimus" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["trian"], ["train"], ["train", "x.toml", "--nprocs", "2"], ["report", "a", "b=c"]],
+)
+def test_wrong_usage_ends_in_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_users_mistake_is_one_line_and_2(capsys, tmp_path):
+    assert main(["train", str(tmp_path / "absent.toml")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("optimus: error: ") and errors.count("\n") == 1
+
+
+def test_overrides_may_stand_behind_options(tiny_data, tmp_path, capsys):
+    config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    assert main(["train", str(config), "--nproc", "2", "optim.lrr=1"]) == 2
+    assert "did you mean optim.lr?" in capsys.readouterr().err
+
+
+def test_plan_prints_one_json_object(capsys):
+    assert main(["plan", "configs/model/mula-7b-a1b.toml", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["total_params"], result["active_params"]) == (6_919_161_856, 1_282_017_280)
+
+
+def test_eval_generate_and_report(run_dir, tiny_data, capsys):
+    assert main(["eval", str(run_dir), str(tiny_data / "eval"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    recorded = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
+    assert result["loss"] == pytest.approx(recorded["loss"], abs=1e-6)
+    assert result["tokens"] == recorded["tokens"]
+    assert main(["generate", str(run_dir), "--prompt", "abc", "--tokens", "5"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("abc") and len(first) > 4
+    assert main(["generate", str(run_dir), "--prompt", "abc", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["report", str(run_dir)]) == 0
+    assert "4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [["eval", "/nowhere", "d"], ["generate", "/nowhere", "--prompt", "x"]]
+)
+def test_an_absent_checkpoint_is_one_line(command, capsys):
+    assert main(command) == 2
+    assert "/nowhere: no such checkpoint" in capsys.readouterr().err
+
+
+def test_convert_there_and_back_changes_no_bit(run_dir, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    hf, ours, again = (str(tmp_path / name) for name in ("hf", "ours", "again"))
+    assert main(["convert", "to-hf", str(run_dir), hf]) == 0
+    assert main(["convert", "from-hf", hf, ours]) == 0
+    assert main(["convert", "to-hf", ours, again]) == 0
+    a, b = (load_file(f"{directory}/model.safetensors") for directory in (hf, again))
+    assert a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+    assert main(["convert", "to-hf", ours, again]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_training_starts_from_a_converted_checkpoint(rank_pool, run_dir, tiny_data, tmp_path):
+    hf, ours = str(tmp_path / "hf"), str(tmp_path / "ours")
+    assert main(["convert", "to-hf", str(run_dir), hf]) == 0
+    assert main(["convert", "from-hf", hf, ours]) == 0
+    losses = []
+    for source in (hf, ours, "none"):
+        run = tmp_path / f"run-{len(losses)}"
+        tree = tiny_tree(tiny_data, run, train__max_steps=4, checkpoint__load=source)
+        train_on(rank_pool.run, 1, tree)
+        losses.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert losses[0] == losses[1] < losses[2] - 0.01
+
+
+def test_bench_step_runs(tiny_data, tmp_path, capsys):
+    config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    assert main(["bench", "step", str(config), "--steps", "3", "--json"]) == 0
+    assert 0.1 < json.loads(capsys.readouterr().out)["ratio_median"] < 10

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from optimus.config import make_config
+from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
+from optimus.train.preflight import preflight
+from tests.helpers.tiny import tiny_tree
+from tests.train.test_run import train_on
+
+
+def check(data, run_dir, world_size=1, **overrides):
+    return preflight(make_config(tiny_tree(data, run_dir, **overrides)), world_size)
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, error, told",
+    [
+        ({"data__path": ""}, 1, ConfigError, r"data.path is missing"),
+        ({"data__path": "/nowhere"}, 1, DataError, r"/nowhere"),
+        ({"data__eval_path": "/nowhere"}, 1, DataError, r"/nowhere"),
+        ({"train__run_dir": ""}, 1, ConfigError, r"train.run_dir is missing"),
+        ({"train__run_dir": "/proc/x"}, 1, ConfigError, r"train.run_dir = '/proc/x'"),
+        (
+            {"train__max_steps": 0, "optim__warmup_steps": 0},
+            1,
+            ConfigError,
+            r"max_steps is missing",
+        ),
+        ({"train__seq_len": 64}, 1, DataError, r"train.seq_len = 64, .* context 32; set"),
+        ({"model__vocab_size": 100}, 1, DataError, r"model.vocab_size = 100 is smaller .*\(320\)"),
+        ({}, 3, ConfigError, r"global_batch_tokens = 256 .* 3 data ranks"),
+        ({"parallel__dp": 2}, 1, ConfigError, r"parallel.dp = 2 needs a world of 2"),
+        ({"checkpoint__load": "/nowhere"}, 1, CheckpointError, r"/nowhere: no such checkpoint"),
+        ({"checkpoint__load": "model@3"}, 1, CheckpointError, r"'model@3'"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(
+    tiny_data, tmp_path, overrides, world_size, error, told
+):
+    with pytest.raises(error, match=told) as refused:
+        check(tiny_data, tmp_path, world_size, **overrides)
+    assert isinstance(refused.value, OptimusError) and refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(rank_pool, tiny_data, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("stopped")
+    tree = tiny_tree(tiny_data, run_dir, train__max_steps=4, train__stop_at_step=2)
+    train_on(rank_pool.run, 1, tree)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        ({"model__num_layers": 3}, r"model.num_layers = 3 \(checkpoint of step 2: 2\)"),
+        ({"train__seed": 5}, r"train.seed = 5 .* checkpoint.allow_change=\[\"train.seed\"\]"),
+        ({"optim__weight_decay": 0.2}, r"optim.weight_decay = 0.2"),
+        ({"train__global_batch_tokens": 512}, r"train.batch_tokens = 512"),
+        ({"train__dtype": "bf16"}, r"train.dtype = 'bf16'"),
+        ({"train__threads": 2}, r"train.threads = 2"),
+    ],
+)
+def test_a_resumed_run_keeps_what_is_frozen(tiny_data, stopped_run, overrides, told):
+    with pytest.raises(CheckpointError, match=told):
+        check(tiny_data, stopped_run, **{"train__max_steps": 4} | overrides)
+
+
+def test_free_settings_may_change_and_are_listed(tiny_data, stopped_run):
+    flight = check(
+        tiny_data, stopped_run, train__max_steps=4, optim__lr=1e-3, data__path=str(tiny_data)
+    )
+    assert flight.start.step == 2
+    assert any(text.startswith("optim.lr = 0.001") for text in flight.differences)
+
+
+def test_a_frozen_setting_changes_only_where_it_is_named(tiny_data, stopped_run):
+    change = {"optim__weight_decay": 0.2, "train__max_steps": 4}
+    allow = {"checkpoint__allow_change": ["optim.weight_decay"]}
+    assert check(tiny_data, stopped_run, **change, **allow).start.step == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory(tiny_data, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="is not writable"):
+        check(tiny_data, tmp_path)

@@ -1,0 +1,201 @@
+"""Whole runs: exact on every data-parallel layout, resumed to the last bit, ended with the right word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from optimus.checkpoint import manager
+from optimus.config import make_config
+from optimus.dist.world import start_world
+from optimus.errors import NonFiniteError, Stopped
+from optimus.launch_env import read_launch_env
+from optimus.observe.metrics import read_json_lines
+from optimus.train.loop import Run, train
+from optimus.train.preflight import preflight
+from tests.helpers.tiny import DENSE, tiny_tree
+
+TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
+
+
+def run_tree(tree: dict) -> None:
+    train(make_config(tree), read_launch_env())
+
+
+def train_on(ranks, size: int, tree: dict) -> None:
+    ranks(size, run_tree, tree, start_world=False, timeout_s=120)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = manager.newest_valid(run_dir)
+    tensors = load_file(newest.path / "model.safetensors")
+    return tensors | load_file(newest.path / "optimizer.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics_of(one) == metrics_of(other)
+    a, b = weights_of(one), weights_of(other)
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param({}, id="moe"),
+        pytest.param({"model__tie_embeddings": True}, id="moe-tied"),
+        pytest.param({"train__dtype": "bf16"}, id="moe-bf16"),
+        pytest.param(
+            DENSE | {"model__tie_embeddings": True, "train__microbatch_size": 2}, id="dense"
+        ),
+    ],
+)
+def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path, variant):
+    for size in (1, 2, 4):
+        train_on(ranks, size, tiny_tree(tiny_data, tmp_path / str(size), **variant))
+    assert len(metrics_of(tmp_path / "1")) == 20
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    assert_same_run(tmp_path / "1", tmp_path / "4")
+    evaluations = [(tmp_path / str(size) / "eval.jsonl").read_text() for size in (1, 2, 4)]
+    assert evaluations[0] and len(set(evaluations)) == 1
+
+
+def test_training_learns(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path, train__max_steps=40))
+    losses = [line["loss"] for line in metrics_of(tmp_path)]
+    assert losses[0] == pytest.approx(torch.log(torch.tensor(320.0)).item(), abs=0.3)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "exact", train__max_steps=5))
+    fast = {"train__deterministic": False, "train__max_steps": 5, "train__threads": 1}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "fast", **fast))
+    bf16 = fast | {"optim__grad_reduce_dtype": "bf16"}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "bf16", **bf16))
+    exact, fast, bf16 = (metrics_of(tmp_path / name) for name in ("exact", "fast", "bf16"))
+    for a, b, c in zip(exact, fast, bf16, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert c["loss"] == pytest.approx(a["loss"], abs=2e-2)
+    assert bf16[-1]["loss"] != fast[-1]["loss"]
+
+
+def test_stopping_early_and_going_on_under_another_layout_changes_no_bit(
+    ranks, tiny_data, tmp_path
+):
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken"))
+    pieces = tmp_path / "pieces"
+    train_on(ranks, 2, tiny_tree(tiny_data, pieces, train__stop_at_step=7))
+    train_on(ranks, 4, tiny_tree(tiny_data, pieces, train__stop_at_step=8))
+    train_on(ranks, 1, tiny_tree(tiny_data, pieces))
+    assert_same_run(tmp_path / "unbroken", pieces)
+
+
+def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken"))
+    run_dir = tmp_path / "killed"
+    train_on(ranks, 1, tiny_tree(tiny_data, run_dir, train__stop_at_step=16))
+    for step in (16, 12):  # as if killed before these were saved: back to an older one
+        damaged = manager.full_path(run_dir, step) / "model.safetensors"
+        if damaged.exists():
+            damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    assert manager.newest_valid(run_dir) is None or manager.newest_valid(run_dir).step < 12
+    train_on(ranks, 1, tiny_tree(tiny_data, run_dir))
+    assert_same_run(tmp_path / "unbroken", run_dir)
+    cut = list((run_dir / "log").glob("metrics-cut-*.jsonl"))
+    assert [json.loads(line)["step"] for line in cut[0].read_text().splitlines()][-1] == 16
+
+
+def poison(tree: dict, what: str) -> str:
+    """Rank 1 computes NaN at step 3; returns the error that this rank raised."""
+    config = make_config(tree)
+    launch = read_launch_env()
+    flight = preflight(config, launch.world_size)
+    world = start_world(launch, device="cpu")
+    run = Run(config, world, flight)
+    plain_update = run.update
+
+    def update(step: int) -> None:
+        if step == 3 and world.rank == 1:
+            named = dict(run.model.named_parameters())
+            name = list(named)[-2]
+            if what == "parameter":
+                named[name].data.view(-1)[0] = torch.nan
+            else:
+                named[name].register_hook(lambda gradient: gradient * torch.nan)
+        plain_update(step)
+
+    run.update = update
+    try:
+        run.go()
+    except NonFiniteError as error:
+        assert error.on_every_rank and error.exit_code == 4
+        return f"{list(dict(run.model.named_parameters()))[-2]}|{error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("what", ["parameter", "gradient"])
+def test_nan_on_one_rank_is_found_before_reduction(ranks, tiny_data, tmp_path, what, deterministic):
+    tree = tiny_tree(
+        tiny_data, tmp_path, train__deterministic=deterministic, checkpoint__interval=1
+    )
+    words = ranks(2, poison, tree, what, start_world=False)
+    assert words[0] == words[1]
+    name, message = words[0].split("|")
+    for part in ("rank 1", "step 3", what, name):
+        assert part in message
+    assert manager.newest_valid(tmp_path).step == 2  # nothing was saved with NaN in it
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+    assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
+
+
+def stop_by_signal(tree: dict) -> str:
+    import os
+    import signal
+
+    config, launch = make_config(tree), read_launch_env()
+    flight = preflight(config, launch.world_size)
+    run = Run(config, start_world(launch, device="cpu"), flight)
+    plain_update = run.update
+
+    def update(step: int) -> None:
+        if step == 5 and launch.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        plain_update(step)
+
+    run.update = update
+    try:
+        run.go()
+    except Stopped as stopped:
+        return f"{stopped.exit_code} {stopped}"
+    return "ran to its end"
+
+
+def test_a_signal_on_one_rank_ends_all_after_a_checkpoint(ranks, tiny_data, tmp_path):
+    words = ranks(2, stop_by_signal, tiny_tree(tiny_data, tmp_path), start_world=False)
+    assert words[0] == words[1] and words[0].startswith("3 received SIGTERM")
+    assert manager.newest_valid(tmp_path).step == 5
+
+
+def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
+    settings = {"checkpoint__model_interval": 5, "checkpoint__keep_models": 2}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings))
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("model-*"))
+    assert kept == ["model-00000015", "model-00000020"]
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, checkpoint__load="model@15", **settings))
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert manager.newest_valid(tmp_path).origin == "model@15"
+    assert manager.newest_valid(tmp_path).updates == 5

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from optimus.config import OptimConfig
+from optimus.train.schedule import clips_at, learning_rate
+
+PAPER = OptimConfig(lr=4e-4, min_lr=4e-5, warmup_steps=2500, clip_after_warmup=True)
+
+
+def test_warmup_is_linear_and_starts_above_zero():
+    assert learning_rate(1, PAPER, 100_000) == 4e-4 / 2500
+    assert learning_rate(1250, PAPER, 100_000) == pytest.approx(2e-4)
+    assert learning_rate(2500, PAPER, 100_000) == 4e-4
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_decay_goes_from_peak_to_minimum_and_stays(schedule):
+    optim = PAPER.model_copy(update={"schedule": schedule})
+    rates = [learning_rate(step, optim, 10_000) for step in range(2500, 10_001)]
+    assert rates[0] == 4e-4
+    assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+    assert rates[-1] == 4e-5 == learning_rate(20_000, optim, 10_000)
+    assert learning_rate(6250, optim, 10_000) == pytest.approx((4e-4 + 4e-5) / 2)
+
+
+def test_cosine_quarter_point():
+    quarter = 2500 + (10_000 - 2500) // 4
+    expected = 4e-5 + 3.6e-4 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert learning_rate(quarter, PAPER, 10_000) == pytest.approx(expected)
+
+
+def test_constant_never_falls():
+    optim = PAPER.model_copy(update={"schedule": "constant"})
+    assert learning_rate(9_999_999, optim, 10) == 4e-4
+
+
+def test_decay_steps_override_max_steps():
+    optim = PAPER.model_copy(update={"decay_steps": 5000})
+    assert learning_rate(5000, optim, 10_000) == 4e-5
+
+
+def test_clipping_waits_for_the_end_of_the_warmup_only_if_asked():
+    assert not clips_at(2500, PAPER)
+    assert clips_at(2501, PAPER)
+    assert clips_at(1, PAPER.model_copy(update={"clip_after_warmup": False}))
+    assert not clips_at(9999, PAPER.model_copy(update={"clip_norm": 0.0}))

@@ -1,0 +1,130 @@
+"""`optimus train --nproc N` as a user meets it: processes, signals, exit codes, kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from optimus.config import dump_toml, make_config
+from optimus.train.spawn import _verdict
+from tests.helpers.tiny import tiny_tree
+from tests.train.test_run import assert_same_run, metrics_of
+
+
+def write_config(path: Path, tree: dict) -> Path:
+    path.write_text(dump_toml(make_config(tree)))
+    return path
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "optimus.cli", "train", str(config), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
+
+
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    for _ in range(1200):
+        if metrics.exists() and metrics.read_text().count("\n") >= steps:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"no {steps} steps within 60 s")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(pids: list[int]) -> None:
+    for _ in range(200):
+        if not any(is_running(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {[pid for pid in pids if is_running(pid)]}")
+
+
+def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "killed", train__max_steps=60, checkpoint__interval=7)
+    config = write_config(tmp_path / "run.toml", tree)
+    first = start(config, "--nproc", "2")
+    wait_for_steps(tmp_path / "killed", 17, first)
+    ranks = children_of(first.pid)
+    assert len(ranks) == 2
+    first.kill()
+    first.wait()
+    assert_gone(ranks)  # nothing goes on writing behind the back of the next run
+    second = start(config, "--nproc", "2")
+    _, errors = second.communicate(timeout=120)
+    assert second.returncode == 0, errors
+    assert "starting at step" in errors
+    whole = start(config, f"train.run_dir={tmp_path / 'unbroken'}", "--nproc", "2")
+    _, errors = whole.communicate(timeout=120)
+    assert whole.returncode == 0, errors
+    assert len(metrics_of(tmp_path / "unbroken")) == 60
+    assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("blow, code", [(signal.SIGKILL, 5), (signal.SIGTERM, 3)])
+def test_a_blow_to_one_rank_ends_all_with_the_right_code(tiny_data, tmp_path, blow, code):
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
+    process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
+    wait_for_steps(tmp_path / "run", 3, process)
+    ranks = children_of(process.pid)
+    os.kill(ranks[1], blow)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert_gone(ranks)
+
+
+def test_a_stop_signal_to_the_spawner_reaches_the_ranks(tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
+    process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
+    wait_for_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 3, errors
+    last = metrics_of(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
+
+
+def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
+    config = write_config(tmp_path / "run.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    process = start(config, "train.seq_len=16", "--nproc", "2", "train.global_batch_tokens=256")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.count("\n") == 1 and "train.seq_len = 16" in errors and output == ""
+
+
+def test_two_runs_do_not_share_a_directory(tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
+    config = write_config(tmp_path / "run.toml", tree)
+    first = start(config)
+    wait_for_steps(tmp_path / "run", 1, first)
+    second = start(config)
+    _, errors = second.communicate(timeout=60)
+    first.kill()
+    first.wait()
+    assert second.returncode == 2 and "is in use by another run" in errors
+
+
+def test_a_finding_counts_more_than_a_lost_peer():
+    assert _verdict([0, 0]) == 0
+    assert _verdict([5, 4]) == 4
+    assert _verdict([-9, 5]) == 5
+    assert _verdict([5, 1]) == 1
+    assert _verdict([3, 3]) == 3
