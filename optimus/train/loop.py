@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from optimus import platform
 from optimus.config import Config
 from optimus.data.loader import Loader
-from optimus.dist.collectives import barrier
+from optimus.dist.collectives import barrier, broadcast_object
 from optimus.dist.world import World, end_world, start_world
 from optimus.errors import Stopped
 from optimus.evaluate.held_out import held_out_loss
@@ -31,8 +32,9 @@ def train(config: Config, launch: LaunchEnv) -> None:
 
     Raises what `preflight` raises, NonFiniteError, LostPeerError, or Stopped after a signal.
     """
-    flight = preflight(config, launch.world_size)
+    flight = preflight(config, launch.world_size, decides_start=launch.is_first)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
+    flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
     if world.is_first:
         say_start(flight)
     Run(config, world, flight).go()

@@ -48,9 +48,10 @@ class Preflight:
         return self.start.tokens + (step - self.start.step) * self.plan.tokens
 
 
-def preflight(config: Config, world_size: int) -> Preflight:
-    """Check the run against the world, its data and its checkpoint.
+def preflight(config: Config, world_size: int, decides_start: bool = True) -> Preflight:
+    """Check the run against the world, its data and, where it `decides_start`, its checkpoint.
 
+    One rank decides where to start, since that reads whole checkpoints; the others are told.
     Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
     """
     mesh = make_mesh(
@@ -69,8 +70,10 @@ def preflight(config: Config, world_size: int) -> Preflight:
     eval_path = config.data.eval_path or _own_eval_path(config.data.path)
     eval_dataset = _fitting_dataset("data.eval_path", eval_path, config) if eval_path else None
     settings = flat_settings(config, dataset, plan)
-    start = decide_start(config.train.run_dir, config.checkpoint.load)
-    differences = _compare(config, settings, start)
+    start, differences = Start("undecided"), ()
+    if decides_start:
+        start = decide_start(config.train.run_dir, config.checkpoint.load)
+        differences = _compare(config, settings, start)
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
 
 

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGUSR1, or the deadline. The step is finished first."""
+"""Being asked to stop: SIGTERM, SIGUSR1, Ctrl-C, or the deadline. The step is finished first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from optimus.dist.collectives import Group, all_reduce_max
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
@@ -23,6 +23,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._reason = number
+        if number == signal.SIGINT:  # a second Ctrl-C does not wait
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
         """After a step: why all ranks stop now, or None. A collective."""

@@ -14,7 +14,7 @@ VOCAB = 320
 
 
 def make_tiny_data(directory: Path, documents: int = 120) -> Path:
-    """A data set of some 300 instances of 32 tokens, with a held-out part, made by `optimus-data`."""
+    """A data set of some 600 instances of 32 tokens, with a held-out part, by `optimus-data`."""
     from data_prep.cli import main as optimus_data
 
     random.seed(7)

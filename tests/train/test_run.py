@@ -1,4 +1,4 @@
-"""Whole runs: exact on every data-parallel layout, resumed to the last bit, ended with the right word."""
+"""Whole runs: exact on every layout, resumed to the last bit, ended with the right word."""
 
 from __future__ import annotations
 

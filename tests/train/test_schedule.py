@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -21,7 +22,7 @@ def test_decay_goes_from_peak_to_minimum_and_stays(schedule):
     optim = PAPER.model_copy(update={"schedule": schedule})
     rates = [learning_rate(step, optim, 10_000) for step in range(2500, 10_001)]
     assert rates[0] == 4e-4
-    assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates))
     assert rates[-1] == 4e-5 == learning_rate(20_000, optim, 10_000)
     assert learning_rate(6250, optim, 10_000) == pytest.approx((4e-4 + 4e-5) / 2)
 
