@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as distributed
 
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import Group, barrier
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, pick_device
 
@@ -57,6 +57,7 @@ def start_world(
         device_id=own_device if own_device.type == "cuda" else None,
     )
     everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
+    barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone)
 
 

@@ -1,0 +1,307 @@
+"""The `optimus-data` command. Rooms are imported by the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep import options
+from optimus.errors import DataError, OptimusError, one_line
+
+if TYPE_CHECKING:
+    from data_prep.manifest import Manifest
+    from data_prep.run import ShuffleRequest, TokenizeRequest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status.
+
+    0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
+    130 interrupted.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        return args.run(args)
+    except OptimusError as error:
+        print(f"optimus-data: error: {one_line(error)}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"optimus-data: error: {what}; mend it and give the command again", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("optimus-data: interrupted; give the command again to go on", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(
+        prog="optimus-data", description="Text into shuffled shards of tokens.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    add = _add(commands, "train-tokenizer", _train_tokenizer, "Train a byte-level BPE tokenizer.")
+    options.add_inputs(add)
+    add.add_argument(
+        "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
+    )
+    add.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+
+    add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
+    for group in (
+        options.add_inputs,
+        options.add_tokenize,
+        options.add_shuffle,
+        options.add_out,
+        options.add_workers,
+        options.add_memory,
+    ):
+        group(add)
+
+    add = _add(commands, "tokenize", _tokenize, "The first step of run: text into token arrays.")
+    for group in (options.add_inputs, options.add_tokenize, options.add_out, options.add_workers):
+        group(add)
+
+    add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
+    add.add_argument("out", metavar="OUT", help="a directory with token arrays")
+    add.add_argument("--to", metavar="NEW", help="put the data set here and leave OUT as it is")
+    options.add_shuffle(add)
+
+    add = _add(commands, "shard", _shard, "The third step: shards and manifest, in that order.")
+    add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
+    options.add_workers(add)
+    options.add_memory(add)
+
+    add = _add(
+        commands, "verify", _verify, "Read everything; exit status 1 if anything is damaged."
+    )
+    add.add_argument("dataset", metavar="DIR", help="a data set")
+
+    add = _add(commands, "inspect", _inspect, "Show an instance as text, with its sources.")
+    add.add_argument("dataset", metavar="DIR", help="a data set")
+    add.add_argument("instance", metavar="K", type=options.whole(0), help="its number, from 0")
+
+    add = _add(commands, "stats", _stats, "Counts, unigram entropy, unigram and bigram losses.")
+    add.add_argument("dataset", metavar="DIR", help="a data set")
+    add.add_argument(
+        "--eval", metavar="DIR", help="measure the losses on this data set (DIR/eval if it exists)"
+    )
+    return parser
+
+
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    return parser
+
+
+def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str]) -> int:
+    print(json.dumps(value) if args.json else "\n".join(lines))
+    return 0
+
+
+def _workers(args: argparse.Namespace) -> int:
+    from data_prep.pool import available_cores
+
+    return args.workers or available_cores()
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    from data_prep.sources import find_inputs
+    from data_prep.train_tokenizer import train_tokenizer
+
+    start = time.monotonic()
+    inputs = find_inputs(args.input, args.exclude)
+    size, set_aside = train_tokenizer(
+        inputs,
+        args.vocab_size,
+        args.out,
+        text_field=args.text_field,
+        quarantine=args.on_error == "quarantine",
+    )
+    value = {
+        "out": args.out,
+        "vocab_size": size,
+        "inputs": len(inputs),
+        "input_bytes": sum(file.size for file in inputs),
+        "quarantined": set_aside,
+        "wall_s": round(time.monotonic() - start, 3),
+    }
+    lines = [f"set aside {problem}" for problem in set_aside]
+    if size < args.vocab_size:
+        lines.append(f"the text has pairs for {size} ids only, not {args.vocab_size}")
+    lines.append(f"{args.out}: {size} ids from {len(inputs)} files in {value['wall_s']:.1f} s")
+    return _answer(args, value, lines)
+
+
+def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
+    from data_prep.run import TokenizeRequest
+
+    return TokenizeRequest(
+        inputs=args.input,
+        tokenizer=args.tokenizer,
+        out=Path(args.out),
+        workers=_workers(args),
+        exclude=args.exclude,
+        eos=args.eos,
+        text_field=args.text_field,
+        eval_fraction=args.eval_fraction,
+        unit_bytes=args.unit_size,
+        quarantine=args.on_error == "quarantine",
+    )
+
+
+def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
+    from data_prep.run import ShuffleRequest
+
+    return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from data_prep.run import shard, shuffle, tokenize
+    from data_prep.shard import divide_memory
+
+    start, out = time.monotonic(), Path(args.out)
+    divide_memory(args.memory, _workers(args))  # refuse too little before hours of tokenizing
+    tokenize(_tokenize_request(args))
+    shuffle(out, out, _shuffle_request(args))
+    return _report(args, out, shard(out, _workers(args), args.memory), start)
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from data_prep.run import data_sets, tokenize
+    from data_prep.shuffle import read_token_set
+
+    start = time.monotonic()
+    tokenize(_tokenize_request(args))
+    value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
+    lines = []
+    for dataset in data_sets(Path(args.out)):
+        _, _, records = read_token_set(dataset / "tokens")
+        part = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+        value[records[0]["part"]] = part
+        lines.append(
+            f"{dataset}/tokens: {part['tokens']:,} tokens of {part['documents']:,} documents in "
+            f"{len(records)} arrays"
+        )
+    return _answer(args, value, lines)
+
+
+def _shuffle(args: argparse.Namespace) -> int:
+    from data_prep.run import shuffle
+
+    source = Path(args.out)
+    target = Path(args.to) if args.to else source
+    orders = shuffle(source, target, _shuffle_request(args))
+    value = {
+        order.part: {
+            "instances": order.num_instances,
+            "shards": order.num_shards,
+            "tail_tokens": order.tail_tokens,
+        }
+        for order in orders
+    }
+    lines = [
+        f"{target}: {part}: {order['instances']:,} instances for {order['shards']} shards, "
+        f"{order['tail_tokens']:,} tokens in tails"
+        for part, order in value.items()
+    ]
+    return _answer(args, {"out": str(target), **value}, lines)
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from data_prep.run import shard
+
+    start, out = time.monotonic(), Path(args.out)
+    return _report(args, out, shard(out, _workers(args), args.memory), start)
+
+
+def _report(
+    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float
+) -> int:
+    """What a finished data set is, for people or as JSON."""
+    value: dict[str, Any] = {"out": str(out), "wall_s": round(time.monotonic() - start, 3)}
+    lines = []
+    for manifest in manifests:
+        value[manifest.part] = {
+            "instances": manifest.num_instances,
+            "context": manifest.context,
+            "tokens": manifest.tokens,
+            "tail_tokens": manifest.tail_tokens,
+            "documents": manifest.documents,
+            "shards": len(manifest.shards),
+            "identity": manifest.identity,
+        }
+        lines.append(
+            f"{out}: {manifest.part}: {manifest.num_instances:,} instances of {manifest.context} "
+            f"tokens from {manifest.documents:,} documents in {len(manifest.shards)} shards; "
+            f"{manifest.tail_tokens:,} of {manifest.tokens:,} tokens left over as tails"
+        )
+        if manifest.num_instances == 0:
+            lines.append(f"{out}: {manifest.part}: too little for one instance; it cannot be used")
+    aside = manifests[0].quarantined.count
+    value["quarantined"] = aside
+    if aside:
+        lines.append(f"{out}: set aside {aside} documents or files, listed in quarantine.jsonl")
+    return _answer(args, value, lines)
+
+
+def _existing(path: str) -> Path:
+    if not Path(path).is_dir():
+        raise DataError(f"{path} is not a directory; give that of a data set")
+    return Path(path)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from data_prep.verify import verify
+
+    damage = []
+    for line in verify(_existing(args.dataset)):
+        damage.append(line)
+        print(f"optimus-data: damage: {line}", file=sys.stderr, flush=True)
+    _answer(
+        args,
+        {"dataset": args.dataset, "whole": not damage, "damage": damage},
+        [f"{args.dataset}: {f'{len(damage)} damages' if damage else 'whole'}"],
+    )
+    return 1 if damage else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from data_prep.inspect import inspect
+
+    value = inspect(_existing(args.dataset), args.instance)
+    lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
+    for part in value["sources"]:
+        where = part["input"] + (f":{part['line']}" if part["line"] else "")
+        lines.append(
+            f"tokens {part['first']} to {part['stop'] - 1}: {where}, "
+            f"from its token {part['document_token']}"
+        )
+    return _answer(args, value, [*lines, "", value["text"]])
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from data_prep.stats import default_held_out, stats
+
+    dataset = _existing(args.dataset)
+    held_out = _existing(args.eval) if args.eval else default_held_out(dataset)
+    value = stats(dataset, held_out)
+    losses = value.get("held_out", {})
+    flat = {key: item for key, item in value.items() if key != "held_out"}
+    flat |= {f"held-out {key}": item for key, item in losses.items()}
+    lines = [
+        f"{key.replace('_', ' '):24} {item:,.4f}"
+        if isinstance(item, float)
+        else f"{key.replace('_', ' '):24} {item}"
+        for key, item in flat.items()
+    ]
+    return _answer(args, value, lines)

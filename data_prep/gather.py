@@ -1,0 +1,86 @@
+"""Collecting instances from token arrays in a given order, in bounded memory.
+
+Legend: R rows asked for, C context, U units. The bytes that come out are those of reading the
+instances one by one; how they are read is a matter of speed alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.layout import little_endian
+from data_prep.shuffle import Order
+from data_prep.token_arrays import TokenArrayReader
+
+INDEX_BYTES = 80
+"""Memory of a row beside its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
+
+_DENSE = 4
+"""Where wanted rows are at least a quarter of a stretch, the stretch is read whole: one sequential
+read costs less than the random reads it replaces."""
+
+
+class Gatherer:
+    """Gives rows of source instances. A context manager; not for two threads."""
+
+    def __init__(self, dataset: Path, order: Order, window_bytes: int):
+        self._context = order.context
+        self._dtype = little_endian(order.dtype)
+        self._starts = order.starts()
+        self._window_tokens = max(window_bytes // self._dtype.itemsize, order.context)
+        self._reader = TokenArrayReader(dataset / order.tokens_dir, order.dtype)
+
+    def __enter__(self) -> Gatherer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.__exit__()
+
+    def rows(self, instances: np.ndarray) -> np.ndarray:
+        """Tokens [R, C] of source instances int64 [R], in the order asked for."""
+        out = np.empty((len(instances), self._context), self._dtype)
+        places = np.argsort(instances)
+        begins = instances[places] * self._context
+        units = np.searchsorted(self._starts, begins, side="right") - 1
+        crosses = begins + self._context > self._starts[units + 1]
+        for row in np.flatnonzero(crosses):
+            self._read_across(out[places[row]], int(units[row]), int(begins[row]))
+        inside = np.flatnonzero(~crosses)
+        edges = np.flatnonzero(np.diff(units[inside])) + 1
+        for group in np.split(inside, edges) if inside.size else ():
+            unit = int(units[group[0]])
+            self._read_within(out, unit, begins[group] - self._starts[unit], places[group])
+        return out
+
+    def _read_across(self, row: np.ndarray, unit: int, begin: int) -> None:
+        """Fill `row` with an instance that begins in `unit` and ends in a later one."""
+        filled = 0
+        while filled < len(row):
+            offset = begin + filled - int(self._starts[unit])
+            count = min(
+                len(row) - filled, int(self._starts[unit + 1] - self._starts[unit]) - offset
+            )
+            if count:  # an array may be empty
+                self._reader.read_into(row[filled : filled + count], unit, offset)
+            filled += count
+            unit += 1
+
+    def _read_within(
+        self, out: np.ndarray, unit: int, offsets: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Fill out[places] with the instances at ascending `offsets` of one unit."""
+        context, first = self._context, 0
+        while first < len(offsets):
+            begin = int(offsets[first])
+            last = int(np.searchsorted(offsets, begin + self._window_tokens - context, "right"))
+            last = max(last, first + 1)
+            end = int(offsets[last - 1]) + context
+            if (last - first) * context * _DENSE >= end - begin:
+                window = self._reader.read(unit, begin, end).reshape(-1, context)
+                out[places[first:last]] = window[(offsets[first:last] - begin) // context]
+            else:
+                for offset, place in zip(offsets[first:last], places[first:last], strict=True):
+                    self._reader.read_into(out[place], unit, int(offset))
+            first = last

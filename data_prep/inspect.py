@@ -1,0 +1,81 @@
+"""One instance as people read it: its text, and which documents of which files it came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.manifest import read_manifest
+from data_prep.permutation import Permutation
+from data_prep.reader import ShardReader
+from data_prep.shuffle import Order, read_order
+from data_prep.token_arrays import read_docs
+from data_prep.tokenize import read_plan
+from data_prep.tokenizer import open_tokenizer
+from optimus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [first, stop) of the instance, from one document."""
+
+    first: int
+    stop: int
+    input: str
+    line: int
+    """Line of the document in its file; 0: the whole file."""
+    document_token: int
+    """Where in the document's tokens the segment begins."""
+
+
+def inspect(dataset: Path, number: int) -> dict[str, Any]:
+    """Instance `number` (they run on through epochs): ids, text, place and sources.
+
+    Raises DataError for a damaged data set, ConfigError for a negative number.
+    """
+    if number < 0:
+        raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
+    manifest, order = read_manifest(dataset), read_order(dataset)
+    epoch, place = divmod(number, manifest.num_instances)
+    row = place
+    if epoch > 0:
+        permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
+        row = int(permutation.apply(np.array([place]))[0])
+    ids = ShardReader(dataset, manifest).rows(row, row + 1)[0].tolist()
+    source = int(order.epoch_zero().apply(np.array([row]))[0])
+    tokenizer = open_tokenizer(dataset / layout.TOKENIZER)
+    return {
+        "instance": number,
+        "epoch": epoch,
+        "shard": manifest.shards[row // manifest.instances_per_shard].name,
+        "row": row % manifest.instances_per_shard,
+        "sources": [asdict(segment) for segment in _segments(dataset, order, source)],
+        "ids": ids,
+        "text": tokenizer.decode(ids, skip_special_tokens=False),
+    }
+
+
+def _segments(dataset: Path, order: Order, source: int) -> list[Segment]:
+    """The documents along source instance `source`."""
+    tokens_dir = dataset / order.tokens_dir
+    plan, starts = read_plan(tokens_dir), order.starts()
+    position, end = source * order.context, (source + 1) * order.context
+    segments: list[Segment] = []
+    while position < end:
+        unit = int(np.searchsorted(starts, position, side="right")) - 1
+        docs = read_docs(tokens_dir, unit)
+        offset = position - int(starts[unit])
+        index = int(np.searchsorted(docs[:, 0], offset, side="right"))
+        doc_end, source_file, line = (int(value) for value in docs[index])
+        doc_start = int(docs[index - 1, 0]) if index else 0
+        count = min(doc_end - offset, end - position, int(starts[unit + 1]) - position)
+        first = position - source * order.context
+        segments.append(
+            Segment(first, first + count, plan.inputs[source_file].name, line, offset - doc_start)
+        )
+        position += count
+    return segments

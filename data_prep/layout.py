@@ -1,0 +1,107 @@
+"""Names, dtypes, array headers and self-checking JSON: what every file of a data set is made of.
+
+Layout of a data set (docs/formats/dataset.md): OUT/{manifest.json, order.json, tokenizer.json},
+OUT/tokens/{plan.json, unit-*.npy, unit-*.docs.npy, unit-*.json}, OUT/shards/{shard-*.npy,
+shard-*.json}, OUT/eval/... the same again for the held-out part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimus import files
+from optimus.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1
+"""Version of every file format written here; readers refuse any other."""
+
+MANIFEST = "manifest.json"
+ORDER = "order.json"
+PLAN = "plan.json"
+TOKENIZER = "tokenizer.json"
+SET_ASIDE = "quarantine.jsonl"
+TOKENS_DIR = "tokens"
+SHARDS_DIR = "shards"
+EVAL_DIR = "eval"
+
+HEADER_BYTES = 128
+"""Length of every .npy header we write, so that data begins on a 64-byte boundary."""
+
+_HASH_HEAD = b',\n "self_xxh3": "'
+_HASH_TAIL = b'"\n}\n'
+_HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
+
+
+def unit_name(unit: int) -> str:
+    """Stem of unit `unit`'s files under tokens/."""
+    return f"unit-{unit:05d}"
+
+
+def shard_name(shard: int) -> str:
+    """Stem of shard `shard`'s files under shards/."""
+    return f"shard-{shard:05d}"
+
+
+def dtype_name(vocab_size: int) -> str:
+    """`uint16` where every id below `vocab_size` fits it, else `uint32`. Raises DataError."""
+    if not 1 <= vocab_size <= 1 << 32:
+        raise DataError(f"a vocabulary of {vocab_size} ids does not fit in uint32")
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def little_endian(dtype: str) -> np.dtype:
+    """The numpy dtype on disk of `uint16`, `uint32` or `int64`."""
+    import numpy as np
+
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """Header (version 1.0) of a C-ordered little-endian .npy file, exactly HEADER_BYTES long.
+
+    Written here and not by numpy, whose padding may change between versions: the bytes of our
+    files must not.
+    """
+    code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}[dtype]
+    text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {shape!r}, }}"
+    length = HEADER_BYTES - 10
+    assert len(text) < length, text
+    return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + f"{text:<{length - 1}}\n".encode()
+
+
+def checked_json(value: dict[str, Any]) -> bytes:
+    """`value` as readable JSON whose last key, `self_xxh3`, is the hash of all before it."""
+    body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
+    return body + _HASH_HEAD + files.xxh3_bytes(body).encode() + _HASH_TAIL
+
+
+def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
+    """Atomically write `value` so that `read_checked_json` notices any later change."""
+    files.write_bytes(path, checked_json(value))
+
+
+def read_checked_json(path: str | os.PathLike, form: str) -> dict[str, Any]:
+    """What `write_checked_json` wrote, if every byte is as written and its `format` is `form`.
+
+    Raises DataError naming the file when it is missing, damaged, or of another format or version.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
+    if tail != _HASH_HEAD + files.xxh3_bytes(body).encode() + _HASH_TAIL:
+        raise DataError(f"{path}: damaged: its content does not match the hash on its last line")
+    value = json.loads(data)
+    if value.get("format") != form or value.get("version") != VERSION:
+        raise DataError(
+            f"{path}: is {value.get('format')} version {value.get('version')}; "
+            f"this program reads {form} version {VERSION}"
+        )
+    return value

@@ -1,0 +1,69 @@
+"""Progress for people: a bar on a terminal, a plain line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_LINE_EVERY_S = 10.0
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short(value: float) -> str:
+    """`value` with three digits and a decimal prefix: 31.5M."""
+    for size, prefix in _UNITS:
+        if value >= size:
+            return (
+                f"{value / size:.3g}{prefix}"
+                if value < 999.5 * size
+                else f"{value / size:.0f}{prefix}"
+            )
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+class Progress:
+    """Counts up to `total` of `unit` on standard error. A context manager."""
+
+    def __init__(self, label: str, total: int, unit: str):
+        self._label, self._total, self._unit = label, total, unit
+        self._done = 0
+        self._start = self._said = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=label, total=total, unit=unit, unit_scale=True, leave=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif kind is None:
+            self._line()
+
+    def advance(self, amount: int) -> None:
+        """Count `amount` more."""
+        self._done += amount
+        if self._bar is not None:
+            self._bar.update(amount)
+        elif time.monotonic() - self._said >= _LINE_EVERY_S:
+            self._line()
+
+    def note(self, text: str) -> None:
+        """Say what goes on now, where counting does not show it."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            print(f"{self._label}: {text}", file=sys.stderr, flush=True)
+
+    def _line(self) -> None:
+        self._said = time.monotonic()
+        seconds = self._said - self._start
+        rate = self._done / seconds if seconds > 0 else 0.0
+        line = f"{self._label}: {short(self._done)}/{short(self._total)}{self._unit}"
+        line += f" in {seconds:.1f} s, {short(rate)}{self._unit}/s"
+        if 0 < self._done < self._total and rate > 0:
+            line += f", {(self._total - self._done) / rate:.0f} s to go"
+        print(line, file=sys.stderr, flush=True)

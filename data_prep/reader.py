@@ -1,0 +1,78 @@
+"""Rows of a finished data set, by memory mapping, opened when first needed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.manifest import Manifest
+from optimus.errors import DataError
+
+_OPEN_SHARDS = 64
+
+
+class ShardReader:
+    """Reads rows of the shards in their stored order. Threads may share it.
+
+    At most 64 shards are mapped at a time, so neither descriptors nor mapped memory grow with a
+    data set of ten thousand shards.
+    """
+
+    def __init__(self, dataset: Path, manifest: Manifest):
+        self._dataset, self._manifest = dataset, manifest
+        self._dtype = layout.little_endian(manifest.dtype)
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()  # shard -> [n, C], oldest first
+        self._lock = threading.Lock()
+
+    def rows(self, first: int, stop: int) -> np.ndarray:
+        """Rows [first, stop) as a new array [n, C] in the data set's dtype."""
+        out = np.empty((stop - first, self._manifest.context), self._dtype)
+        length = self._manifest.instances_per_shard
+        row = first
+        while row < stop:
+            shard, offset = divmod(row, length)
+            count = min(stop - row, length - offset)
+            out[row - first : row - first + count] = self._shard(shard)[offset : offset + count]
+            row += count
+        return out
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """Rows int64 [n] in the order given, [n, C]; read in ascending order."""
+        out = np.empty((len(rows), self._manifest.context), self._dtype)
+        for place in np.argsort(rows):
+            shard, offset = divmod(int(rows[place]), self._manifest.instances_per_shard)
+            out[place] = self._shard(shard)[offset]
+        return out
+
+    def _shard(self, shard: int) -> np.ndarray:
+        with self._lock:
+            rows = self._open.pop(shard, None)
+            if rows is None:
+                if len(self._open) == _OPEN_SHARDS:
+                    self._open.popitem(last=False)  # unmapped once nobody reads it
+                rows = self._map(shard)
+            self._open[shard] = rows
+            return rows
+
+    def _map(self, shard: int) -> np.ndarray:
+        entry = self._manifest.shards[shard]
+        path = self._dataset / entry.name
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    raise DataError(
+                        f"{path}: has {size} bytes, the manifest says {entry.size}; "
+                        "run optimus-data verify"
+                    )
+                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        shape = (entry.instances, self._manifest.context)
+        return np.frombuffer(view, self._dtype, offset=layout.HEADER_BYTES).reshape(shape)

@@ -1,0 +1,162 @@
+"""The shuffle: how token arrays divide into instances, and in which order instances are sharded.
+
+N instances of C tokens are numbered along the concatenation of what every T_i keeps: all its whole
+instances, or, with carried tails, everything. Row i of the shards is instance P(i) of that
+numbering, P being data_prep.permutation. Pure plans; sharding executes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.permutation import ALGORITHM, Permutation
+from data_prep.tokenize import TokenPlan, read_plan, read_unit
+from optimus import files
+
+FORM = "optimus-order"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A token array as the order sees it."""
+
+    tokens: int
+    documents: int
+    kept: int
+    """Tokens from its start that take part; the rest is its tail, in no instance."""
+    xxh3: str
+    """Hash of the array's file."""
+    docs_xxh3: str
+    """Hash of its table of documents."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Everything that decides the bytes of the shards, given the token arrays."""
+
+    part: str
+    plan: str
+    """Hash of the plan of tokenization."""
+    tokens_dir: str
+    """The folder of token arrays, relative to the data set."""
+    context: int
+    dtype: str
+    seed: int
+    permutation: str
+    carry_tails: bool
+    instances_per_shard: int
+    units: tuple[Unit, ...]
+
+    @property
+    def num_instances(self) -> int:
+        return sum(unit.kept for unit in self.units) // self.context
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_instances // self.instances_per_shard)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that are in no instance, of all units."""
+        return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
+
+    def tails(self) -> tuple[int, ...]:
+        """Tokens of each unit that are in no instance, dropped from its end."""
+        tails = [unit.tokens - unit.kept for unit in self.units]
+        left = sum(unit.kept for unit in self.units) % self.context
+        for number in reversed(range(len(self.units))):  # carried: the end of the concatenation
+            dropped = min(left, self.units[number].kept)
+            tails[number] += dropped
+            left -= dropped
+        return tuple(tails)
+
+    def shard_rows(self, shard: int) -> tuple[int, int]:
+        """Rows [first, stop) of a shard."""
+        first = shard * self.instances_per_shard
+        return first, min(first + self.instances_per_shard, self.num_instances)
+
+    def starts(self) -> np.ndarray:
+        """Place of every unit's first kept token in the concatenation, and its end: int64 [U+1]."""
+        return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
+
+    def epoch_zero(self) -> Permutation:
+        """The permutation that the shards are written in."""
+        return Permutation(self.num_instances, self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
+
+
+def read_order(dataset: Path) -> Order:
+    """The order of a data set. Raises DataError."""
+    value = layout.read_checked_json(dataset / layout.ORDER, FORM)
+    fields = {field.name: value[field.name] for field in dataclasses.fields(Order)}
+    fields["units"] = tuple(Unit(**unit) for unit in value["units"])
+    return Order(**fields)
+
+
+def default_shard_bytes(num_instances: int, row_bytes: int) -> int:
+    """About a 64th of the data, from 4 MiB to 1 GiB: work for every core, never too many files."""
+    return min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
+
+
+def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:
+    """Plan, hash of the plan and sidecars of a complete set of token arrays, else DataError."""
+    plan = read_plan(tokens_dir)
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
+    return plan, plan_xxh3, records
+
+
+def make_order(
+    tokens_dir: Path,
+    dataset: Path,
+    context: int,
+    seed: int,
+    *,
+    carry_tails: bool,
+    shard_bytes: int = 0,
+) -> Order:
+    """The order of the token arrays in `tokens_dir` for a data set in `dataset`.
+
+    `shard_bytes` 0: `default_shard_bytes`. Raises DataError where arrays are missing or damaged.
+    """
+    plan, plan_xxh3, records = read_token_set(tokens_dir)
+    units = tuple(
+        Unit(
+            tokens=record["tokens"],
+            documents=record["documents"],
+            kept=record["tokens"] if carry_tails else record["tokens"] // context * context,
+            xxh3=record["array"]["xxh3"],
+            docs_xxh3=record["docs"]["xxh3"],
+        )
+        for record in records
+    )
+    row_bytes = context * layout.little_endian(plan.dtype).itemsize
+    num_instances = sum(unit.kept for unit in units) // context
+    shard_bytes = shard_bytes or default_shard_bytes(num_instances, row_bytes)
+    return Order(
+        part=records[0]["part"],
+        plan=plan_xxh3,
+        tokens_dir=_relative(tokens_dir, dataset),
+        context=context,
+        dtype=plan.dtype,
+        seed=seed,
+        permutation=ALGORITHM,
+        carry_tails=carry_tails,
+        instances_per_shard=max(1, shard_bytes // row_bytes),
+        units=units,
+    )
+
+
+def _relative(tokens_dir: Path, dataset: Path) -> str:
+    if tokens_dir.parent == dataset:
+        return tokens_dir.name  # also where the folder is a link to another disk
+    return os.path.relpath(tokens_dir.resolve(), dataset.resolve())

@@ -1,0 +1,140 @@
+"""Which files are the input, what kind each is, and how they are grouped into units of work.
+
+All of it is a function of names and sizes alone, so that every worker and every rerun agrees.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import glob
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Literal
+
+from optimus.errors import DataError
+
+Kind = Literal["text", "jsonl"]
+
+UNIT_BYTES = 4 << 20
+"""Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
+smaller ones share one, so that a million source files do not become a million arrays, each with a
+tail."""
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
+_REFUSED = {
+    ".json": "rename it to .jsonl if it holds one JSON object a line",
+    ".zst": "unpack it with zstd -d first",
+    ".bz2": "unpack it with bunzip2 first",
+    ".xz": "unpack it with unxz first",
+    ".zip": "unpack it first",
+    ".tar": "unpack it first",
+    ".tar.gz": "unpack it first",
+    ".tgz": "unpack it first",
+    ".parquet": "convert it to .jsonl.gz first",
+}
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """An input by its name, as the command line reached it, and its size in bytes on disk."""
+
+    name: str
+    size: int
+
+
+def find_inputs(
+    patterns: Sequence[str], exclude: Sequence[str] = (), out: str | os.PathLike | None = None
+) -> tuple[InputFile, ...]:
+    """Every file that `patterns` name and `exclude` does not, once, sorted by name.
+
+    A pattern is a file, a directory (all files below it) or a glob, in which `**` crosses
+    directories and names that begin with a dot are left out. `exclude` patterns are matched
+    against whole names, and their `*` crosses directories. Links are followed; a file that several
+    names reach counts once, under the shortest path. Files below `out`, our own output, are no
+    input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
+    read yet.
+    """
+    names: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in _expand(pattern) if os.path.isfile(name)}
+        if not found:
+            raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
+        names |= found
+    wanted = [name for name in names if not any(fnmatch.fnmatchcase(name, no) for no in exclude)]
+    kept = sorted(_each_file_once(wanted, out))
+    if not kept:
+        raise DataError(f"--exclude leaves none of the {len(names)} files that --input names")
+    for name in kept:
+        kind_of(name)
+    return tuple(InputFile(name, os.path.getsize(name)) for name in kept)
+
+
+def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
+    """Names of distinct files that do not lie below `out`."""
+    own = os.path.join(os.path.realpath(out), "") if out is not None else None
+    real_folder = functools.cache(os.path.realpath)  # a million files share few folders
+    first: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
+        folder, base = os.path.split(name)
+        real = os.path.join(real_folder(folder), base)
+        if os.path.islink(real):
+            real = os.path.realpath(real)
+        if own is None or not real.startswith(own):
+            first.setdefault(real, name)
+    return list(first.values())
+
+
+def _expand(pattern: str) -> Iterable[str]:
+    if os.path.isfile(pattern):
+        found: Iterable[str] = [pattern]
+    elif os.path.isdir(pattern):
+        found = glob.iglob(os.path.join(glob.escape(pattern), "**", "*"), recursive=True)
+    else:
+        found = glob.iglob(pattern, recursive=True)
+    return (str(PurePath(name)) for name in found)  # ./a//b and a/b are one file
+
+
+def kind_of(name: str) -> Kind:
+    """How a file is read, by the end of its name. Raises DataError for a kind not read yet."""
+    lower = name.lower()
+    if lower.endswith(_JSON_LINES):
+        return "jsonl"
+    for ending, remedy in _REFUSED.items():
+        if lower.endswith(ending):
+            raise DataError(f"{name}: {ending} files are not read; {remedy}, or --exclude it")
+    return "text"
+
+
+def is_gzip(name: str) -> bool:
+    """Whether a file is read through gzip, by the end of its name."""
+    return name.lower().endswith(".gz")
+
+
+def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Units as ranges [first, stop) of `inputs`, in order, each a run of whole files.
+
+    A unit ends before the file that would take it over `unit_bytes`; a file larger than that is
+    alone in its unit.
+    """
+    units: list[tuple[int, int]] = []
+    first = held = 0
+    for index, file in enumerate(inputs):
+        if index > first and held + file.size > unit_bytes:
+            units.append((first, index))
+            first, held = index, 0
+        held += file.size
+    units.append((first, len(inputs)))
+    return tuple(units)
+
+
+def require_file(path: str | os.PathLike, flag: str) -> Path:
+    """`path` if it is a readable file, else a DataError naming `flag`."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{flag} {str(path)!r} is not a file; check the path")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{flag} {str(path)!r} may not be read; check its permissions")
+    return path

@@ -1,0 +1,118 @@
+"""Figures of a data set, and the two yardsticks that any model must beat: unigram and bigram.
+
+All in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V), counted and scored
+over the C-1 targets inside instances, as the training loss is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.manifest import Manifest, read_manifest
+from data_prep.progress import Progress
+from data_prep.reader import ShardReader
+from optimus.errors import DataError
+
+MAX_BIGRAM_CELLS = 64_000_000
+"""Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
+
+_BLOCK_TOKENS = 1 << 20
+
+
+def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
+    """Counts and unigram entropy of `dataset`; with `held_out`, the yardsticks' losses on it.
+
+    Raises DataError for damaged data, and for a held-out set made by another tokenizer.
+    """
+    manifest = read_manifest(dataset)
+    result: dict[str, Any] = {
+        "instances": manifest.num_instances,
+        "context": manifest.context,
+        "tokens": manifest.num_instances * manifest.context,
+        "tail_tokens": manifest.tail_tokens,
+        "documents": manifest.documents,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "shards": len(manifest.shards),
+        "inputs": len(manifest.inputs),
+        "input_bytes": sum(file.size for file in manifest.inputs),
+        "quarantined": manifest.quarantined.count,
+    }
+    other = None
+    if held_out is not None:
+        other = read_manifest(held_out)
+        if other.tokenizer_sha256 != manifest.tokenizer_sha256:
+            raise DataError(f"{held_out} was made by another tokenizer than {dataset}")
+    counts, pairs = _count(dataset, manifest, with_pairs=other is not None)
+    result["unigram_entropy"] = _entropy(counts)
+    if held_out is not None and other is not None:
+        result["held_out"] = {
+            "instances": other.num_instances,
+            "tokens": other.num_instances * other.context,
+            "documents": other.documents,
+            **_losses(held_out, other, counts, pairs),
+        }
+    return result
+
+
+def _blocks(dataset: Path, manifest: Manifest) -> Iterator[np.ndarray]:
+    reader = ShardReader(dataset, manifest)
+    step = max(1, _BLOCK_TOKENS // manifest.context)
+    with Progress(f"read {dataset}", manifest.num_instances, " instances") as progress:
+        for first in range(0, manifest.num_instances, step):
+            rows = reader.rows(first, min(first + step, manifest.num_instances))
+            yield rows.astype(np.int64)
+            progress.advance(len(rows))
+
+
+def _count(
+    dataset: Path, manifest: Manifest, with_pairs: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Counts of ids, int64 [V], and of pairs inside instances, uint32 [V*V] where they fit."""
+    size = manifest.vocab_size
+    counts = np.zeros(size, np.int64)
+    fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
+    pairs = np.zeros(size * size, np.uint32) if fits else None
+    for rows in _blocks(dataset, manifest):
+        counts += np.bincount(rows.ravel(), minlength=size)
+        if pairs is not None:
+            np.add.at(pairs, (rows[:, :-1] * size + rows[:, 1:]).ravel(), np.uint32(1))
+    return counts, pairs
+
+
+def _entropy(counts: np.ndarray) -> float:
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _losses(
+    held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None
+) -> dict[str, float | None]:
+    """Mean losses of the add-one unigram and bigram models; None where they cannot be had."""
+    size, targets = len(counts), manifest.num_instances * (manifest.context - 1)
+    if targets == 0:
+        return {"unigram_loss": None, "bigram_loss": None}
+    unigram_log = np.log((counts + 1) / (counts.sum() + size))
+    before = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
+    unigram = bigram = 0.0
+    for rows in _blocks(held_out, manifest):
+        first, second = rows[:, :-1].ravel(), rows[:, 1:].ravel()
+        unigram -= float(unigram_log[second].sum())
+        if pairs is not None and before is not None:
+            chance = (pairs[first * size + second] + 1.0) / (before[first] + size)
+            bigram -= float(np.log(chance).sum())
+    return {
+        "unigram_loss": unigram / targets,
+        "bigram_loss": bigram / targets if pairs is not None else None,
+    }
+
+
+def default_held_out(dataset: Path) -> Path | None:
+    """The data set's own held-out part, if it has one."""
+    own = dataset / layout.EVAL_DIR
+    return own if (own / layout.MANIFEST).is_file() else None

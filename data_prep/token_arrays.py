@@ -1,0 +1,149 @@
+"""A token array T_i and its table of documents: written by tokenizing, read by sharding.
+
+Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the data set's dtype;
+`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset behind
+its EOS, the number of its input in the plan, its line there (0: the whole file).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
+from optimus import files
+from optimus.errors import DataError
+
+_OPEN_FILES = 256
+
+
+def array_path(tokens_dir: Path, unit: int) -> Path:
+    """Where unit `unit`'s token array lies."""
+    return tokens_dir / f"{unit_name(unit)}.npy"
+
+
+def docs_path(tokens_dir: Path, unit: int) -> Path:
+    """Where unit `unit`'s table of documents lies."""
+    return tokens_dir / f"{unit_name(unit)}.docs.npy"
+
+
+def sidecar_path(tokens_dir: Path, unit: int) -> Path:
+    """The completion mark of unit `unit`, written after everything else of it."""
+    return tokens_dir / f"{unit_name(unit)}.json"
+
+
+class TokenArrayWriter:
+    """Appends documents to one T_i. `file` is at its start and is written through once."""
+
+    def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int):
+        self._file = file
+        self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
+        self._docs = array("q")
+        self.tokens = 0
+        file.write(bytes(HEADER_BYTES))  # replaced by `finish`, when the length is known
+
+    @property
+    def documents(self) -> int:
+        return len(self._docs) // 3
+
+    def append(self, encoded: list[np.ndarray], sources: list[tuple[int, int]]) -> None:
+        """Documents' ids, each followed by EOS here, with their (input, line).
+
+        Every id is checked before it is narrowed: numpy would wrap 70000 to 4464 without a word.
+        """
+        eos = np.array([self._eos_id], np.uint32)
+        flat = np.concatenate([part for ids in encoded for part in (ids, eos)])
+        if int(flat.max()) >= self._vocab_size:
+            raise DataError(
+                f"the tokenizer gave id {int(flat.max())}, outside its vocabulary of "
+                f"{self._vocab_size}; its tokenizer.json is inconsistent"
+            )
+        if np.count_nonzero(flat == self._eos_id) != len(encoded):
+            raise DataError("the tokenizer gave the EOS id for plain text; name another with --eos")
+        for ids, (source, line) in zip(encoded, sources, strict=True):
+            self.tokens += len(ids) + 1
+            self._docs.extend((self.tokens, source, line))
+        self._file.write(flat.astype(little_endian(self._dtype)))
+
+    def drop_input(self, source: int) -> None:
+        """Take back every document of the input appended last."""
+        while self._docs and self._docs[-2] == source:
+            del self._docs[-3:]
+        self.tokens = self._docs[-3] if self._docs else 0
+        size = HEADER_BYTES + self.tokens * little_endian(self._dtype).itemsize
+        self._file.seek(size)
+        self._file.truncate()
+
+    def finish(self) -> dict[str, Any]:
+        """Write the header; size and hash of the file, for the sidecar."""
+        self._file.seek(0)
+        self._file.write(npy_header((self.tokens,), self._dtype))
+        self._file.flush()
+        return describe(self._file.name)
+
+    def docs_bytes(self) -> bytes:
+        """The table of documents as the content of a .npy file."""
+        table = np.array(self._docs, little_endian("int64"))
+        return npy_header((self.documents, 3), "int64") + table.tobytes()
+
+
+def describe(path: str | os.PathLike) -> dict[str, Any]:
+    """Size and hash of a file as sidecars and manifests record them."""
+    return {"size": os.path.getsize(path), "xxh3": files.xxh3_file(path)}
+
+
+def read_docs(tokens_dir: Path, unit: int) -> np.ndarray:
+    """The document table of a unit, int64 [D, 3]."""
+    with open(docs_path(tokens_dir, unit), "rb") as file:
+        file.seek(HEADER_BYTES)
+        return np.frombuffer(file.read(), little_endian("int64")).reshape(-1, 3)
+
+
+class TokenArrayReader:
+    """Reads runs of tokens out of the T_i, without mapping them: memory stays the caller's.
+
+    At most 256 files are open at a time. A context manager.
+    """
+
+    def __init__(self, tokens_dir: Path, dtype: str):
+        self._dir = tokens_dir
+        self._dtype = little_endian(dtype)
+        self._open: OrderedDict[int, int] = OrderedDict()  # unit -> file descriptor, oldest first
+
+    def __enter__(self) -> TokenArrayReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read_into(self, out: np.ndarray, unit: int, start: int) -> None:
+        """Fill `out` (1-D, contiguous, of the arrays' dtype) with T_unit from `start` on."""
+        view = memoryview(out.view(np.uint8))
+        offset = HEADER_BYTES + start * self._dtype.itemsize
+        fd = self._descriptor(unit)
+        while view:
+            count = os.preadv(fd, [view], offset)
+            if count == 0:
+                raise DataError(f"{array_path(self._dir, unit)}: is shorter than its sidecar says")
+            view, offset = view[count:], offset + count
+
+    def read(self, unit: int, start: int, stop: int) -> np.ndarray:
+        """T_unit[start:stop] as a new array."""
+        out = np.empty(stop - start, self._dtype)
+        self.read_into(out, unit, start)
+        return out
+
+    def _descriptor(self, unit: int) -> int:
+        fd = self._open.pop(unit, None)
+        if fd is None:
+            if len(self._open) == _OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            fd = os.open(array_path(self._dir, unit), os.O_RDONLY)
+        self._open[unit] = fd
+        return fd

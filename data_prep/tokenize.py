@@ -1,0 +1,276 @@
+"""Tokenization: a unit of input files becomes a token array T_i, its held-out documents another.
+
+A unit is complete once both of its sidecars stand; everything else of it was written before. What
+a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_prep import layout
+from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.pool import run_jobs
+from data_prep.progress import Progress
+from data_prep.sources import InputFile, group_units
+from data_prep.token_arrays import (
+    TokenArrayWriter,
+    array_path,
+    docs_path,
+    sidecar_path,
+)
+from data_prep.tokenizer import TokenizerFacts, shared_encoder
+from optimus import files
+from optimus.errors import DataError
+
+PARTS = ("train", "held-out")
+_FORM_PLAN = "optimus-token-plan"
+_FORM_UNIT = "optimus-token-array"
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """What tokenizing does, settled before it starts: inputs, tokenizer, rules, units."""
+
+    tokenizer: TokenizerFacts
+    text_field: str
+    eval_fraction: float
+    inputs: tuple[InputFile, ...]
+    units: tuple[tuple[int, int], ...]
+    """Unit u holds inputs [first, stop)."""
+
+    @property
+    def dtype(self) -> str:
+        return layout.dtype_name(self.tokenizer.vocab_size)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return PARTS if self.eval_fraction > 0 else PARTS[:1]
+
+    def unit_bytes(self, unit: int) -> int:
+        """Input bytes of a unit."""
+        first, stop = self.units[unit]
+        return sum(file.size for file in self.inputs[first:stop])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
+
+
+def make_plan(
+    inputs: Sequence[InputFile],
+    tokenizer: TokenizerFacts,
+    text_field: str,
+    eval_fraction: float,
+    unit_bytes: int,
+) -> TokenPlan:
+    """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
+    layout.dtype_name(tokenizer.vocab_size)
+    units = group_units(inputs, unit_bytes)
+    return TokenPlan(tokenizer, text_field, float(eval_fraction), tuple(inputs), units)
+
+
+def read_plan(tokens_dir: Path) -> TokenPlan:
+    """The plan under `tokens_dir`. Raises DataError."""
+    value = layout.read_checked_json(tokens_dir / layout.PLAN, _FORM_PLAN)
+    return TokenPlan(
+        tokenizer=TokenizerFacts(**value["tokenizer"]),
+        text_field=value["text_field"],
+        eval_fraction=value["eval_fraction"],
+        inputs=tuple(InputFile(**file) for file in value["inputs"]),
+        units=tuple((first, stop) for first, stop in value["units"]),
+    )
+
+
+def held_out_below(eval_fraction: float) -> int:
+    """A document is held out if xxh3_64 of its text is below this: h < f * 2^64, exactly."""
+    return math.ceil(eval_fraction * 2.0**64)
+
+
+def parts_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
+    """The folders of token arrays of each part that the plan makes."""
+    places = {
+        PARTS[0]: out / layout.TOKENS_DIR,
+        PARTS[1]: out / layout.EVAL_DIR / layout.TOKENS_DIR,
+    }
+    return {part: places[part] for part in plan.parts}
+
+
+@dataclass(frozen=True)
+class TokenizeWork:
+    """What a worker needs to do any unit."""
+
+    plan: TokenPlan
+    plan_xxh3: str
+    out: Path
+    tokenizer_file: Path
+    quarantine: bool
+
+
+def tokenize_all(work: TokenizeWork, workers: int) -> None:
+    """Do every unit that is not complete, largest first; check that complete ones still hold."""
+    sizes = [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))]
+    order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
+    with Progress("tokenize", sum(sizes), "B") as progress:
+        run_jobs(_do_unit, work, order, workers, progress)
+
+
+def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+    if (records := _complete(work, unit)) is None:
+        _tokenize_unit(work, unit, advance)
+        return
+    first, stop = work.plan.units[unit]
+    for file, xxh3 in zip(work.plan.inputs[first:stop], records["inputs"], strict=True):
+        if files.xxh3_file(file.name) != xxh3:
+            raise DataError(
+                f"{file.name}: changed since {work.out} was begun; choose another --out, or remove "
+                f"{work.out} to start again"
+            )
+        advance(file.size)
+    if records["set_aside"] and not work.quarantine:
+        item = records["set_aside"][0]
+        raise DataError(_complaint(work.plan, item["input"], Problem(item["line"], item["reason"])))
+
+
+def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
+    """The training part's sidecar if every part of the unit stands, else None."""
+    records = {}
+    for part, folder in parts_dirs(work.out, work.plan).items():
+        try:
+            records[part] = read_unit(folder, unit, work.plan_xxh3)
+        except DataError:
+            return None
+    return records[PARTS[0]]
+
+
+def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str) -> dict[str, Any]:
+    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError."""
+    path = sidecar_path(tokens_dir, unit)
+    record = layout.read_checked_json(path, _FORM_UNIT)
+    if record["plan"] != plan_xxh3 or record["unit"] != unit:
+        raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
+    for key, file in (
+        ("array", array_path(tokens_dir, unit)),
+        ("docs", docs_path(tokens_dir, unit)),
+    ):
+        size = os.path.getsize(file) if file.exists() else None
+        if size != record[key]["size"]:
+            raise DataError(
+                f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"
+            )
+    return record
+
+
+class _UnitWriter:
+    """Batches a unit's documents, encodes them, and deals them to the parts."""
+
+    def __init__(self, work: TokenizeWork, writers: dict[str, TokenArrayWriter]):
+        self._encoder = shared_encoder(str(work.tokenizer_file))
+        self._below = held_out_below(work.plan.eval_fraction)
+        self._writers = writers
+        self._pending: list[tuple[int, Document]] = []
+        self._pending_bytes = 0
+
+    def add(self, source: int, document: Document) -> None:
+        self._pending.append((source, document))
+        self._pending_bytes += len(document.data)
+        if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        encoded = self._encoder.encode([document.text for _, document in self._pending])
+        dealt: dict[str, list[int]] = {part: [] for part in self._writers}
+        for index, (_, document) in enumerate(self._pending):
+            held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
+            dealt[PARTS[held_out]].append(index)
+        for part, indices in dealt.items():
+            if indices:
+                sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
+                self._writers[part].append([encoded[i] for i in indices], sources)
+        self._pending, self._pending_bytes = [], 0
+
+    def drop_input(self, source: int) -> None:
+        """Take back what the input gave: it turned out to be damaged."""
+        self._pending = [item for item in self._pending if item[0] != source]
+        self._pending_bytes = sum(len(document.data) for _, document in self._pending)
+        for writer in self._writers.values():
+            writer.drop_input(source)
+
+
+def _tokenize_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+    plan, folders = work.plan, parts_dirs(work.out, work.plan)
+    first, stop = plan.units[unit]
+    with contextlib.ExitStack() as stack:
+        writers = {
+            part: TokenArrayWriter(
+                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
+                plan.tokenizer.vocab_size,
+                plan.dtype,
+                plan.tokenizer.eos_id,
+            )
+            for part, folder in folders.items()
+        }
+        unit_writer = _UnitWriter(work, writers)
+        hashes, set_aside = [], []
+        for source in range(first, stop):
+            xxh3, problems = _read_input(work, source, unit_writer, advance)
+            hashes.append(xxh3)
+            set_aside += [{"input": source, **dataclasses.asdict(item)} for item in problems]
+        unit_writer.flush()
+        arrays = {part: writer.finish() for part, writer in writers.items()}
+    for part in reversed(plan.parts):  # the training part's sidecar last
+        writer, docs = writers[part], writers[part].docs_bytes()
+        files.write_bytes(docs_path(folders[part], unit), docs)
+        record = {
+            "format": _FORM_UNIT,
+            "version": layout.VERSION,
+            "plan": work.plan_xxh3,
+            "part": part,
+            "unit": unit,
+            "tokens": writer.tokens,
+            "documents": writer.documents,
+            "array": arrays[part],
+            "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
+            "inputs": hashes,
+            "set_aside": set_aside if part == PARTS[0] else [],
+        }
+        layout.write_checked_json(sidecar_path(folders[part], unit), record)
+
+
+def _read_input(
+    work: TokenizeWork, source: int, unit_writer: _UnitWriter, advance: Callable[[int], None]
+) -> tuple[str, list[Problem]]:
+    """Write an input's documents; its hash, and what had to be set aside."""
+    reader = InputReader(work.plan.inputs[source], work.plan.text_field, advance)
+    problems: list[Problem] = []
+    try:
+        for item in reader:
+            if isinstance(item, Document):
+                unit_writer.add(source, item)
+            elif work.quarantine:
+                problems.append(item)
+            else:
+                raise DataError(_complaint(work.plan, source, item))
+    except DamagedFile as error:
+        if not work.quarantine:
+            raise DataError(_complaint(work.plan, source, error.problem)) from None
+        unit_writer.drop_input(source)
+        problems = [error.problem]
+    return reader.xxh3, problems
+
+
+def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:
+    return (
+        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; mend it, or set such text "
+        "aside with --on-error quarantine"
+    )

@@ -1,0 +1,95 @@
+"""Text to token ids, equal to the reference library's with special-token text as plain text.
+
+`Encoder` is the seam behind which faster exact encoders may come: whatever stands there must give
+`Tokenizer.encode(text, add_special_tokens=False).ids` for every text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optimus.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Spellings of the end-of-document token that are recognised without `--eos`."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a data set records of its tokenizer."""
+
+    sha256: str
+    vocab_size: int
+    """One more than the largest id."""
+    eos_token: str
+    eos_id: int
+
+
+def open_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """The library's tokenizer, set so that a text gives all its ids and no others."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for anything it cannot read
+        raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
+    """Facts of a tokenizer.json. `eos` names its end-of-document token; None: found by its name.
+
+    Raises DataError where there is no such token, several, or one that plain text could produce.
+    """
+    tokenizer = open_tokenizer(path)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    special = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
+    if eos is None:
+        found = [name for name in EOS_NAMES if name in special]
+        if len(found) != 1:
+            what = " and ".join(found) if found else f"none of {', '.join(EOS_NAMES)}"
+            raise DataError(f"{path}: has {what} as special tokens; name the one with --eos TOKEN")
+        eos = found[0]
+    if eos not in special:
+        raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
+    return TokenizerFacts(
+        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        vocab_size=max(ids.values()) + 1,
+        eos_token=eos,
+        eos_id=ids[eos],
+    )
+
+
+class Encoder:
+    """Encodes texts on the calling thread alone: parallelism is one process a core."""
+
+    def __init__(self, path: str | os.PathLike):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._tokenizer = open_tokenizer(path)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32 [T], without any special token."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+@functools.lru_cache(maxsize=1)
+def shared_encoder(path: str) -> Encoder:
+    """One encoder a process: a large vocabulary takes a second to load."""
+    return Encoder(path)

@@ -1,0 +1,94 @@
+"""A byte-level BPE tokenizer from text: the same files give the same bytes, whatever the cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.progress import Progress
+from data_prep.sources import InputFile
+from optimus import files
+from optimus.errors import ConfigError, DataError
+
+EOS = "<|endoftext|>"
+"""The special token that ends every document; it gets id 0."""
+MIN_VOCAB = 257
+"""256 bytes and EOS."""
+
+_BATCH_BYTES = 4 << 20
+
+
+def train_tokenizer(
+    inputs: Sequence[InputFile],
+    vocab_size: int,
+    out: str | os.PathLike,
+    *,
+    text_field: str = "text",
+    quarantine: bool = False,
+) -> tuple[int, list[str]]:
+    """Write a tokenizer.json of at most `vocab_size` ids; returns its size and what was set aside.
+
+    GPT-2's pre-tokenizer and byte alphabet, so every text can be encoded and decoded exactly.
+    Raises ConfigError for a vocabulary too small, DataError for text that cannot be read.
+    """
+    if vocab_size < MIN_VOCAB:
+        raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    set_aside: list[str] = []
+    with Progress("train-tokenizer", sum(file.size for file in inputs), "B") as progress:
+        texts = _batches(inputs, text_field, quarantine, set_aside, progress)
+        tokenizer.train_from_iterator(texts, trainer)
+    files.write_bytes(out, tokenizer.to_str(pretty=True).encode())
+    return tokenizer.get_vocab_size(), set_aside
+
+
+def _batches(
+    inputs: Sequence[InputFile],
+    text_field: str,
+    quarantine: bool,
+    set_aside: list[str],
+    progress: Progress,
+) -> Iterator[list[str]]:
+    batch: list[str] = []
+    held = 0
+    for file in inputs:
+        texts, problems = _texts(file, text_field, progress)
+        if problems and not quarantine:
+            raise DataError(problems[0])
+        set_aside += problems
+        for text in texts:
+            batch.append(text)
+            held += len(text)
+            if held >= _BATCH_BYTES:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+    progress.note("merging pairs")
+
+
+def _texts(file: InputFile, text_field: str, progress: Progress) -> tuple[list[str], list[str]]:
+    """Usable texts of a file, and its problems as `file:line: reason`."""
+    texts: list[str] = []
+    problems: list[Problem] = []
+    try:
+        for item in InputReader(file, text_field, progress.advance):
+            if isinstance(item, Document):
+                texts.append(item.text)
+            else:
+                problems.append(item)
+    except DamagedFile as error:
+        texts, problems = [], [error.problem]
+    return texts, [f"{file.name}:{problem.line}: {problem.reason}" for problem in problems]

@@ -1,0 +1,75 @@
+"""A data set of token instances, addressed by one number that runs on through epochs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.manifest import read_manifest
+from data_prep.permutation import ALGORITHM, Permutation
+from data_prep.reader import ShardReader
+from optimus.errors import DataError
+
+
+class TokenDataset:
+    """Instances of a finished data set. Opening reads the manifest; shards are mapped when needed.
+
+    Epoch 0 is the stored order; epoch e > 0 permutes it by the bijection keyed with (seed, e), as
+    docs/formats/dataset.md specifies. Stateless: what a number names never depends on what was
+    read before. Threads may share it.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Raises DataError, in one line, for a data set missing, unfinished, damaged or empty."""
+        self.path = Path(path)
+        manifest = read_manifest(self.path)
+        if manifest.permutation != ALGORITHM:
+            raise DataError(
+                f"{path} is permuted by {manifest.permutation}, this program knows {ALGORITHM}; "
+                "prepare the data with this version"
+            )
+        if manifest.num_instances == 0:
+            raise DataError(
+                f"{path} holds {manifest.tokens} tokens, not one instance of {manifest.context}; "
+                "prepare it from more text (a held-out part: with a larger --eval-fraction)"
+            )
+        self.num_instances = manifest.num_instances
+        """Instances of one epoch (N)."""
+        self.context = manifest.context
+        """Tokens of an instance (C)."""
+        self.vocab_size = manifest.vocab_size
+        """One more than the largest id that can occur."""
+        self.identity = manifest.identity
+        """Hex string that is equal for two data sets only if they give the same instances."""
+        self._seed = manifest.seed
+        self._reader = ShardReader(self.path, manifest)
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The tokenizer.json that made the ids."""
+        return str(self.path / layout.TOKENIZER)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Instances [start, stop), int64 [n, C], a new array; numbers run on through epochs.
+
+        Raises DataError for a shard that is missing or has another size than the manifest says.
+        """
+        assert 0 <= start <= stop, (start, stop)
+        out = np.empty((stop - start, self.context), np.int64)
+        number = start
+        while number < stop:
+            epoch, place = divmod(number, self.num_instances)
+            count = min(stop - number, self.num_instances - place)
+            first = number - start
+            out[first : first + count] = self._read_epoch(epoch, place, place + count)
+            number += count
+        return out
+
+    def _read_epoch(self, epoch: int, first: int, stop: int) -> np.ndarray:
+        if epoch == 0:
+            return self._reader.rows(first, stop)
+        permutation = Permutation(self.num_instances, self._seed, epoch)
+        return self._reader.pick(permutation.apply(np.arange(first, stop)))

@@ -1,0 +1,117 @@
+"""Which microbatches a rank reads for an update, and a thread that has them ready in time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import torch
+
+from optimus.data.dataset import TokenDataset
+from optimus.errors import ConfigError
+
+_AHEAD = 2  # updates read in advance: one being used, one waiting hides any single slow read
+
+
+def microbatch_starts(
+    step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
+) -> list[int]:
+    """First instance of each microbatch that a data rank does in update `step` (from 1), in order.
+
+    The update reads instances [(step-1)*G, step*G); microbatch i of data rank d of w is number
+    i*w + d of the update (CONTRACT.md, "Ranks").
+    """
+    first = (step - 1) * instances_per_step
+    numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
+    return [first + number * microbatch_size for number in numbers]
+
+
+class Loader:
+    """Microbatches of one data rank, read ahead by a thread. A context manager.
+
+    Stateless in the update number: any update may be asked for at any time, by any number of
+    ranks; consecutive ones are ready in advance.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        instances_per_step: int,
+        microbatch_size: int,
+        data_rank: int,
+        num_data_ranks: int,
+    ):
+        """Raises ConfigError where the ranks' microbatches do not divide the update."""
+        assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
+        round_size = microbatch_size * num_data_ranks
+        if microbatch_size < 1 or instances_per_step < 1 or instances_per_step % round_size:
+            raise ConfigError(
+                f"train.global_batch_tokens: {instances_per_step} instances a step are not whole "
+                f"microbatches of train.microbatch_size={microbatch_size} on {num_data_ranks} data "
+                f"ranks; make them a multiple of {round_size}"
+            )
+        self._dataset = dataset
+        self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
+        self._microbatch_size = microbatch_size
+        self._ready: queue.Queue = queue.Queue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._next_step = 0
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def microbatches(self, step: int) -> list[torch.Tensor]:
+        """This rank's microbatches of update `step` (from 1), int64 [microbatch_size, C] each.
+
+        Raises whatever reading raised, DataError above all.
+        """
+        assert step >= 1, step
+        if self._thread is None or step != self._next_step:
+            self._restart(step)
+        self._next_step = step + 1
+        result = self._ready.get()
+        if isinstance(result, BaseException):
+            self.close()
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the thread; a later `microbatches` starts another."""
+        if self._thread is not None:
+            self._stop.set()
+            while not self._ready.empty():  # let a thread that waits to put go on
+                self._ready.get_nowait()
+            self._thread.join()
+            self._thread = None
+
+    def _restart(self, step: int) -> None:
+        self.close()
+        self._ready, self._stop = queue.Queue(_AHEAD), threading.Event()
+        self._thread = threading.Thread(
+            target=self._read_ahead,
+            args=(step, self._ready, self._stop),
+            name="optimus-loader",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _read_ahead(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                result: list[torch.Tensor] | BaseException = self._read(step)
+            except BaseException as error:  # handed over: the caller raises it
+                result = error
+            ready.put(result)
+            if isinstance(result, BaseException):
+                return
+            step += 1
+
+    def _read(self, step: int) -> list[torch.Tensor]:
+        return [
+            torch.from_numpy(self._dataset.read(start, start + self._microbatch_size))
+            for start in microbatch_starts(step, *self._split)
+        ]

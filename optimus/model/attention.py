@@ -1,0 +1,50 @@
+"""Causal self-attention with rotary embedding and grouped-query heads.
+
+Dims: B batch, S sequence, D hidden, H query heads, G key/value heads, C head_dim.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.config import ModelConfig
+from optimus.model.layers import RMSNorm
+from optimus.model.rope import rotate
+
+
+class Attention(nn.Module):
+    """x [B, S, D] -> [B, S, D].
+
+    OLMoE norms q and k over the whole projection (all heads at once), before clipping and rotation.
+    The number of heads is read off the projections' width, so that a module that holds a slice of
+    the heads is this same module.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        self.clip = config.clip_qkv
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = (config.num_key_value_heads or config.num_attention_heads) * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
+        normed = config.architecture == "olmoe"
+        self.q_norm = RMSNorm(q_size, config.norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(kv_size, config.norm_eps) if normed else nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = self.q_norm(self.q_proj(x))
+        k = self.k_norm(self.k_proj(x))
+        v = self.v_proj(x)
+        if self.clip:
+            q, k, v = (projected.clamp(-self.clip, self.clip) for projected in (q, k, v))
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))

@@ -1,0 +1,48 @@
+"""How many parameters a model has and how many operations a token takes, without building it."""
+
+from __future__ import annotations
+
+import torch
+
+from optimus.config import ModelConfig
+from optimus.model.transformer import Transformer
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Parameters in all, and those a token passes through: K of E experts, everything else.
+
+    Counted on the meta device, with one layer standing for all: milliseconds for the largest.
+    """
+    with torch.device("meta"):
+        model = Transformer(config.model_copy(update={"num_layers": 1}))
+    layer = _count(model.blocks)
+    total = _count(model) + (config.num_layers - 1) * layer
+    if not config.num_experts:
+        return total, total
+    expert = _count(model.blocks["0"].mlp.experts) // config.num_experts
+    idle = config.num_experts - config.num_experts_per_tok
+    return total, total - config.num_layers * idle * expert
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Forward and backward FLOPs of one token in a sequence of `seq_len` (CONTRACT.md, "Words").
+
+    Two a multiply-add and three times forward; matrix products of active parameters, and attention
+    scores over the whole square as PaLM counts them (arXiv 2204.02311, appendix B), since kernels
+    differ in how much of the causal half they skip. Look-ups, norms and recomputation are left out.
+    """
+    hidden, layers = config.hidden_size, config.num_layers
+    head_dim = config.head_dim or hidden // config.num_attention_heads
+    q_size = config.num_attention_heads * head_dim
+    kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
+    projections = 2 * hidden * (q_size + kv_size)
+    scores = 2 * seq_len * q_size
+    swiglu = 3 * hidden * config.intermediate_size * max(1, config.num_experts_per_tok)
+    router = hidden * config.num_experts
+    head = hidden * config.vocab_size
+    multiply_adds = layers * (projections + scores + swiglu + router) + head
+    return 3.0 * 2.0 * multiply_adds
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,320 @@
+"""`config.json` to `ModelConfig` and back.
+
+Every field that changes logits or loss in transformers' OlmoForCausalLM and OlmoeForCausalLM is
+honoured or refused by name. Both spellings of the rotary embedding are read: `rope_theta` with
+`rope_scaling` (version 4) and `rope_parameters` (version 5).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from optimus.config import ModelConfig, make_config
+from optimus.config.load import explain
+from optimus.config.sections import ROPE_FIELDS
+from optimus.errors import CheckpointError, ConfigError, one_line
+
+_ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
+_OLMO_EPS = 1e-5  # a constant of transformers' OlmoLayerNorm, whatever config.json says
+
+# Fields of a stretched rotary embedding that transformers derives where they are absent.
+_ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+
+
+class _Fields(BaseModel):
+    """What transformers reads of config.json, with its defaults where the file is silent."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int = 50304
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    clip_qkv: float | None = None
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 50279
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    is_causal: bool = True
+    quantization_config: Any = None
+    per_layer_config: Any = None
+
+
+class _Olmo(_Fields):
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    max_position_embeddings: int = 2048
+
+
+class _Olmoe(_Fields):
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.01
+
+
+def is_hf_directory(path: str | os.PathLike) -> bool:
+    """Whether `path` is a directory with a config.json that names a model type."""
+    try:
+        return "model_type" in json.loads((Path(path) / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+    """The `[model]` section that a Hugging Face directory describes.
+
+    Raises CheckpointError if config.json cannot be read, ConfigError if it asks for something that
+    this model does not compute.
+    """
+    file = Path(path) / "config.json"
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: holds no JSON object")
+    return config_from_hf(content, source=str(file))
+
+
+def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """A ModelConfig from config.json's content; ConfigError where a field cannot be honoured."""
+    kind = _architecture(content, source)
+    content = dict(content)
+    if "num_local_experts" in content:  # transformers' alias
+        content.setdefault("num_experts", content["num_local_experts"])
+    try:
+        fields = (_Olmoe if kind == "olmoe" else _Olmo).model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {explain(error)}") from None
+    _refuse(fields, source)
+    model = {
+        "architecture": kind,
+        "num_layers": fields.num_hidden_layers,
+        "hidden_size": fields.hidden_size,
+        "num_attention_heads": fields.num_attention_heads,
+        "num_key_value_heads": _derived(fields.num_key_value_heads, fields.num_attention_heads),
+        "head_dim": _derived(fields.head_dim, fields.hidden_size // fields.num_attention_heads),
+        "intermediate_size": fields.intermediate_size,
+        "vocab_size": fields.vocab_size,
+        "tie_embeddings": fields.tie_word_embeddings,
+        "attention_bias": fields.attention_bias,
+        "clip_qkv": fields.clip_qkv or 0.0,
+        "norm_eps": _OLMO_EPS,
+        "max_position_embeddings": fields.max_position_embeddings,
+        "pad_token_id": _padding(fields, source),
+        "bos_token_id": -1 if fields.bos_token_id is None else fields.bos_token_id,
+        "eos_token_ids": _as_tuple(fields.eos_token_id),
+        "init_std": fields.initializer_range,
+        **_rope(fields, source),
+    }
+    if isinstance(fields, _Olmoe):
+        model |= _mixture(fields)
+    try:
+        return make_config({"model": model}, source).model
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if source in message else f"{source}: {message}") from None
+
+
+def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json's content for tensors of `dtype` (torch's name, such as "bfloat16").
+
+    Written in version 4's spelling, which version 5 reads too. Raises ConfigError for a model that
+    transformers cannot express.
+    """
+    kind, heads = config.architecture, config.num_attention_heads
+    head_dim = config.head_dim or config.hidden_size // heads
+    _expressible(config, head_dim)
+    fields: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_key_value_heads or heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.init_std,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "clip_qkv": config.clip_qkv or None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "pad_token_id": None if config.pad_token_id < 0 else config.pad_token_id,
+        "bos_token_id": None if config.bos_token_id < 0 else config.bos_token_id,
+        "eos_token_id": _as_field(config.eos_token_ids),
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling_field(config),
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if head_dim * heads != config.hidden_size:
+        fields["head_dim"] = head_dim
+    if kind == "olmoe":
+        fields |= {
+            "rms_norm_eps": config.norm_eps,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "norm_topk_prob": config.norm_topk_prob,
+            "router_aux_loss_coef": config.aux_loss_coef,
+            "output_router_logits": config.aux_loss_form == "hf",
+        }
+    return fields
+
+
+def _architecture(content: Mapping[str, Any], source: str) -> str:
+    """`olmo` or `olmoe`; any other model type or head is refused by name."""
+    kind, classes = content.get("model_type"), content.get("architectures") or []
+    if kind not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{source}: model_type = {kind!r} is not supported; supported are 'olmo' and 'olmoe'"
+        )
+    if classes and _ARCHITECTURES[kind] not in classes:
+        raise ConfigError(
+            f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}"
+        )
+    return kind
+
+
+def _refuse(fields: _Fields, source: str) -> None:
+    """Fields with a meaning in transformers' model that ours does not have."""
+    head_dim = fields.head_dim or fields.hidden_size // max(1, fields.num_attention_heads)
+    width = head_dim * fields.num_attention_heads
+    refusals = {
+        "hidden_act": fields.hidden_act not in ("silu", "swish"),
+        "attention_dropout": fields.attention_dropout != 0,
+        "clip_qkv": fields.clip_qkv is not None and fields.clip_qkv <= 0,
+        "sliding_window": fields.sliding_window is not None,
+        "is_causal": not fields.is_causal,
+        "quantization_config": fields.quantization_config is not None,
+        "per_layer_config": bool(fields.per_layer_config),
+        "partial_rotary_factor": fields.partial_rotary_factor not in (None, 1),
+        # OLMoE's q_norm is as wide as hidden_size.
+        "head_dim": isinstance(fields, _Olmoe) and fields.head_dim and width != fields.hidden_size,
+    }
+    for key, refused in refusals.items():
+        if refused:
+            raise ConfigError(
+                f"{source}: {key} = {getattr(fields, key)!r} is not supported by this model; "
+                "convert a model without it"
+            )
+
+
+def _expressible(config: ModelConfig, head_dim: int) -> None:
+    heads = config.num_attention_heads
+    if config.architecture == "olmo" and config.norm_eps != _OLMO_EPS:
+        raise ConfigError(
+            f"model.norm_eps = {config.norm_eps} has no place in a Hugging Face OLMo, whose norms "
+            f"use {_OLMO_EPS}"
+        )
+    if config.architecture == "olmoe" and head_dim * heads != config.hidden_size:
+        raise ConfigError(
+            f"model.head_dim = {head_dim} has no place in a Hugging Face OLMoE: its q_norm is as "
+            f"wide as hidden_size = {config.hidden_size}, not {heads} heads of {head_dim}"
+        )
+
+
+def _mixture(fields: _Olmoe) -> dict[str, Any]:
+    """transformers adds its auxiliary loss only if `output_router_logits`; otherwise the
+    coefficient is kept for OLMo's form, in which these models were trained."""
+    return {
+        "num_experts": fields.num_experts,
+        "num_experts_per_tok": fields.num_experts_per_tok,
+        "norm_eps": fields.rms_norm_eps,
+        "norm_topk_prob": fields.norm_topk_prob,
+        "aux_loss_coef": fields.router_aux_loss_coef,
+        "aux_loss_form": "hf" if fields.output_router_logits else "olmo",
+    }
+
+
+def _rope(fields: _Fields, source: str) -> dict[str, Any]:
+    given = fields.rope_scaling or fields.rope_parameters or {}
+    rope = {key: value for key, value in given.items() if value is not None}
+    theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(f"{source}: rope_parameters = {given!r} by layer type is not supported")
+    if kind != "default" and kind not in ROPE_FIELDS:
+        known = ", ".join(repr(name) for name in ("default", *ROPE_FIELDS))
+        raise ConfigError(
+            f"{source}: rope scaling of type {kind!r} is not supported; known are {known}"
+        )
+    if rope.get("partial_rotary_factor", 1) != 1 or rope.get("attention_factor", 1) == 0:
+        raise ConfigError(
+            f"{source}: partial_rotary_factor other than 1 and attention_factor = 0 are not "
+            f"supported, as in rope_parameters = {given!r}"
+        )
+    if kind == "default":
+        return {"rope_theta": theta}
+    original = fields.original_max_position_embeddings or rope.get(
+        "original_max_position_embeddings", fields.max_position_embeddings
+    )
+    rope["original_max_position_embeddings"] = original
+    scaling = {key: rope[key] for key in ROPE_FIELDS[kind] if key in rope}
+    return {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}
+
+
+def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    values = {key: getattr(scaling, key) for key in ("type", *ROPE_FIELDS[scaling.type])}
+    return {key: value for key, value in values.items() if value or key not in _ROPE_OPTIONAL}
+
+
+def _padding(fields: _Fields, source: str) -> int:
+    """torch.nn.Embedding counts a negative padding index from the end of the table."""
+    token, size = fields.pad_token_id, fields.vocab_size
+    if token is None:
+        return -1
+    if not -size <= token < size:
+        raise ConfigError(f"{source}: pad_token_id = {token} lies outside the vocabulary of {size}")
+    return token % size
+
+
+def _derived(value: int | None, usual: int) -> int:
+    """0, for "derived", where a field holds its usual value."""
+    return 0 if value is None or value == usual else value
+
+
+def _as_tuple(field: int | list[int] | None) -> tuple[int, ...]:
+    if field is None:
+        return ()
+    return (field,) if isinstance(field, int) else tuple(field)
+
+
+def _as_field(tokens: tuple[int, ...]) -> int | list[int] | None:
+    if not tokens:
+        return None
+    return tokens[0] if len(tokens) == 1 else list(tokens)

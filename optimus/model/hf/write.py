@@ -1,0 +1,124 @@
+"""Our weights as a Hugging Face directory that transformers loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optimus.config import ModelConfig
+from optimus.errors import CheckpointError, ConfigError
+from optimus.files import commit, temporary_name, write_json
+from optimus.model.hf.config import config_to_hf
+from optimus.model.hf.names import pieces
+from optimus.model.transformer import Transformer
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Our parameter's name and how many of its pieces come before: where a tensor on disk is found.
+_Place = tuple[str, int]
+
+
+def write_hf(
+    directory: str | os.PathLike,
+    config: ModelConfig,
+    state_dict: Mapping[str, Tensor],
+    dtype: str,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write config.json and safetensors of `dtype` ("fp32", "bf16", "fp16"), an expert a tensor.
+
+    `state_dict` has our names and whole tensors on any device; it may load them when asked. Files
+    hold at most `shard_bytes` (more only where one tensor is larger), and no more than one file's
+    tensors are held beside the model. The directory appears complete or not at all.
+
+    Raises ConfigError if the directory is there and not empty or transformers cannot express the
+    model, CheckpointError if a tensor is missing or superfluous.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} exists and is not empty; name a new directory")
+    fields = config_to_hf(config, str(_DTYPES[dtype]).removeprefix("torch."))
+    with torch.device("meta"):
+        expected = Transformer(config).state_dict()
+    for name in sorted(expected.keys() ^ state_dict.keys()):
+        fault = "is missing" if name in expected else "has no place in the model"
+        raise CheckpointError(f"weights to write: tensor {name} {fault}")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(directory)
+    temporary.mkdir()
+    try:
+        _write_weights(temporary, expected, state_dict, _DTYPES[dtype], shard_bytes)
+        write_json(temporary / "config.json", fields)
+        if directory.exists():
+            directory.rmdir()
+        commit(temporary, directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_weights(
+    directory: Path,
+    expected: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    shards = _plan(expected, dtype.itemsize, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = name if len(shards) > 1 else "model.safetensors"
+        _write_shard(directory / name, shard, expected, state_dict, dtype)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(tensor.numel() for tensor in expected.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(directory / "model.safetensors.index.json", index)
+
+
+def _plan(
+    expected: Mapping[str, Tensor], itemsize: int, shard_bytes: int
+) -> list[dict[str, _Place]]:
+    """Which tensors each file holds, in the model's order: {name on disk: its place} by file."""
+    shards: list[dict[str, _Place]] = [{}]
+    filled = 0
+    for name, tensor in expected.items():
+        for number, (their_name, piece) in enumerate(pieces(name, tensor)):
+            size = piece.numel() * itemsize
+            if filled and filled + size > shard_bytes:
+                shards.append({})
+                filled = 0
+            shards[-1][their_name] = (name, number)
+            filled += size
+    return shards
+
+
+def _write_shard(
+    file: Path,
+    shard: Mapping[str, _Place],
+    expected: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    tensors: dict[str, Tensor] = {}
+    name, parts = "", []
+    for their_name, (ours, number) in shard.items():
+        if ours != name:
+            name, value = ours, state_dict[ours].detach()
+            if value.shape != expected[ours].shape:
+                raise CheckpointError(
+                    f"weights to write: tensor {ours} has shape {list(value.shape)}, the model "
+                    f"{list(expected[ours].shape)}"
+                )
+            parts = list(pieces(ours, value))
+        tensors[their_name] = parts[number][1].to("cpu", dtype).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())

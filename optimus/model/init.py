@@ -1,0 +1,72 @@
+"""Initial weights that do not depend on how the model is laid out.
+
+Every parameter, and every expert of a merged one, draws from its own generator seeded by (seed,
+global name, expert number). Order of construction, number of ranks, threads and devices make no
+difference: a rank that holds some blocks or experts gets exactly its part of the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from optimus.model.layers import Embedding, RMSNorm
+from optimus.model.moe import Experts
+from optimus.model.router import Router
+
+_CUT = 3.0  # standard deviations
+_BLOCK = 1 << 20
+
+
+def initialise_(model: nn.Module, seed: int) -> None:
+    """Fill all parameters in place: norm weights 1, biases 0, the rest a normal of standard
+    deviation `init_std` cut at three of them, as OLMoE does. A padding token's row is 0.
+
+    `model` is a Transformer or a pipeline stage's part of one.
+    """
+    std = model.config.init_std
+    with torch.no_grad():
+        for prefix, module in model.named_modules():
+            if isinstance(module, Experts):
+                for name, parameter in module.named_parameters(recurse=False):
+                    for expert, part in enumerate(parameter, start=module.first_expert):
+                        part.copy_(draw(part.shape, std, seed, f"{prefix}.{name}", expert))
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                _fill(module, name, parameter, std, seed, f"{prefix}.{name}")
+            if isinstance(module, Embedding) and module.padding >= 0:
+                module.weight[module.padding] = 0
+
+
+def draw(shape: torch.Size, std: float, seed: int, name: str, expert: int | None = None) -> Tensor:
+    """A parameter's initial value in fp32 on the CPU, of the shape it has in the whole model.
+
+    A rank that holds a slice of a parameter draws it whole and keeps its slice.
+    """
+    key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
+    digest = hashlib.sha256(key.encode()).digest()
+    # A key of 128 bits: torch's CPU generator keeps 32 of its seed, too few for 30,000 experts.
+    source = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    out = torch.empty(math.prod(shape), dtype=torch.float32)
+    bound = math.erf(_CUT / math.sqrt(2))
+    for block in out.split(_BLOCK):  # uniform on what the normal's erf takes between the cuts
+        source.random(dtype=np.float32, out=block.numpy())
+        block.mul_(2).sub_(1).mul_(bound).erfinv_().mul_(std * math.sqrt(2))
+    return out.clamp_(-_CUT * std, _CUT * std).view(shape)
+
+
+def _fill(
+    module: nn.Module, name: str, parameter: Tensor, std: float, seed: int, full_name: str
+) -> None:
+    if isinstance(module, RMSNorm):
+        parameter.fill_(1)
+    elif isinstance(module, nn.Linear) and name == "bias":
+        parameter.fill_(0)
+    else:
+        known = isinstance(module, (nn.Linear, Embedding, Router))
+        assert known, f"no initial value is known for {full_name}"
+        parameter.copy_(draw(parameter.shape, std, seed, full_name))

@@ -1,0 +1,130 @@
+"""Embedding, norms and the dense feed-forward network.
+
+Dims: V vocabulary, D hidden, F intermediate; `...` stands for any leading dims (tokens).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from optimus.config import ModelConfig
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The norm of the residual stream: weightless LayerNorm for OLMo, RMSNorm for OLMoE."""
+    if config.architecture == "olmo":
+        return LayerNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm without weights, computed in fp32: [..., D] -> [..., D] (OLMo)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(_at_least_fp32(x), (self.size,), eps=self.eps).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """y = w * x / sqrt(mean(x^2) + eps), the quotient in fp32: [..., D] -> [..., D] (OLMoE)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves x and one number a row. A chain of torch ops saves three fp32 copies of x and takes
+    2.5 times as long forward and backward (2048 x 256, one core)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _at_least_fp32(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With s the scale and g the gradient: dw = sum over rows of s*g*x, and
+        dx = s * (g*w - x * s^2 * mean(g*w*x))."""
+        x, weight, scale = ctx.saved_tensors
+        size = x.shape[-1]
+        x_wide, grad_wide, scale = (
+            _at_least_fp32(x).reshape(-1, size),
+            _at_least_fp32(grad).reshape(-1, size),
+            scale.reshape(-1, 1),
+        )
+        weight_wide = weight.to(x_wide.dtype)
+        product = grad_wide * x_wide
+        grad_weight = (scale.t() @ product).squeeze(0)
+        slope = (product @ weight_wide).unsqueeze(-1).mul_(scale**3).div_(-size)
+        grad_x = (grad_wide * weight_wide).mul_(scale).addcmul_(x_wide, slope)
+        return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None
+
+
+class Embedding(nn.Module):
+    """Rows of a table: int64 [...] -> [..., D]. A padding token's row receives no gradient."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.padding = config.pad_token_id
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.weight.is_cpu and self.weight.dtype in (torch.bfloat16, torch.float16):
+            return _LookUp.apply(self.weight, tokens, self.padding)
+        return F.embedding(tokens, self.weight, self.padding if self.padding >= 0 else None)
+
+
+class _LookUp(torch.autograd.Function):
+    """Adds the gradients of a token's occurrences in fp32. On a CPU torch adds them in the table's
+    dtype: for a token met 200 times bf16 is off by 1.4 %, against 0.16 % here, as fast."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, tokens: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape, ctx.padding = weight.shape, padding
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        met, number = tokens.flatten().unique(return_inverse=True)
+        sums = torch.zeros(len(met), grad.shape[-1], dtype=torch.float32, device=grad.device)
+        sums.index_add_(0, number, grad.reshape(-1, grad.shape[-1]).float())
+        sums.masked_fill_((met == ctx.padding).unsqueeze(1), 0)
+        grad_weight = grad.new_zeros(ctx.shape)
+        grad_weight[met] = sums.to(grad.dtype)
+        return grad_weight, None, None
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), [..., D] -> [..., D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,56 @@
+"""Cross-entropy over a vocabulary without several fp32 copies of the logits.
+
+Dims: N targets, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of one fp32 working block. On a CPU it should stay in cache: at 2048 x 4096 this takes
+# 0.58 (fp32) and 0.37 (bf16) of the time of torch's cross_entropy, at 2048 x 50304 0.7 and 0.57.
+# On an accelerator fewer, larger launches are better.
+_BLOCK_CPU = 1 << 18
+_BLOCK_DEVICE = 1 << 26
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over targets of logsumexp(logits) - logits[target], an fp32 scalar in nats.
+
+    logits [N, V] in any float dtype are widened to fp32 block by block; targets [N] int64. Only the
+    logits and one number a row are kept for backward, whose result has the logits' dtype.
+    """
+    return _CrossEntropySum.apply(logits, targets)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        lse = logits.new_empty(len(logits), dtype=torch.float32)
+        for rows in _blocks(logits):
+            lse[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
+        chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float()
+        ctx.save_for_backward(logits, targets, lse)
+        return (lse - chosen).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """d logits = grad * (softmax(logits) - onehot(target))."""
+        logits, targets, lse = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        less_one = grad.new_full((1, 1), -1.0)
+        for rows in _blocks(logits):
+            block = (logits[rows].float() - lse[rows].unsqueeze(1)).exp_()
+            index = targets[rows].unsqueeze(1)
+            block.scatter_add_(1, index, less_one.expand_as(index))
+            grad_logits[rows] = block.mul_(grad)
+        return grad_logits, None
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    elements = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
+    step = max(1, elements // logits.shape[1])
+    return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -1,0 +1,134 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and the stretchings Hugging Face names.
+
+Dims: B batch, S sequence, H heads, C head_dim. A head's first and second half are the pairs that
+are rotated together, as in transformers. Angles are fp32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from optimus.config import ModelConfig
+from optimus.config.sections import RopeScaling
+
+
+class Rotary(nn.Module):
+    """Cosines and sines for a sequence length: S -> two tensors [S, C/2] in fp32.
+
+    Tables are kept outside the module's state: casting the model must not round them, and a model
+    built on the meta device has nothing to fill.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        key = (seq_len, device)
+        if key not in self._tables:
+            self._tables = {key: self._table(seq_len, device)}
+        return self._tables[key]
+
+    def _table(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        # On the CPU for the same bits on every device; outside inference mode because an evaluation
+        # may come first, and training cannot save its tensors for backward.
+        with torch.device("cpu"), torch.inference_mode(False):
+            frequencies, factor = inverse_frequencies(self.config, seq_len)
+            angles = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * frequencies
+            return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair of x [B, S, H, C] by its position's angle, in fp32; the dtype is x's."""
+    return _Rotate.apply(x, *table)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the rotation backwards; nothing but the table is saved."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x[..., :half].float(), x[..., half:].float()
+    out = torch.empty_like(x)
+    out[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+    out[..., half:] = (second * cos).addcmul_(first, sin)
+    return out
+
+
+def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
+    """Radians per token of each pair, fp32 [C/2], and the factor on cosines and sines."""
+    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    scaling, theta = config.rope_scaling, config.rope_theta
+    if scaling is None:
+        return _plain(theta, dim), 1.0
+    if scaling.type == "linear":
+        return _plain(theta, dim) / scaling.factor, 1.0
+    if scaling.type == "dynamic":
+        longest = config.max_position_embeddings
+        stretch = scaling.factor * max(seq_len, longest) / longest - (scaling.factor - 1)
+        return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
+    if scaling.type == "llama3":
+        return _llama3(_plain(theta, dim), scaling), 1.0
+    return _yarn(theta, dim, scaling), _yarn_factor(scaling)
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, blend between by turns per context."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
+    """YaRN (arXiv 2309.00071): the blend is linear in the pair's number, between two bounds."""
+    low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
+    high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    stretched = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
+    frequencies = _plain(theta, dim)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+
+
+def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
+    """The (fractional) pair that makes this many turns over the original context."""
+    wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    return dim * math.log(wavelength) / (2 * math.log(theta))
+
+
+def _yarn_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        numerator = _mscale(scaling.factor, scaling.mscale)
+        return numerator / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def _mscale(factor: float, slope: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0

@@ -1,0 +1,86 @@
+"""Which experts a token goes to, with which weights, and how unevenly.
+
+Dims: T tokens, D hidden, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.config import ModelConfig
+
+
+class Routing(NamedTuple):
+    """What one layer's router says of one microbatch; auxiliary losses are made from it."""
+
+    counts: Tensor
+    """int64 [E]: rows sent to each expert; they sum to T*K."""
+    mean_prob: Tensor
+    """fp32 [E]: the softmax averaged over tokens. Carries gradient."""
+    z: Tensor
+    """fp32 scalar: mean over tokens of logsumexp(logits)^2. Carries gradient."""
+
+
+class Router(nn.Module):
+    """A linear layer, softmax in fp32, top-k: x [T, D] -> weights [T, K], experts int64 [T, K],
+    Routing. Weights have x's dtype."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.top_k = config.num_experts_per_tok
+        self.normalise = config.norm_topk_prob
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Routing]:
+        logits = F.linear(x, self.weight)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        weights, experts = self.choose(probs)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        tokens = max(1, len(x))  # no token at all: zeros rather than NaN
+        routing = Routing(
+            counts=torch.zeros(len(self.weight), dtype=torch.int64, device=x.device).scatter_add_(
+                0, experts.flatten(), torch.ones_like(experts).flatten()
+            ),
+            mean_prob=probs.sum(0) / tokens,
+            z=logits.float().logsumexp(-1).square().sum() / tokens,
+        )
+        return weights.to(x.dtype), experts, routing
+
+    def choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 [T, E] -> the K chosen probabilities and experts of each token, largest first."""
+        return probs.topk(self.top_k, dim=-1)
+
+
+def load_balancing_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:
+    """E * sum_e f_e * P_e of each layer, summed over these layers and divided by `num_layers`.
+
+    f_e is the share of rows sent to expert e, P_e its mean probability: 1 when balanced. This is
+    OLMo's form (CONTRACT.md, "Loss"). A pipeline stage passes its layers and the model's number.
+    """
+    return torch.stack([_layer_balance(routing) for routing in routings]).sum() / num_layers
+
+
+def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
+    """transformers' form: layers are pooled before the product, and f_e is K times larger.
+
+    It couples all layers, so it is for parity on one stage only.
+    """
+    counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
+    mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)
+    return len(counts) * top_k * (counts / counts.sum().clamp(min=1) * mean_prob).sum()
+
+
+def z_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:
+    """The mean of logsumexp(logits)^2 of these layers, summed and divided by `num_layers`."""
+    return torch.stack([routing.z for routing in routings]).sum() / num_layers
+
+
+def _layer_balance(routing: Routing) -> Tensor:
+    shares = routing.counts / routing.counts.sum().clamp(min=1)
+    return len(shares) * (shares * routing.mean_prob).sum()

@@ -1,0 +1,154 @@
+"""The decoder: OLMo or OLMoE by configuration.
+
+Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.config import ModelConfig
+from optimus.model.attention import Attention
+from optimus.model.layers import MLP, Embedding, make_norm
+from optimus.model.loss import cross_entropy_sum
+from optimus.model.moe import FastSparseMoE
+from optimus.model.rope import Rotary
+from optimus.model.router import (
+    Routing,
+    hf_load_balancing_loss,
+    load_balancing_loss,
+    z_loss,
+)
+
+
+class LossTerms(NamedTuple):
+    """One microbatch's contributions to the objective, unscaled."""
+
+    ce_sum: Tensor
+    """fp32 scalar: cross-entropy summed over the targets, in nats."""
+    num_targets: int
+    """B * (S-1): the targets inside the instances."""
+    aux: Tensor
+    """fp32 scalar: load-balancing loss, averaged over layers; 0 for a dense model."""
+    z: Tensor
+    """fp32 scalar: router z-loss, averaged over layers; 0 for a dense model."""
+    expert_counts: Tensor
+    """int64 [MoE layers, E]: rows sent to each expert."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, D] -> [B, S, D], Routing if sparse."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = FastSparseMoE(config) if config.architecture == "olmoe" else MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(self.attention_norm(x), rope)
+        out = self.mlp(self.mlp_norm(x))
+        out, routing = out if isinstance(out, tuple) else (out, None)
+        return x + out, routing
+
+
+class Transformer(nn.Module):
+    """tokens int64 [B, S] -> logits [B, S, V] in the parameters' dtype.
+
+    Weights are not set by construction: call `optimus.model.init.initialise_` or load some. Build
+    large models under `torch.device("meta")` and place them with `to_empty`.
+
+    The steps of `forward` and `losses` are methods of their own and blocks are keyed by their
+    global number, so that a pipeline stage is this model with the other stages' blocks deleted.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.rotary = Rotary(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.final_norm = make_norm(config)
+        self.head: nn.Module | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.cross_entropy = cross_entropy_sum
+        self._tied_head: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, _ = self.run_blocks(self.embed(tokens))
+        return self.logits(x)
+
+    def losses(self, tokens: Tensor) -> LossTerms:
+        """The loss of predicting tokens[:, 1:] from what precedes them (CONTRACT.md, "Loss")."""
+        x, routings = self.run_blocks(self.embed(tokens))
+        ce_sum, num_targets = self.token_loss(x, tokens)
+        return LossTerms(ce_sum, num_targets, *self.router_losses(routings))
+
+    def run_blocks(self, x: Tensor) -> tuple[Tensor, list[Routing]]:
+        """x [B, S, D] through all blocks that are here, with what their routers said."""
+        rope = self.rotary(x.shape[1], x.device)
+        routings = []
+        for block in self.blocks.values():
+            x, routing = block(x, rope)
+            if routing is not None:
+                routings.append(routing)
+        return x, routings
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., D] from the last block -> [..., V]."""
+        x = self.final_norm(x)
+        if self.head is not None:
+            return self.head(x)
+        weight = self.embed.weight
+        if self._tied_head is not None:
+            assert self._tied_head.data_ptr() == weight.data_ptr(), "separate_tied_uses() again"
+            weight = self._tied_head
+        return F.linear(x, weight)
+
+    def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
+        """Cross-entropy of x [B, S, D] from the last block, summed, and its number of targets."""
+        targets = tokens[:, 1:].flatten()
+        logits = self.logits(x[:, :-1].flatten(0, 1))
+        return self.cross_entropy(logits, targets), targets.numel()
+
+    def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor, Tensor]:
+        """aux, z and expert counts as in LossTerms; a stage's share where it holds some blocks."""
+        layers = self.config.num_layers
+        if not routings:
+            zero = torch.zeros((), device=self._device())
+            return zero, zero, torch.zeros(0, 0, dtype=torch.int64, device=self._device())
+        if self.config.aux_loss_form == "hf":
+            aux = hf_load_balancing_loss(routings, self.config.num_experts_per_tok)
+        else:
+            aux = load_balancing_loss(routings, layers)
+        counts = torch.stack([routing.counts for routing in routings])
+        return aux, z_loss(routings, layers), counts
+
+    def separate_tied_uses(self) -> None:
+        """Give the head's use of tied embeddings a leaf of its own over the same storage.
+
+        Each use then has its own gradient, and they can be added in one order on every layout
+        (CONTRACT.md, "Deterministic mode"). Call it once the weights have their place; casting and
+        moving the model afterwards keeps it. Whoever clears or reduces gradients minds `tied_uses`.
+        """
+        if self.config.tie_embeddings:
+            self._tied_head = self.embed.weight.detach().requires_grad_()
+
+    def tied_uses(self) -> dict[str, Tensor]:
+        """The separate leaves by name: {} if untied or before `separate_tied_uses`."""
+        return {} if self._tied_head is None else {"head.weight": self._tied_head}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        super()._apply(fn, recurse)
+        if self._tied_head is not None:
+            self.separate_tied_uses()
+        return self
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device

@@ -1,0 +1,29 @@
+"""The tiny data set once more, in many small shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import reader
+from data_prep.cli import main
+from tests.helpers.tiny import CONTEXT
+
+
+def stored(path: Path) -> np.ndarray:
+    """All rows of a data set's shards, int64 [N, C], without our reader."""
+    names = sorted((path / "shards").glob("*.npy"))
+    return np.concatenate([np.load(name) for name in names]).astype(np.int64)
+
+
+@pytest.fixture(scope="session")
+def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of seed 8 with more shards than are kept open; tests must not change it."""
+    out = tmp_path_factory.mktemp("many")
+    shuffle = ["shuffle", str(tiny_data), "--to", str(out), "--context", str(CONTEXT)]
+    assert main([*shuffle, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2)]) == 0
+    assert main(["shard", str(out), "--workers", "1"]) == 0
+    assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
+    return out

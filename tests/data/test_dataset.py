@@ -1,0 +1,133 @@
+"""The data set that training reads: numbers through epochs, identity, damage in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+from data_prep import reader
+from data_prep.cli import main
+from data_prep.layout import write_checked_json
+from data_prep.permutation import Permutation
+from optimus.data.dataset import TokenDataset
+from optimus.errors import DataError
+from tests.data.conftest import stored
+from tests.helpers.tiny import CONTEXT, VOCAB
+
+
+def test_what_a_data_set_tells(tiny_data):
+    dataset = TokenDataset(str(tiny_data))
+    rows = stored(tiny_data)
+    assert (dataset.num_instances, dataset.context) == rows.shape == (len(rows), CONTEXT)
+    assert dataset.vocab_size == VOCAB and rows.max() < VOCAB
+    assert os.path.isfile(dataset.tokenizer_file)
+    assert len(bytes.fromhex(dataset.identity)) == 32
+
+
+def test_epoch_zero_is_the_order_of_the_shards(many_shards):
+    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    found = dataset.read(0, len(rows))
+    assert found.dtype == np.int64 and found.flags.writeable and np.array_equal(found, rows)
+    assert np.array_equal(dataset.read(5, 17), rows[5:17])
+    assert dataset.read(4, 4).shape == (0, CONTEXT)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 1000])
+def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
+    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    order = Permutation(len(rows), 8, epoch).apply(np.arange(len(rows)))
+    start = epoch * len(rows)
+    assert np.array_equal(dataset.read(start, start + len(rows)), rows[order])
+    assert not np.array_equal(order, np.arange(len(rows)))
+
+
+def test_a_reading_may_span_epochs(many_shards):
+    dataset, n = TokenDataset(many_shards), len(stored(many_shards))
+    single = np.concatenate([dataset.read(i, i + 1) for i in range(n - 4, 2 * n + 3)])
+    assert np.array_equal(TokenDataset(many_shards).read(n - 4, 2 * n + 3), single)
+
+
+def test_files_and_memory_stay_bounded(many_shards):
+    """Ten thousand shards must not need ten thousand descriptors."""
+    dataset = TokenDataset(many_shards)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    dataset.read(0, 3 * dataset.num_instances)
+    assert len(dataset._reader._open) == reader._OPEN_SHARDS
+    if before:
+        opened = len(os.listdir("/proc/self/fd")) - before
+        assert opened <= reader._OPEN_SHARDS < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_threads_may_share_it(many_shards):
+    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    wrong = []
+
+    def read(seed: int) -> None:
+        for place in np.random.default_rng(seed).integers(0, len(rows), 2000).tolist():
+            if not np.array_equal(dataset.read(place, place + 1)[0], rows[place]):
+                wrong.append(place)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_identity_is_that_of_the_instances(tiny_data, many_shards, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(tiny_data, again)
+    assert TokenDataset(again).identity == TokenDataset(tiny_data).identity
+    assert TokenDataset(many_shards).identity != TokenDataset(tiny_data).identity
+    assert TokenDataset(tiny_data / "eval").identity != TokenDataset(tiny_data).identity
+
+
+def refused(path, needle: str) -> None:
+    with pytest.raises(DataError) as caught:
+        TokenDataset(path).read(0, 1)
+    assert needle in str(caught.value) and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_missing_unfinished_and_damaged_data_sets(tiny_data, tmp_path):
+    refused(tmp_path / "nowhere", "is missing: ")
+    refused(tmp_path, "is not a data set; make it with optimus-data run")
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    manifest = data / "manifest.json"
+    content = manifest.read_bytes()
+    for damage in (b"", content[: len(content) // 2], content.replace(b'"seed": 0', b'"seed": 1')):
+        manifest.write_bytes(damage)
+        refused(data, "manifest.json: damaged")
+    manifest.unlink()
+    refused(data, "is not finished")
+    value = json.loads(content)
+    del value["self_xxh3"]
+    write_checked_json(manifest, value | {"version": 2})
+    refused(data, "version 2")
+    write_checked_json(manifest, value | {"permutation": "other"})
+    refused(data, "permuted by other")
+    manifest.write_bytes(content)
+    shard = data / "shards" / "shard-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    refused(data, "shard-00000.npy: has ")
+    shard.unlink()
+    refused(data, "shard-00000.npy: cannot be read")
+
+
+def test_a_data_set_without_instances(tiny_data, tmp_path):
+    """A held-out part may be too small for one instance; only reading it is a mistake."""
+    context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
+    shuffle = ["shuffle", str(tiny_data), "--to", str(tmp_path), "--context", str(context)]
+    assert main(shuffle) == 0
+    assert main(["shard", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path)]) == 0
+    assert TokenDataset(tmp_path).num_instances > 0
+    refused(tmp_path / "eval", f"not one instance of {context}")

@@ -1,0 +1,133 @@
+"""The loader: contiguous ranges on any number of ranks, read ahead, errors and end."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from optimus.data.dataset import TokenDataset
+from optimus.data.loader import Loader, microbatch_starts
+from optimus.errors import ConfigError, DataError
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "optimus-loader"]
+
+
+@pytest.fixture
+def dataset(tiny_data):
+    yield TokenDataset(tiny_data)
+    assert not loader_threads(), "a thread outlives its loader"
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (2, 1), (2, 3), (1, 6), (4, 3), (3, 4)])
+def test_the_ranks_read_one_contiguous_range(size, ranks):
+    """Microbatch i of rank d is number i*w + d of the step; together each instance once."""
+    step, per_step = 7, 24
+    numbers = {}
+    for rank in range(ranks):
+        starts = microbatch_starts(step, per_step, size, rank, ranks)
+        assert len(starts) == per_step // size // ranks
+        for i, start in enumerate(starts):
+            numbers[i * ranks + rank] = start
+    expected = [(step - 1) * per_step + number * size for number in range(per_step // size)]
+    assert [numbers[number] for number in sorted(numbers)] == expected
+
+
+def test_first_step_begins_at_instance_zero():
+    assert microbatch_starts(1, 8, 2, 0, 2) == [0, 4]
+    assert microbatch_starts(1, 8, 2, 1, 2) == [2, 6]
+    assert microbatch_starts(2, 8, 2, 1, 2) == [10, 14]
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
+def test_every_layout_reads_the_same_steps(dataset, size, ranks):
+    """Far enough to pass from one epoch into the next in the middle of a step."""
+    per_step = 12
+    wrap = dataset.num_instances // per_step + 1
+    assert dataset.num_instances % per_step, "the example must wrap inside a step"
+    loaders = [Loader(dataset, per_step, size, rank, ranks) for rank in range(ranks)]
+    for step in (1, 2, 3, wrap, wrap + 1):
+        parts = [loader.microbatches(step) for loader in loaders]
+        assert all(part.dtype == torch.int64 for row in parts for part in row)
+        assert all(part.shape == (size, dataset.context) for row in parts for part in row)
+        in_order = [row[i] for i in range(len(parts[0])) for row in parts]
+        expected = dataset.read((step - 1) * per_step, step * per_step)
+        assert torch.equal(torch.cat(in_order), torch.from_numpy(expected))
+    for loader in loaders:
+        loader.close()
+
+
+def test_resuming_with_other_ranks_goes_on_at_the_same_instance(dataset):
+    with Loader(dataset, 12, 2, 0, 1) as one:
+        whole = torch.cat([part for step in (1, 2, 3) for part in one.microbatches(step)])
+    parts = []
+    with Loader(dataset, 12, 2, 0, 1) as before:
+        parts += before.microbatches(1)
+    with Loader(dataset, 12, 2, 0, 2) as first, Loader(dataset, 12, 2, 1, 2) as second:
+        for step in (2, 3):
+            for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
+                parts += pair
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_reads_ahead_and_jumps(dataset, monkeypatch):
+    asked = []
+    read = dataset.read
+
+    def note(start, stop):
+        asked.append(start)
+        return read(start, stop)
+
+    monkeypatch.setattr(dataset, "read", note)
+    with Loader(dataset, 4, 4, 0, 1) as loader:
+        first = loader.microbatches(1)[0]
+        deadline = time.monotonic() + 10
+        while len(asked) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert asked[:3] == [0, 4, 8], "the next updates are read while the first is used"
+        time.sleep(0.05)
+        assert len(asked) <= 4, "but not without bound"
+        for step in (9, 2, 2, 1):
+            expected = torch.from_numpy(read((step - 1) * 4, step * 4))
+            assert torch.equal(loader.microbatches(step)[0], expected)
+        assert torch.equal(loader.microbatches(1)[0], first)
+
+
+def test_an_error_of_the_thread_is_raised_where_it_belongs(many_shards, tmp_path):
+    """Updates before the damage are given; the one that meets it raises, however often."""
+    data = tmp_path / "data"
+    shutil.copytree(many_shards, data)
+    whole, dataset = TokenDataset(many_shards), TokenDataset(data)
+    shard = data / "shards" / "shard-00002.npy"  # instances 6, 7, 8
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with Loader(dataset, 2, 1, 0, 1) as loader:
+        for step in (1, 2, 3):
+            expected = torch.from_numpy(whole.read(2 * step - 2, 2 * step))
+            assert torch.equal(torch.cat(loader.microbatches(step)), expected)
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"shard-00002\.npy"):
+                loader.microbatches(4)
+        assert not loader_threads()
+        assert loader.microbatches(1) and loader_threads()
+    assert not loader_threads()
+
+
+def test_close_ends_a_thread_that_waits_to_hand_over(dataset):
+    loader = Loader(dataset, 4, 2, 0, 1)
+    loader.microbatches(1)
+    time.sleep(0.05)  # the thread now waits to hand over the next update
+    start = time.monotonic()
+    loader.close()
+    loader.close()
+    assert time.monotonic() - start < 5 and not loader_threads()
+
+
+@pytest.mark.parametrize(("per_step", "size", "ranks"), [(10, 3, 1), (8, 2, 3), (0, 1, 1)])
+def test_what_does_not_divide_is_refused(dataset, per_step, size, ranks):
+    with pytest.raises(ConfigError, match=r"train\.global_batch_tokens"):
+        Loader(dataset, per_step, size, 0, ranks)

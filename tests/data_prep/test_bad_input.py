@@ -1,0 +1,210 @@
+"""Bad input: one line with file and line, exit status 2, or set aside and listed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.cli import main
+from data_prep.sources import find_inputs
+from tests.data_prep.test_tokenize import stored_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = json.dumps({"text": "good text"}) + "\n"
+WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
+
+BAD = {
+    "bytes.txt": (b"fine\nnot \xff fine", 2, "invalid UTF-8"),
+    "cut.txt": ("cut é".encode()[:-1], 1, "invalid UTF-8"),
+    "a.jsonl": ((GOOD + "{nope\n" + GOOD).encode(), 2, "invalid JSON"),
+    "cut.jsonl": ((GOOD + GOOD[:-5]).encode(), 2, "invalid JSON"),
+    "b.jsonl": (GOOD.encode() + b'{"text": "\xc3"}\n', 2, "invalid UTF-8"),
+    "c.jsonl": ((GOOD + '{"body": "x"}\n').encode(), 2, "no field 'text'; --text-field"),
+    "d.jsonl": ((GOOD * 2 + '{"text": 5}\n').encode(), 3, "field 'text' is int, not a string"),
+    "e.jsonl": (b'["text"]\n', 1, "a JSON list where an object was expected"),
+    "f.jsonl": (b'{"text": "\\ud800"}\n', 1, "not Unicode text"),
+    "g.jsonl": (b"[" * 200_000 + b"\n", 1, "invalid JSON"),
+    "cut.jsonl.gz": (WHOLE_GZ[: len(WHOLE_GZ) // 2], None, "damaged gzip"),
+    "flip.jsonl.gz": (WHOLE_GZ[:-6] + b"\0" + WHOLE_GZ[-5:], None, "damaged gzip"),
+    "not.txt.gz": (b"plain", 1, "damaged gzip"),
+    "empty.jsonl.gz": (b"", 1, "damaged gzip: the file is empty"),
+}
+
+
+def arguments(made, tmp_path: Path, *more: str) -> list[str]:
+    return [
+        *("run", "--input", str(tmp_path / "text"), "--tokenizer", str(made.tokenizer)),
+        *("--out", str(tmp_path / "out"), "--context", "4", "--workers", "1", *more),
+    ]
+
+
+def one_error(capsys, status: int = 2) -> str:
+    """The only line of standard error that is not progress."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
+    assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_text_is_refused_by_file_and_line(made, tmp_path, capsys, name):
+    content, line, needle = BAD[name]
+    (tmp_path / "text").mkdir()
+    path = tmp_path / "text" / name
+    path.write_bytes(content)
+    assert main(arguments(made, tmp_path)) == 2
+    error = one_error(capsys)
+    assert f"{path}:{line}: " in error if line else f"{path}:" in error
+    assert needle in error and "--on-error quarantine" in error
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_quarantine_sets_aside_and_lists(made, tmp_path, capsys, workers):
+    (tmp_path / "text").mkdir()
+    for name, (content, _, _) in BAD.items():
+        (tmp_path / "text" / name).write_bytes(content)
+    (tmp_path / "text" / "z.txt").write_text("a good text " * 10)
+    more = ["--on-error", "quarantine", "--json", "--unit-size", "1", "--workers", workers]
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert json.loads(capsys.readouterr().out)["quarantined"] == len(BAD)
+    listed = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    found = {Path(item["input"]).name: item for item in map(json.loads, listed)}
+    assert set(found) == set(BAD)
+    for name, (_, line, needle) in BAD.items():
+        assert needle in found[name]["reason"] and (line is None or found[name]["line"] == line)
+    good = {"a.jsonl": 2, "cut.jsonl": 1, "b.jsonl": 1, "c.jsonl": 1, "d.jsonl": 2, "z.txt": 1}
+    kept: dict[str, int] = {}
+    for name, _, _ in stored_documents(tmp_path / "out"):
+        kept[Path(name).name] = kept.get(Path(name).name, 0) + 1
+    assert kept == good, "and nothing of a damaged gzip file"
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path, capsys):
+    """Its first documents were written already when the damage showed."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(GOOD * 3)
+    (tmp_path / "text" / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
+    (tmp_path / "text" / "c.jsonl").write_text(GOOD * 2)
+    assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    names = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
+    assert names == ["a.jsonl"] * 3 + ["c.jsonl"] * 2
+    assert len({tuple(ids) for _, _, ids in stored_documents(tmp_path / "out")}) == 1
+
+
+def test_going_on_with_quarantine_and_back(made, tmp_path, capsys):
+    """What a failed run completed is kept; a finished quarantine is not taken for a clean run."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(GOOD * 9)
+    (tmp_path / "text" / "b.jsonl").write_text("nope\n")
+    base = arguments(made, tmp_path, "--unit-size", "1")
+    assert main(base) == 2
+    assert main([*base, "--on-error", "quarantine"]) == 0
+    capsys.readouterr()
+    assert main(base) == 2
+    assert "b.jsonl:1: invalid JSON" in one_error(capsys)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x.zst", "x.jsonl.zst", "x.parquet", "x.json", "x.jsonl.bz2", "x.xz", "x.zip", "x.tar.gz"],
+)
+def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, capsys, name):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("good")
+    (tmp_path / "text" / name).write_bytes(b"whatever")
+    assert main(arguments(made, tmp_path)) == 2
+    assert f"{name}: " in one_error(capsys)
+    assert not (tmp_path / "out").exists()
+    assert main(arguments(made, tmp_path, "--exclude", f"*{name}", "--context", "2")) == 0
+
+
+def test_inputs_are_found_once_and_sorted(tmp_path):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name in ("b/x.txt", "a.txt", "b/c/y.txt", ".hidden.txt", "out/own.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b" / "loop").symlink_to(".")
+    (tmp_path / "b" / "link.txt").symlink_to("x.txt")
+    patterns = [str(tmp_path), f"{tmp_path}/./b//x.txt", f"{tmp_path}/**/*.txt"]
+    found = find_inputs(patterns, out=tmp_path / "out")
+    names = [os.path.relpath(file.name, tmp_path) for file in found]
+    assert names == ["a.txt", "b/c/y.txt", "b/link.txt"]
+    assert [file.size for file in found] == [5, 9, 7]
+    found = find_inputs([f"{tmp_path}/b/x.txt"], out=tmp_path / "out")
+    assert [Path(file.name).name for file in found] == ["x.txt"]
+
+
+MISTAKES = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["tokenise"], "invalid choice: 'tokenise'"),
+    "unknown option": (["verify", "x", "--fast"], "unrecognized arguments: --fast"),
+    "abbreviated option": (["run", "--inp", "x"], "required: --input"),
+    "missing option": (["run", "--input", "x"], "--tokenizer, --context, --out"),
+    "no such input": (["--input", "nowhere/*.txt"], "--input 'nowhere/*.txt' matches no file"),
+    "all excluded": (["--exclude", "*"], "--exclude leaves none of the"),
+    "no such tokenizer": (["--tokenizer", "nowhere.json"], "--tokenizer 'nowhere.json'"),
+    "not a tokenizer": (["--tokenizer", __file__], "is not a tokenizer.json"),
+    "unknown eos": (["--eos", "<stop>"], "--eos '<stop>'"),
+    "context 0": (["--context", "0"], "--context: '0' is not a whole number, 2 or more"),
+    "context word": (["--context", "long"], "--context: 'long'"),
+    "too long a context": (["--context", "100000000"], "make no instance of 100000000"),
+    "workers 0": (["--workers", "0"], "--workers: '0'"),
+    "negative seed": (["--seed=-1"], "--seed: '-1'"),
+    "huge seed": (["--seed", str(1 << 64)], "--seed: "),
+    "memory": (["--memory", "1MB"], "--memory 1MB is too little"),
+    "memory word": (["--memory", "much"], "--memory: 'much' is not a size"),
+    "memory zero": (["--memory", "0GB"], "--memory: '0GB' is not a size"),
+    "fraction 1": (["--eval-fraction", "1"], "--eval-fraction: '1'"),
+    "fraction nan": (["--eval-fraction", "nan"], "--eval-fraction: 'nan'"),
+    "on error": (["--on-error", "ignore"], "--on-error: invalid choice: 'ignore'"),
+    "out is a file": (["--out", __file__], "--out"),
+    "tiny vocabulary": (["train-tokenizer", "--vocab-size", "256"], "--vocab-size 256 must be"),
+    "not a data set": (["stats", str(ROOT)], "manifest.json is missing: "),
+    "no directory": (["inspect", "nowhere", "0"], "nowhere is not a directory"),
+    "shard first": (["shard", str(ROOT / "docs")], "order.json: cannot be read"),
+    "shuffle first": (
+        ["shuffle", str(ROOT / "docs"), "--context", "4", "--to", "TMP"],
+        "plan.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(made, tmp_path, capsys, case):
+    given, needle = MISTAKES[case]
+    given = [str(tmp_path / "to") if word == "TMP" else word for word in given]
+    if given and given[0] == "train-tokenizer":
+        given += ["--input", str(made.text), "--out", str(tmp_path / "t.json")]
+    elif given and given[0].startswith("-"):
+        base = ["run", "--input", str(made.text), "--tokenizer", str(made.tokenizer)]
+        base += ["--out", str(tmp_path / "out"), "--context", "8", "--workers", "1"]
+        if given[0] == "--input":
+            del base[1:3]
+        given = base + given
+    assert main(given) == 2
+    assert needle in one_error(capsys)
+
+
+def test_read_only_directory(made, tmp_path, capsys):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "locked" / "out")]) == 2
+    assert "cannot be made" in one_error(capsys)
+
+
+def test_no_traceback_from_the_command_itself(tmp_path):
+    code = "import sys; from data_prep.cli import main; sys.exit(main())"
+    for words, status in ((["verify", str(tmp_path / "x")], 2), (["--help"], 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == status and "Traceback" not in done.stderr

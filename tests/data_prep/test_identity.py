@@ -1,0 +1,217 @@
+"""The same bytes whatever the workers and the kills; and a refusal to mix two data sets."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.cli import main
+from data_prep.verify import verify
+from optimus import files
+from tests.data_prep.corpus import (
+    in_child,
+    run_arguments,
+    run_killed_at,
+    train_arguments,
+    tree,
+    words,
+    write_corpus,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_do_not_depend_on_workers(made, tmp_path, workers):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--workers", str(workers))
+    assert main(arguments) == 0
+    assert tree(out) == tree(made.data)
+
+
+def test_a_finished_run_changes_nothing(made):
+    before = {path: path.stat().st_mtime_ns for path in made.data.rglob("*") if path.is_file()}
+    assert main(run_arguments(made.text, made.tokenizer, made.data)) == 0
+    after = {path: path.stat().st_mtime_ns for path in made.data.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_kills_at_every_commit(made, tmp_path, capfd):
+    """Life after life, each killed at its 1st, 2nd, ... 8th commit, before the rename or after.
+
+    A unit takes six commits and is done anew if cut short: some lives bring nothing.
+    """
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out)
+    kills = 0
+    while True:
+        status = run_killed_at(arguments, 1 + kills % 8, before=kills // 8 % 2 == 0)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        assert (not (out / "manifest.json").exists()) or not list(verify(out))
+        kills += 1
+    assert kills >= 24
+    assert main(arguments) == 0
+    assert tree(out) == tree(made.data), "and no temporary file stays"
+    capfd.readouterr()
+
+
+def descendants(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children}
+
+
+def complete_units(out: Path) -> int:
+    return len(list((out / "tokens").glob("unit-?????.json")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_kills_at_random_moments_with_two_workers(tmp_path):
+    """SIGKILL to the parent; its workers end by themselves."""
+    text, tokenizer = tmp_path / "text", tmp_path / "tokenizer.json"
+    write_corpus(text)
+    rng = random.Random(1)
+    for number in range(40):  # enough to be in the middle of something
+        (text / f"more{number}.txt").write_text(words(rng, 3000))
+    assert main(train_arguments(text, tokenizer)) == 0
+    whole, out = tmp_path / "whole", tmp_path / "data"
+    assert main(run_arguments(text, tokenizer, whole)) == 0
+    command = [sys.executable, "-c", "import sys; from data_prep.cli import main; sys.exit(main())"]
+    command += run_arguments(text, tokenizer, out, "--workers", "2")
+    orphans: set[int] = set()
+    for _ in range(6):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3)
+        enough = complete_units(out) + rng.randint(1, 6)
+        while complete_units(out) < enough and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.02)
+        orphans |= descendants(process.pid)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert len(orphans) >= 6
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+    assert subprocess.run(command, cwd=ROOT, stdout=-3, stderr=-3).returncode == 0
+    assert tree(out) == tree(whole)
+
+
+def test_two_runs_at_once_write_the_same(made, tmp_path):
+    out = tmp_path / "data"
+    command = [sys.executable, "-c", "import sys; from data_prep.cli import main; sys.exit(main())"]
+    command += run_arguments(made.text, made.tokenizer, out)
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0
+    assert tree(out) == tree(made.data)
+
+
+def test_a_full_disk_leaves_no_wrong_file(made, tmp_path, capfd):
+    """A limit on file size stands for the disk: writing fails in the middle of a file."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--shard-size", "100000")
+
+    def limited() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        return main(arguments)
+
+    assert in_child(limited) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("optimus-data: error: ") and "File too large" in error
+    assert not (out / "manifest.json").exists()
+    whole = tmp_path / "whole"
+    assert main(run_arguments(made.text, made.tokenizer, whole, "--shard-size", "100000")) == 0
+    expected = tree(whole)
+    for name, content in tree(out).items():
+        assert files.is_temporary(name) or expected[name] == content
+    assert main(arguments) == 0
+    assert tree(out) == expected
+
+
+@pytest.fixture
+def begun(made, tmp_path):
+    """A corpus and a data set of our own, to change."""
+    text, tokenizer, out = tmp_path / "text", tmp_path / "tokenizer.json", tmp_path / "data"
+    shutil.copytree(made.text, text)
+    shutil.copy(made.tokenizer, tokenizer)
+    assert main(run_arguments(text, tokenizer, out)) == 0
+    return text, tokenizer, out
+
+
+def refused(capsys, arguments: list[str], *needles: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data: error" in line]
+    assert len(lines) == 1
+    for needle in needles:
+        assert needle in lines[0]
+
+
+def test_changed_inputs_are_refused(begun, capsys):
+    text, tokenizer, out = begun
+    arguments, victim = run_arguments(text, tokenizer, out), text / "tree" / "deep" / "m01.py"
+    before, original = tree(out), victim.read_bytes()
+    status = victim.stat()
+    victim.write_bytes(b"X" + original[1:])  # neither size nor time tells
+    os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
+    refused(capsys, arguments, "m01.py", "changed since")
+    victim.write_bytes(original + b"more")
+    refused(capsys, arguments, "m01.py", f"of {len(original)} bytes, now {len(original) + 4}")
+    victim.unlink()
+    refused(capsys, arguments, "m01.py", "not named now")
+    victim.write_bytes(original)
+    (text / "new.txt").write_text("new")
+    refused(capsys, arguments, "new.txt", "not among them")
+    (text / "new.txt").unlink()
+    assert main(arguments) == 0
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "needle"),
+    [
+        (["--context", "32"], "context = 16, now 32"),
+        (["--seed", "6"], "seed = 5, now 6"),
+        (["--eval-fraction", "0.2"], "eval_fraction = 0.15, now 0.2"),
+        (["--eval-fraction", "0"], "eval_fraction = 0.15, now 0.0"),
+        (["--text-field", "id"], "text_field = text, now id"),
+        (["--unit-size", "7000"], "--unit-size"),
+        (["--shard-size", "4096"], "instances_per_shard = 256, now 128"),
+        (["--carry-tails"], "carry_tails = False, now True"),
+    ],
+)
+def test_changed_parameters_are_refused(made, capsys, more, needle):
+    before = tree(made.data)
+    arguments = run_arguments(made.text, made.tokenizer, made.data, *more)
+    refused(capsys, arguments, needle, str(made.data))
+    assert tree(made.data) == before
+
+
+def test_a_changed_tokenizer_is_refused(made, tmp_path, capsys):
+    assert main(train_arguments(made.text, tmp_path / "other.json", 300)) == 0
+    arguments = run_arguments(made.text, tmp_path / "other.json", made.data)
+    refused(capsys, arguments, "tokenizer sha256")
+
+
+def test_lost_and_damaged_parts_are_made_again(begun):
+    text, tokenizer, out = begun
+    before = tree(out)
+    (out / "shards" / "shard-00001.npy").unlink()
+    (out / "tokens" / "unit-00002.json").unlink()
+    (out / "eval" / "tokens" / "unit-00000.docs.npy").write_bytes(b"short")
+    (out / "manifest.json").unlink()
+    (out / ".left.1.tmp").write_bytes(b"of a killed run")
+    assert main(run_arguments(text, tokenizer, out)) == 0
+    assert tree(out) == before

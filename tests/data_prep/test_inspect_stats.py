@@ -1,0 +1,99 @@
+"""`inspect` names the sources of an instance; `stats` against the plainest counting."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from data_prep.cli import main
+from data_prep.inspect import inspect
+from data_prep.permutation import Permutation
+from data_prep.stats import stats
+from optimus.errors import ConfigError, DataError
+from tests.data_prep.corpus import CONTEXT, documents, run_arguments, train_arguments
+from tests.data_prep.test_shards import shards
+
+
+@pytest.mark.parametrize("part", ["", "eval"])
+def test_inspect_finds_the_sources(made, part):
+    """Every segment is where its document's own ids say."""
+    dataset = made.data / part
+    tokenizer = Tokenizer.from_file(str(made.tokenizer))
+    tokenizer.encode_special_tokens = True
+    ids = {
+        (name, line): [*tokenizer.encode(text, add_special_tokens=False).ids, 0]
+        for name, line, text in documents(made.text)
+    }
+    stored = shards(dataset)
+    for number in range(0, len(stored), 7):
+        found = inspect(dataset, number)
+        assert found["ids"] == stored[number].tolist()
+        place = 0
+        for segment in found["sources"]:
+            document = ids[segment["input"], segment["line"]]
+            begin, length = segment["document_token"], segment["stop"] - segment["first"]
+            assert segment["first"] == place and length > 0
+            assert document[begin : begin + length] == found["ids"][place : segment["stop"]]
+            place = segment["stop"]
+        assert place == CONTEXT
+    assert {len(inspect(dataset, number)["sources"]) for number in range(40)} >= {1, 2}
+
+
+def test_inspect_runs_on_through_epochs(made):
+    stored = shards(made.data)
+    row = int(Permutation(len(stored), 5, 2).apply(np.array([3]))[0])
+    found = inspect(made.data, 2 * len(stored) + 3)
+    assert found["epoch"] == 2 and found["ids"] == stored[row].tolist()
+    with pytest.raises(ConfigError, match="numbered from 0"):
+        inspect(made.data, -1)
+
+
+def test_inspect_prints_text_and_files(made, capsys):
+    assert main(["inspect", str(made.data), "4"]) == 0
+    output = capsys.readouterr().out
+    found = inspect(made.data, 4)
+    assert found["text"] in output and found["sources"][0]["input"] in output
+
+
+def test_stats_equal_plain_counting(made):
+    train, held_out = shards(made.data).tolist(), shards(made.data / "eval").tolist()
+    ones = Counter(token for row in train for token in row)
+    pairs = Counter(pair for row in train for pair in itertools.pairwise(row))
+    first = Counter(token for row in train for token in row[:-1])
+    total = sum(ones.values())
+    entropy = -sum(n / total * math.log(n / total) for n in ones.values())
+    targets = [pair for row in held_out for pair in itertools.pairwise(row)]
+    unigram = -sum(math.log((ones[b] + 1) / (total + 400)) for _, b in targets) / len(targets)
+    bigram = -sum(math.log((pairs[p] + 1) / (first[p[0]] + 400)) for p in targets) / len(targets)
+    value = stats(made.data, made.data / "eval")
+    assert value["instances"] == len(train) and value["tokens"] == total == len(train) * CONTEXT
+    assert value["unigram_entropy"] == pytest.approx(entropy, rel=1e-12)
+    assert value["held_out"]["unigram_loss"] == pytest.approx(unigram, rel=1e-12)
+    assert value["held_out"]["bigram_loss"] == pytest.approx(bigram, rel=1e-12)
+
+
+def test_stats_takes_the_own_held_out_part(made, capsys):
+    assert main(["stats", str(made.data), "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own == stats(made.data, made.data / "eval")
+    assert main(["stats", str(made.data), "--eval", str(made.data)]) == 0
+    assert "bigram loss" in capsys.readouterr().out
+
+
+def test_large_vocabularies_have_no_bigrams(made, monkeypatch):
+    monkeypatch.setattr("data_prep.stats.MAX_BIGRAM_CELLS", 400 * 400 - 1)
+    value = stats(made.data, made.data / "eval")["held_out"]
+    assert value["bigram_loss"] is None and value["unigram_loss"] > 0
+
+
+def test_stats_refuses_another_tokenizer(made, tmp_path):
+    assert main(train_arguments(made.text, tmp_path / "t.json", 300)) == 0
+    assert main(run_arguments(made.text, tmp_path / "t.json", tmp_path / "data")) == 0
+    with pytest.raises(DataError, match="another tokenizer"):
+        stats(made.data, tmp_path / "data")

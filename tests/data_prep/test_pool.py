@@ -1,0 +1,55 @@
+"""Jobs over processes: results by index, the whole of the progress, errors and kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from data_prep.pool import run_jobs
+from data_prep.progress import Progress
+from optimus.errors import DataError, OptimusError
+
+
+def square(context, index, advance):
+    for _ in range(200):
+        advance(1)
+    return context * index * index, os.getpid()
+
+
+def fail_or_wait(context, index, advance):
+    if index == 0:
+        raise DataError("number 0")
+    for _ in range(600):  # 60 s, unless it is cancelled
+        time.sleep(0.1)
+        advance(1)
+
+
+def die(context, index, advance):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_results_and_progress(capsys, workers):
+    with Progress("work", 50 * 200, "") as progress:
+        found = run_jobs(square, 3, [*range(49, -1, -1)], workers, progress)
+    assert {index: value for index, (value, _) in found.items()} == {
+        i: 3 * i * i for i in range(50)
+    }
+    processes = {pid for _, pid in found.values()}
+    assert processes == {os.getpid()} if workers == 1 else os.getpid() not in processes
+    assert "work: 10k/10k" in capsys.readouterr().err
+
+
+def test_the_first_error_ends_the_others():
+    start = time.monotonic()
+    with pytest.raises(DataError, match="number 0"), Progress("work", 1, "") as progress:
+        run_jobs(fail_or_wait, None, [1, 0, 2, 3], 2, progress)
+    assert time.monotonic() - start < 20
+
+
+def test_a_killed_worker_is_an_error_in_one_line():
+    with pytest.raises(OptimusError, match="a worker process was killed"):
+        run_jobs(die, None, [0, 1], 2, Progress("work", 1, ""))

@@ -1,0 +1,134 @@
+"""Shards: the specified instances in the specified order, whatever the memory; tails accounted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import gather as gather_module
+from data_prep.cli import main
+from data_prep.gather import Gatherer
+from data_prep.permutation import Permutation
+from data_prep.shard import PROCESS_BYTES, divide_memory
+from data_prep.shuffle import default_shard_bytes, read_order
+from data_prep.token_arrays import array_path
+from optimus.errors import ConfigError
+from tests.data_prep.corpus import CONTEXT, run_arguments
+
+
+def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
+    """The instances of a data set before they are shuffled, read in the plainest way."""
+    parts = []
+    for unit in range(len(read_order(dataset).units)):
+        tokens = np.load(array_path(dataset / read_order(dataset).tokens_dir, unit))
+        parts.append(tokens if carry else tokens[: len(tokens) // context * context])
+    flat = np.concatenate(parts)
+    return flat[: len(flat) // context * context].reshape(-1, context)
+
+
+def shards(dataset: Path) -> np.ndarray:
+    names = sorted((dataset / "shards").glob("*.npy"))
+    return np.concatenate([np.load(name, mmap_mode="r") for name in names])
+
+
+@pytest.mark.parametrize(("part", "carry"), [("", False), ("eval", True)])
+def test_rows_are_the_permuted_instances(made, part, carry):
+    dataset = made.data / part
+    source = concatenation(dataset, carry)
+    order = Permutation(len(source), 5).apply(np.arange(len(source)))
+    assert np.array_equal(shards(dataset), source[order])
+
+
+def test_shards_are_plain_npy_files_of_equal_length(made):
+    manifest = json.loads((made.data / "manifest.json").read_text())
+    arrays = [np.load(made.data / shard["name"]) for shard in manifest["shards"]]
+    assert {array.dtype for array in arrays} == {np.dtype("<u2")}
+    lengths = [len(array) for array in arrays]
+    assert len(lengths) > 3 and set(lengths[:-1]) == {8192 // (2 * CONTEXT)}
+    assert 0 < lengths[-1] <= lengths[0] and sum(lengths) == manifest["num_instances"]
+
+
+def test_tails_are_accounted_for(made, tmp_path):
+    manifest = json.loads((made.data / "manifest.json").read_text())
+    order = read_order(made.data)
+    assert manifest["tails"] == [unit.tokens % CONTEXT for unit in order.units]
+    assert manifest["tail_tokens"] == sum(manifest["tails"]) > 0
+    assert manifest["tokens"] == manifest["num_instances"] * CONTEXT + manifest["tail_tokens"]
+    assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "500",
+                 "--carry-tails"]) == 0  # fmt: skip
+    carried = read_order(tmp_path)
+    total = sum(unit.tokens for unit in carried.units)
+    assert carried.tail_tokens == sum(carried.tails()) == total % 500
+    assert carried.tails()[0] == 0 and carried.tails()[-1] > 0
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_another_context_needs_no_second_tokenizing(made, tmp_path, carry):
+    more = ["--carry-tails"] if carry else []
+    out = str(tmp_path / "new")
+    assert main(["shuffle", str(made.data), "--to", out, "--context", "400", *more]) == 0
+    assert main(["shard", out, "--workers", "2"]) == 0
+    assert main(["verify", out]) == 0
+    source = concatenation(tmp_path / "new", carry, 400)
+    order = Permutation(len(source), 0).apply(np.arange(len(source)))
+    assert np.array_equal(shards(tmp_path / "new"), source[order])
+    assert not (tmp_path / "new" / "tokens").exists()
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("dense", [0, 4, 1 << 40])
+@pytest.mark.parametrize("window_bytes", [1, 100, 4096, 1 << 20])
+def test_strategies_give_the_same_rows(made, tmp_path, monkeypatch, carry, dense, window_bytes):
+    """Read row by row, by short windows, or by whole arrays."""
+    monkeypatch.setattr(gather_module, "_DENSE", dense)
+    more = ["--carry-tails"] if carry else []
+    assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "37", *more]) == 0
+    source = concatenation(tmp_path, carry, 37)
+    asked = np.random.default_rng(1).permutation(len(source))[:500]
+    with Gatherer(tmp_path, read_order(tmp_path), window_bytes) as gatherer:
+        assert np.array_equal(gatherer.rows(asked), source[asked])
+        assert gatherer.rows(asked[:0]).shape == (0, 37)
+
+
+def test_instances_longer_than_arrays(tmp_path, made):
+    """With carried tails an instance may span several arrays, empty ones among them."""
+    for number, text in enumerate(["one two", "", "three", "", "six " * 50, "x", "y", "z " * 50]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    out = tmp_path / "out"
+    arguments = ["run", "--input", str(tmp_path / "*.txt"), "--tokenizer", str(made.tokenizer)]
+    arguments += ["--out", str(out), "--unit-size", "1", "--context", "50", "--carry-tails"]
+    assert main([*arguments, "--eval-fraction", "0.5"]) == 0
+    assert len(read_order(out).units) == 8
+    assert 0 in {unit.tokens for unit in read_order(out).units}
+    for dataset in (out, out / "eval"):
+        source = concatenation(dataset, True, 50)
+        order = Permutation(len(source), 0).apply(np.arange(len(source)))
+        stored = shards(dataset) if len(source) else np.empty((0, 50))
+        assert np.array_equal(stored, source[order])
+
+
+def test_memory_does_not_change_the_bytes(made, tmp_path, monkeypatch):
+    """With the least memory a shard is gathered in blocks of a few rows."""
+    monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
+    out = tmp_path / "out"
+    least = str(PROCESS_BYTES + 1000)
+    assert main(run_arguments(made.text, made.tokenizer, out, "--memory", least)) == 0
+    assert np.array_equal(shards(out), shards(made.data))
+
+
+def test_memory_is_divided():
+    assert divide_memory(2 * 10**9, 2)[0] == 2
+    workers, block = divide_memory(10**9, 4)
+    assert workers == 4 and workers * (block + PROCESS_BYTES) + PROCESS_BYTES <= 10**9
+    assert divide_memory(300 << 20, 8)[0] == 1
+    with pytest.raises(ConfigError, match="--memory 50MB is too little"):
+        divide_memory(50 * 10**6, 1)
+
+
+def test_default_shard_size():
+    assert default_shard_bytes(100, 512) == 4 << 20
+    assert default_shard_bytes(1 << 20, 1 << 10) == 16 << 20
+    assert default_shard_bytes(1 << 30, 8 << 10) == 1 << 30

@@ -1,0 +1,162 @@
+"""Token arrays: ids equal to the library's, document by document, and the held-out rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from data_prep.cli import main
+from data_prep.shuffle import read_token_set
+from data_prep.token_arrays import array_path, read_docs
+from data_prep.tokenize import TokenPlan, held_out_below
+from data_prep.tokenizer import read_facts
+from optimus.errors import DataError
+from tests.data_prep.corpus import EOS, SPECIAL, documents, run_arguments
+
+
+def stored_documents(dataset: Path) -> list[tuple[str, int, list[int]]]:
+    """(file, line, ids with EOS) of every document in a data set's token arrays."""
+    plan, _, records = read_token_set(dataset / "tokens")
+    found = []
+    for unit in range(len(records)):
+        tokens = np.load(array_path(dataset / "tokens", unit))
+        start = 0
+        for end, source, line in read_docs(dataset / "tokens", unit).tolist():
+            found.append((plan.inputs[source].name, line, tokens[start:end].tolist()))
+            start = end
+        assert start == len(tokens)
+    return found
+
+
+def test_ids_equal_the_library_document_by_document(made):
+    tokenizer = Tokenizer.from_file(str(made.tokenizer))
+    tokenizer.encode_special_tokens = True
+    eos = tokenizer.token_to_id(EOS)
+    expected = {"train": [], "held-out": []}
+    for name, line, text in documents(made.text):
+        held_out = xxhash.xxh3_64_intdigest(text.encode()) < 0.15 * 2**64
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        expected["held-out" if held_out else "train"].append((name, line, [*ids, eos]))
+    assert stored_documents(made.data) == expected["train"]
+    assert stored_documents(made.data / "eval") == expected["held-out"]
+    assert len(expected["train"]) > 200 and len(expected["held-out"]) > 20
+
+
+def test_special_token_text_is_plain_text(made):
+    tokenizer = Tokenizer.from_file(str(made.tokenizer))
+    eos = tokenizer.token_to_id(EOS)
+    assert eos in tokenizer.encode(SPECIAL).ids, "the library's default would take it for EOS"
+    every = stored_documents(made.data) + stored_documents(made.data / "eval")
+    texts = [tokenizer.decode(ids[:-1]) for _, _, ids in every]
+    assert SPECIAL in texts
+    assert all(ids[-1] == eos and eos not in ids[:-1] for _, _, ids in every)
+
+
+def test_empty_documents_are_kept(made):
+    eos = read_facts(made.tokenizer).eos_id
+    every = stored_documents(made.data) + stored_documents(made.data / "eval")
+    empty = {name for name, _, ids in every if ids == [eos]}
+    assert {Path(name).name for name in empty} == {
+        *("__init__.py", "a.jsonl", "b.jsonl.gz", "c.json.gz")
+    }
+
+
+def test_held_out_threshold_is_exact():
+    assert held_out_below(0.0) == 0
+    assert held_out_below(0.5) == 1 << 63
+    assert held_out_below(2.0**-64) == 1
+    assert held_out_below(0.1) == int(0.1 * 2.0**64)
+
+
+def word_tokenizer(path: Path, size: int) -> None:
+    """`size` ids, the last of which is the word `last`; EOS is id 0."""
+    vocab = {EOS: 0, **{f"w{i}": i for i in range(1, size - 1)}, "last": size - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_dtype_follows_the_vocabulary(tmp_path, size, dtype):
+    word_tokenizer(tmp_path / "tokenizer.json", size)
+    (tmp_path / "text.txt").write_text("last w7 last w65000")
+    arguments = ["run", "--input", str(tmp_path / "text.txt"), "--context", "5"]
+    arguments += ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    shard = np.load(tmp_path / "out" / "shards" / "shard-00000.npy")
+    assert shard.dtype == np.dtype(dtype)
+    assert shard.tolist() == [[size - 1, 7, size - 1, 65000, 0]]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, size)
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path):
+    """numpy alone would wrap it in silence."""
+    from data_prep.token_arrays import TokenArrayWriter
+
+    with open(tmp_path / "array", "wb") as file:
+        writer = TokenArrayWriter(file, 65536, "uint16", 0)
+        with pytest.raises(DataError, match="id 70000"):
+            writer.append([np.array([5, 70000], np.uint32)], [(0, 0)])
+
+
+def test_truncation_padding_and_templates_of_the_file_are_ignored(tmp_path, made):
+    """They belong to inference; here they would lose text or add tokens."""
+    tokenizer = Tokenizer.from_file(str(made.tokenizer))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A", special_tokens=[(EOS, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    out = tmp_path / "out"
+    assert main(run_arguments(made.text, tmp_path / "tokenizer.json", out)) == 0
+    assert stored_documents(out) == stored_documents(made.data)
+
+
+def test_added_tokens_that_are_not_special_count_as_in_the_library(tmp_path, made):
+    tokenizer = Tokenizer.from_file(str(made.tokenizer))
+    tokenizer.add_tokens(["return self.x"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("def f(self): return self.x")
+    arguments = ["tokenize", "--input", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
+    ((_, _, ids),) = stored_documents(tmp_path / "out")
+    assert ids[-2] == tokenizer.token_to_id("return self.x")
+
+
+def test_eos_is_found_or_named(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<eos>": 2, "<end>": 3}, "a"))
+    path = tmp_path / "tokenizer.json"
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path))
+    assert (read_facts(path).eos_token, read_facts(path).eos_id) == ("</s>", 1)
+    with pytest.raises(DataError, match="not one of its special tokens"):
+        read_facts(path, "<end>")
+    tokenizer.add_special_tokens(["<eos>", "<end>"])
+    tokenizer.save(str(path))
+    with pytest.raises(
+        DataError, match="</s> and <eos> as special tokens; name the one with --eos"
+    ):
+        read_facts(path)
+    assert read_facts(path, "<end>").eos_id == 3
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(path))
+    with pytest.raises(DataError, match="none of"):
+        read_facts(path)
+
+
+def test_units_are_runs_of_files(made):
+    plan: TokenPlan = read_token_set(made.data / "tokens")[0]
+    assert [stop for _, stop in plan.units[:-1]] == [first for first, _ in plan.units[1:]]
+    assert (plan.units[0][0], plan.units[-1][1]) == (0, len(plan.inputs))
+    assert len(plan.units) > 4
+    for unit, (first, stop) in enumerate(plan.units):
+        assert plan.unit_bytes(unit) <= 6000 or stop == first + 1
+    for (first, stop), (_, later) in zip(plan.units, plan.units[1:], strict=False):
+        assert sum(file.size for file in plan.inputs[first : stop + 1]) > 6000 or later == stop

@@ -1,0 +1,109 @@
+"""Damage of every file is found and named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import pytest
+
+from data_prep.cli import main
+from data_prep.layout import checked_json, read_checked_json, write_checked_json
+from data_prep.verify import verify
+from optimus import files
+from optimus.errors import DataError
+from tests.data_prep.corpus import tree
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    shutil.copytree(made.data, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_a_good_data_set_is_whole(made, capsys):
+    assert list(verify(made.data)) == []
+    assert main(["verify", str(made.data), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {"dataset": str(made.data), "whole": True, "damage": []}
+
+
+def test_a_flipped_bit_in_any_file_is_found(copy):
+    rng = random.Random(0)
+    for name, content in tree(copy).items():
+        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        (copy / name).write_bytes(damaged)
+        found = list(verify(copy))
+        assert found and all(str(copy) in line for line in found), name
+        assert any(str(copy / name) in line for line in found), (name, found)
+        (copy / name).write_bytes(content)
+    assert list(verify(copy)) == []
+
+
+@pytest.mark.parametrize("how", ["truncate", "extend", "remove"])
+def test_a_wrong_size_of_any_file_is_found(copy, how):
+    for name, content in tree(copy).items():
+        if how == "remove":
+            (copy / name).unlink()
+        else:
+            (copy / name).write_bytes(content[:-1] if how == "truncate" else content + b"\n")
+        stem = name.removesuffix(".docs.npy").removesuffix(".npy").removesuffix(".json")
+        assert any(f"{copy / stem}." in line for line in verify(copy)), name
+        (copy / name).write_bytes(content)
+
+
+def test_every_bit_of_a_checked_json_counts(tmp_path):
+    path = tmp_path / "x.json"
+    content = checked_json({"format": "f", "version": 1, "n": 12})
+    path.write_bytes(content)
+    assert read_checked_json(path, "f")["n"] == 12
+    for place in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match="damaged"):
+                read_checked_json(path, "f")
+    for form, version, needle in (("g", 1, "is g version 1"), ("f", 2, "is f version 2")):
+        write_checked_json(path, {"format": form, "version": version})
+        with pytest.raises(DataError, match=needle):
+            read_checked_json(path, "f")
+
+
+def rewritten(path, **changes):
+    """The checked JSON at `path` with other values and a good hash."""
+    value = json.loads(path.read_text())
+    del value["self_xxh3"]
+    write_checked_json(path, value | changes)
+
+
+def test_ids_outside_the_vocabulary_are_found(copy):
+    """Even where all hashes are right."""
+    shard = copy / "shards" / "shard-00000.npy"
+    content = bytearray(shard.read_bytes())
+    content[-2:] = b"\xff\xff"
+    shard.write_bytes(content)
+    xxh3 = files.xxh3_file(shard)
+    rewritten(shard.with_suffix(".json"), xxh3=xxh3)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["shards"][0]["xxh3"] = xxh3
+    rewritten(copy / "manifest.json", shards=manifest["shards"])
+    assert list(verify(copy)) == [f"{shard}: holds id 65535, outside the vocabulary of 400"]
+
+
+def test_a_wrong_count_is_found(copy):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    rewritten(copy / "manifest.json", num_instances=manifest["num_instances"] + 1)
+    assert any("num_instances" in line for line in verify(copy))
+
+
+def test_exit_status(copy, capsys):
+    shard = copy / "eval" / "shards" / "shard-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert main(["verify", str(copy), "--json"]) == 1
+    output = capsys.readouterr()
+    assert str(shard) in output.err and json.loads(output.out)["whole"] is False
+    assert main(["verify", str(copy / "nowhere")]) == 2

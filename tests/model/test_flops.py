@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from optimus.config import load_config
+from optimus.model.flops import count_parameters, flops_per_token
+from tests.model.small import small_model, some_tokens
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+
+COUNTS = {
+    "olmo-1b": (1_176_764_416, 1_176_764_416),
+    "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+    "mula-1b": (1_279_787_008, 1_279_787_008),
+    "mula-7b-a1b": (6_919_161_856, 1_282_017_280),
+    "mula-20b-a2b": (20_076_824_576, 2_360_084_480),
+    "mula-100b-a7b": (99_987_557_376, 7_578_651_648),
+    "mula-220b-a10b": (220_205_681_664, 10_020_719_616),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_of_the_known_models(name):
+    assert count_parameters(load_config(CONFIGS / f"{name}.toml").model) == COUNTS[name]
+
+
+def test_every_known_model_is_counted_here():
+    assert {path.stem for path in CONFIGS.glob("*.toml")} - {"demo"} == set(COUNTS)
+
+
+FEATURES = {
+    "sparse": {},
+    "dense": {"architecture": "olmo"},
+    "tied": {"architecture": "olmo", "tie_embeddings": True},
+    "grouped heads": {"num_key_value_heads": 2, "attention_bias": True},
+    "odd heads": {"architecture": "olmo", "num_attention_heads": 3, "head_dim": 6},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_counted_without_building_equals_built(feature):
+    model = small_model(**{"num_layers": 3, **FEATURES[feature]})
+    total, active = count_parameters(model.config)
+    assert total == sum(p.numel() for p in model.parameters())
+    idle = 0
+    if model.config.num_experts:
+        idle = sum(b.mlp.experts.gate_up[:3].numel() for b in model.blocks.values())
+        idle += sum(b.mlp.experts.down[:3].numel() for b in model.blocks.values())
+    assert active == total - idle
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_flops_equal_those_that_torch_counts(feature):
+    """Every matrix product of a forward and backward pass, attention unfused so that it shows."""
+    model, tokens = small_model(**FEATURES[feature]), some_tokens(2, 16)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    # The gradient of an RMSNorm's weight is summed by a product with one row.
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    counted = counter.get_total_flops() - 2 * norms * tokens.numel()
+    assert counted == flops_per_token(model.config, 16) * tokens.numel()

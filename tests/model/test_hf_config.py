@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optimus.errors import CheckpointError, ConfigError
+from optimus.model.hf import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
+from tests.model.small import small_config
+
+transformers = pytest.importorskip("transformers")
+
+ROPE = {
+    "linear": {"type": "linear", "factor": 2.0},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, truncate": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "beta_fast": 16.0,
+        "attention_factor": 1.2,
+    },
+}
+OURS = {
+    "dense": small_config("olmo"),
+    "sparse": small_config("olmoe"),
+    "fields": small_config(
+        "olmoe",
+        num_key_value_heads=2,
+        tie_embeddings=True,
+        attention_bias=True,
+        clip_qkv=7.5,
+        norm_eps=1e-6,
+        norm_topk_prob=True,
+        rope_theta=5e5,
+        pad_token_id=3,
+        bos_token_id=4,
+        eos_token_ids=[5, 6],
+        aux_loss_coef=0.02,
+        aux_loss_form="hf",
+    ),
+    "wide heads": small_config("olmo", head_dim=16, eos_token_ids=[7]),
+    **{name: small_config("olmo", rope_scaling=scaling) for name, scaling in ROPE.items()},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_there_and_back(name):
+    fields = config_to_hf(OURS[name], "bfloat16")
+    assert config_from_hf(json.loads(json.dumps(fields))) == OURS[name]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(OURS[name], "bfloat16")))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert str(theirs.dtype) == "torch.bfloat16"
+    theirs.save_pretrained(tmp_path / "again")  # in version 5's spelling
+    assert "rope_parameters" in json.loads((tmp_path / "again" / "config.json").read_text())
+    assert read_hf_config(tmp_path / "again") == OURS[name]
+    assert is_hf_directory(tmp_path) and not is_hf_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["olmo", "olmoe"])
+def test_absent_fields_have_transformers_defaults(kind):
+    """An almost empty config.json means the same to both."""
+    sparse = {"OlmoConfig": "olmo", "OlmoeConfig": "olmoe"}
+    name = next(key for key, value in sparse.items() if value == kind)
+    theirs = getattr(transformers, name)()
+    assert config_from_hf({"model_type": kind}) == config_from_hf(theirs.to_dict())
+    assert config_from_hf({"model_type": kind}).pad_token_id == 1
+    assert config_from_hf({"model_type": kind, "pad_token_id": None}).pad_token_id == -1
+
+
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_version_4_spelling_of_scaling(spelling):
+    old = {"rope_theta": 5e5, "rope_scaling": {spelling: "linear", "factor": 2.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    olmo = {"model_type": "olmo"}
+    assert config_from_hf({**olmo, **old}) == config_from_hf({**olmo, **new})
+    both = {**olmo, **old, "rope_parameters": {"rope_type": "default", "rope_theta": 1.5}}
+    assert config_from_hf(both).rope_scaling.factor == 2.0  # as transformers 5 decides
+
+
+def test_a_context_left_out_is_the_longest_one():
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4}
+    fields = {"model_type": "olmo", "max_position_embeddings": 777, "rope_scaling": llama3}
+    assert config_from_hf(fields).rope_scaling.original_max_position_embeddings == 777
+    fields["original_max_position_embeddings"] = 99
+    assert config_from_hf(fields).rope_scaling.original_max_position_embeddings == 99
+
+
+def test_negative_padding_counts_from_the_end_as_in_torch():
+    fields = {"model_type": "olmo", "vocab_size": 100, "pad_token_id": -2}
+    assert config_from_hf(fields).pad_token_id == 98
+
+
+def test_alias_of_num_experts():
+    assert config_from_hf({"model_type": "olmoe", "num_local_experts": 12}).num_experts == 12
+
+
+REFUSED = {
+    "model_type": ("olmo2", "olmo2"),
+    "architectures": (["OlmoForSequenceClassification"], "OlmoForSequenceClassification"),
+    "hidden_act": ("gelu", "gelu"),
+    "attention_dropout": (0.1, "0.1"),
+    "clip_qkv": (0.0, "0.0"),
+    "sliding_window": (128, "128"),
+    "is_causal": (False, "False"),
+    "quantization_config": ({"bits": 4}, "bits"),
+    "per_layer_config": ({"0": {"head_dim": 4}}, "head_dim"),
+    "partial_rotary_factor": (0.5, "0.5"),
+    "head_dim": (48, "48"),
+    "pad_token_id": (99999, "99999"),
+    "rope_scaling": ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
+    "rope_parameters": ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+    "hidden_size": ("wide", "wide"),
+    "num_key_value_heads": (3, "num_key_value_heads"),
+    "num_experts_per_tok": (65, "65"),
+    "vocab_size": (None, "None"),
+    "tie_word_embeddings": ("yes", "yes"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refused_by_name_in_one_line(key):
+    value, mentioned = REFUSED[key]
+    with pytest.raises(ConfigError) as error:
+        config_from_hf({"model_type": "olmoe", key: value}, source="DIR/config.json")
+    message = str(error.value)
+    assert message.startswith("DIR/config.json: ") and "\n" not in message
+    assert key.removeprefix("rope_") in message and mentioned in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.0},
+        {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+    ],
+)
+def test_impossible_scaling_is_refused(fields):
+    with pytest.raises(ConfigError):
+        config_from_hf({"model_type": "olmo", "rope_scaling": fields})
+
+
+def test_what_transformers_cannot_express_is_not_written():
+    with pytest.raises(ConfigError, match="norm_eps"):
+        config_to_hf(small_config("olmo", norm_eps=1e-6), "float32")
+    with pytest.raises(ConfigError, match="head_dim"):
+        config_to_hf(small_config("olmoe", head_dim=16), "float32")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_broken_config_file(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    assert not is_hf_directory(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_hf_config(tmp_path)

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from optimus.errors import CheckpointError, ConfigError
+from optimus.model.hf import (
+    config_from_hf,
+    load_hf_model,
+    load_hf_state_dict,
+    load_hf_weights,
+    write_hf,
+)
+from optimus.model.transformer import Transformer
+from tests.model.small import small_config, small_model, some_tokens
+
+transformers = pytest.importorskip("transformers")
+
+LIMIT = 20_000
+
+
+def their_directory(path, kind="olmoe", dtype=torch.float32, limit="5GB", **fields):
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "eos_token_id": 0,
+        **fields,
+    }
+    if kind == "olmoe":
+        config = transformers.OlmoeConfig(num_experts=5, num_experts_per_tok=2, **sizes)
+    else:
+        config = transformers.OlmoConfig(**sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model.save_pretrained(path, max_shard_size=limit)
+    return model
+
+
+def on_disk(path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same_tensors(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("limit", ["5GB", "20KB"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("olmo", {}), ("olmo", {"tie_word_embeddings": True}), ("olmoe", {"attention_bias": True})],
+)
+def test_round_trip_is_bit_identical(kind, fields, dtype, limit, tmp_path):
+    wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    theirs = their_directory(tmp_path / "theirs", kind, wide, limit, **fields)
+    assert (len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1) == (limit == "20KB")
+    ours = load_hf_model(tmp_path / "theirs")
+    assert {p.dtype for p in ours.parameters()} == {wide}
+    shard_bytes = LIMIT if limit == "20KB" else 1 << 40
+    write_hf(tmp_path / "ours", ours.config, ours.state_dict(), dtype, shard_bytes)
+
+    assert_same_tensors(on_disk(tmp_path / "ours"), on_disk(tmp_path / "theirs"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_same_tensors(loaded.state_dict(), theirs.state_dict())
+    assert loaded.config.eos_token_id == 0 and loaded.dtype == wide
+    torch.testing.assert_close(
+        ours(some_tokens()),
+        loaded(some_tokens()).logits,
+        rtol=0.02 if dtype == "bf16" else 1e-5,
+        atol=0.02 if dtype == "bf16" else 1e-5,
+    )
+
+
+def test_shards_keep_to_their_size_and_are_indexed(tmp_path):
+    model = small_model()
+    write_hf(tmp_path / "out", model.config, model.state_dict(), "fp32", LIMIT)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    for file in files:
+        tensors = load_file(file)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= LIMIT or len(tensors) == 1
+        assert {index["weight_map"][name] for name in tensors} == {file.name}
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    total = sum(p.numel() for p in model.parameters()) * 4
+    assert index["metadata"]["total_size"] == total
+
+
+def test_experts_may_be_merged_on_disk_or_in_a_state_dict(tmp_path):
+    theirs = their_directory(tmp_path / "theirs")
+    separate = load_hf_model(tmp_path / "theirs").state_dict()
+
+    model = Transformer(config_from_hf(theirs.config.to_dict()))
+    load_hf_state_dict(model, theirs.state_dict())  # merged in transformers 5
+    assert "model.layers.0.mlp.experts.gate_up_proj" in theirs.state_dict()
+    assert_same_tensors(model.state_dict(), separate)
+
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    save_file(theirs.state_dict(), tmp_path / "theirs" / "model.safetensors")
+    assert_same_tensors(load_hf_model(tmp_path / "theirs").state_dict(), separate)
+
+    load_hf_state_dict(model, on_disk_of(theirs, tmp_path / "again"))
+    assert_same_tensors(model.state_dict(), separate)
+
+
+def on_disk_of(theirs, path):
+    theirs.save_pretrained(path)
+    return on_disk(path)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_rank_reads_its_blocks_and_experts_only(merged, tmp_path):
+    theirs = their_directory(tmp_path)
+    if merged:
+        (tmp_path / "model.safetensors").unlink()
+        save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    whole = load_hf_model(tmp_path)
+    part = Transformer(whole.config)
+    del part.blocks["0"], part.embed
+    experts = part.blocks["1"].mlp.experts
+    experts.gate_up = torch.nn.Parameter(torch.empty(2, 48, 32))
+    experts.down = torch.nn.Parameter(torch.empty(2, 32, 24))
+    experts.first_expert = 2
+    load_hf_weights(part, tmp_path)
+    expected = whole.state_dict()
+    for name, value in part.state_dict().items():
+        wanted = expected[name][2:4] if "experts" in name else expected[name]
+        assert torch.equal(value, wanted), name
+
+
+def test_writing_holds_one_shard_beside_the_model(tmp_path):
+    """Tensors are asked for one by one, and released with their shard."""
+    model = small_model(num_layers=6)
+    alive, peak = weakref.WeakSet(), 0
+
+    class Lazy(Mapping):
+        def __init__(self, tensors):
+            self._tensors = tensors
+
+        def __getitem__(self, name):
+            nonlocal peak
+            value = self._tensors[name].clone()
+            alive.add(value.untyped_storage())
+            alive_bytes = sum(storage.nbytes() for storage in alive)
+            peak = max(peak, alive_bytes)
+            return value
+
+        def __iter__(self):
+            return iter(self._tensors)
+
+        def __len__(self):
+            return len(self._tensors)
+
+    tensors = model.state_dict()
+    write_hf(tmp_path / "out", model.config, Lazy(tensors), "fp32", LIMIT)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert 0 < peak <= LIMIT + 2 * largest < sum(t.nbytes for t in tensors.values()) / 2
+    assert_same_tensors(load_hf_model(tmp_path / "out").state_dict(), tensors)
+
+
+def corrupt(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+DAMAGE = {
+    "missing": (lambda t: t.pop(GATE), GATE),
+    "shape": (lambda t: t.update({GATE: torch.zeros(3, 3)}), r"\[3, 3\]"),
+    "type": (lambda t: t.update({GATE: t[GATE].to(torch.int8)}), "int8"),
+    "stranger": (
+        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
+        r"q_proj\.bias",
+    ),
+    "extra layer": (lambda t: t.update({"model.layers.2.x": torch.zeros(1)}), r"layers\.2\.x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_wrong_tensors_are_named(damage, tmp_path):
+    their_directory(tmp_path)
+    change, mentioned = DAMAGE[damage]
+    corrupt(tmp_path, change)
+    with pytest.raises(CheckpointError, match=mentioned) as error:
+        load_hf_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_tensors_without_meaning_are_passed_over(tmp_path):
+    """Angles that old versions saved, and a head that is tied anyway."""
+    theirs = their_directory(tmp_path, "olmo", tie_word_embeddings=True)
+    angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    head = {"lm_head.weight": theirs.state_dict()["lm_head.weight"].clone()}
+    corrupt(tmp_path, lambda t: t.update({angles: torch.zeros(4), **head}))
+    load_hf_model(tmp_path)
+
+
+def test_damaged_and_missing_files(tmp_path):
+    their_directory(tmp_path, limit="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=shard.name):
+        load_hf_model(tmp_path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        load_hf_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_hf_model(tmp_path)
+
+
+def test_another_model_is_refused_by_its_field(tmp_path):
+    model = small_model()
+    write_hf(tmp_path / "out", model.config, model.state_dict(), "fp32")
+    for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
+        with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
+            load_hf_weights(small_model(**{key: value}), tmp_path / "out")
+    # What does not change logits, or says the same in other words, may differ.
+    load_hf_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
+
+
+def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path):
+    model = small_model()
+    state = model.state_dict()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="not empty"):
+        write_hf(tmp_path / "full", model.config, state, "fp32")
+    missing = {name: value for name, value in state.items() if name != "head.weight"}
+    with pytest.raises(CheckpointError, match=r"head\.weight is missing"):
+        write_hf(tmp_path / "out", model.config, missing, "fp32")
+    wrong = {**state, "head.weight": torch.zeros(1, 32)}
+    with pytest.raises(CheckpointError, match=r"head\.weight has shape"):
+        write_hf(tmp_path / "out", model.config, wrong, "fp32", LIMIT)
+    with pytest.raises(CheckpointError, match="extra has no place"):
+        write_hf(tmp_path / "out", model.config, {**state, "extra": torch.zeros(1)}, "fp32")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    (tmp_path / "empty").mkdir()
+    write_hf(tmp_path / "empty", model.config, state, "fp32")
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_training_dtype_may_differ_from_the_stored_one(tmp_path):
+    model = small_model()
+    write_hf(tmp_path / "out", model.config, model.state_dict(), "bf16")
+    wide = load_hf_model(tmp_path / "out", torch.float32)
+    for name, value in model.state_dict().items():
+        assert torch.equal(wide.state_dict()[name], value.bfloat16().float()), name
+
+
+def test_config_of_a_written_directory_is_the_models(tmp_path):
+    config = small_config("olmo", tie_embeddings=True, pad_token_id=2, eos_token_ids=[1])
+    model = Transformer(config)
+    write_hf(tmp_path / "out", config, model.state_dict(), "fp32")
+    assert load_hf_model(tmp_path / "out").config == config

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.model.init import draw, initialise_
+from optimus.model.transformer import Transformer
+from tests.model.small import small_config, small_model
+
+
+def test_order_of_construction_and_missing_parts_make_no_difference():
+    whole = small_model(num_layers=3).state_dict()
+    stage = Transformer(small_config(num_layers=3))
+    del stage.blocks["0"], stage.embed
+    stage.blocks = torch.nn.ModuleDict(reversed(stage.blocks.items()))
+    torch.manual_seed(123)
+    torch.rand(7)  # torch's own generator plays no part
+    initialise_(stage, 0)
+    for name, value in stage.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_a_rank_with_some_experts_gets_its_part():
+    whole = small_model()
+    part = Transformer(small_config(num_experts=2))
+    for block in part.blocks.values():
+        block.mlp.experts.first_expert = 3
+    initialise_(part, 0)
+    for layer in "01":
+        ours, theirs = part.blocks[layer].mlp.experts, whole.blocks[layer].mlp.experts
+        assert torch.equal(ours.gate_up, theirs.gate_up[3:])
+        assert torch.equal(ours.down, theirs.down[3:])
+
+
+def test_all_parameters_experts_and_seeds_differ():
+    drawn = []
+    for seed in (0, 1):
+        for name, parameter in small_model(seed=seed).named_parameters():
+            if "norm" not in name:
+                parts = parameter if "experts" in name else [parameter]
+                drawn += [tuple(part.flatten()[:8].tolist()) for part in parts]
+    assert len(drawn) == 2 * (2 + 2 * (4 + 1 + 5 + 5))
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_make_no_difference(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = draw(torch.Size([1_100_003]), 0.02, 1, "x")
+        torch.set_num_threads(threads)
+        assert torch.equal(draw(torch.Size([1_100_003]), 0.02, 1, "x"), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_are_a_normal_cut_at_three_deviations():
+    values = draw(torch.Size([400, 1000]), 0.5, 0, "x").flatten()
+    normal = torch.distributions.Normal(0.0, 0.5)
+    assert float(values.abs().max()) <= 1.5
+    for quantile in (0.01, 0.25, 0.5, 0.9, 0.999):
+        inner = 0.0013498980 + quantile * (1 - 2 * 0.0013498980)  # within the cuts
+        expected = float(normal.icdf(torch.tensor(inner, dtype=torch.float64)))
+        assert float((values <= expected).float().mean()) == pytest.approx(quantile, abs=3e-3)
+
+
+def test_norms_biases_and_padding():
+    model = small_model(attention_bias=True, pad_token_id=3)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+    assert (model.embed.weight[3] == 0).all() and (model.embed.weight[4] != 0).any()
+
+
+def test_dtype_and_device_round_the_same_values():
+    narrow = Transformer(small_config()).bfloat16()
+    initialise_(narrow, 0)
+    for name, value in small_model().state_dict().items():
+        assert torch.equal(narrow.state_dict()[name], value.bfloat16()), name

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from optimus.model.layers import Embedding, LayerNorm, RMSNorm
+from optimus.model.rope import Rotary, inverse_frequencies, rotate
+from tests.model.small import relative, small_config, small_model, some_tokens
+
+WIDE = torch.float64
+
+
+def test_rms_norm_and_its_gradients():
+    norm = RMSNorm(32, 1e-5).to(WIDE)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5, 32, dtype=WIDE, requires_grad=True)
+    expected = norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+    assert torch.autograd.gradcheck(norm, x)
+    assert torch.autograd.gradcheck(
+        lambda weight: torch.func.functional_call(norm, {"weight": weight}, x), norm.weight
+    )
+
+
+@pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
+def test_norms_of_bf16_compute_in_fp32(make):
+    """Forward and backward: statistics held in bf16 would be off by percents."""
+    narrow = (100 + torch.randn(64, 256)).bfloat16().requires_grad_()
+    wide = narrow.detach().to(WIDE).requires_grad_()
+    probe = torch.randn(64, 256).bfloat16()
+    out = make(256, 1e-5).to(torch.bfloat16)(narrow)
+    reference = make(256, 1e-5).to(WIDE)(wide)
+    out.backward(probe)
+    reference.backward(probe.to(WIDE))
+    assert out.dtype is torch.bfloat16
+    assert relative(out.to(WIDE), reference) < 2.5e-3  # one rounding
+    assert relative(narrow.grad.to(WIDE), wide.grad) < 2.5e-3
+
+
+def test_layer_norm_has_no_parameters():
+    norm = LayerNorm(32, 1e-5)
+    x = torch.randn(4, 32)
+    spread = (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), (x - x.mean(1, keepdim=True)) / spread)
+    assert not list(norm.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embedding_gives_padding_no_gradient(dtype):
+    embed = Embedding(small_config(pad_token_id=7)).to(dtype)
+    torch.nn.init.normal_(embed.weight)
+    tokens = torch.tensor([[7, 3, 7], [3, 3, 0]])
+    out = embed(tokens)
+    assert torch.equal(out, embed.weight[tokens])
+    out.backward(torch.ones_like(out))
+    assert embed.weight.grad.abs().sum(1).nonzero().flatten().tolist() == [0, 3]
+    assert embed.weight.grad[3].tolist() == [3] * 32
+
+
+def test_embedding_adds_many_gradients_in_fp32():
+    embed = Embedding(small_config()).bfloat16()
+    torch.nn.init.normal_(embed.weight)
+    embed(torch.full((1, 1000), 5)).backward(torch.full((1, 1000, 32), 0.01).bfloat16())
+    # A sum held in bf16 stands still once it is 256 times its terms.
+    assert embed.weight.grad[5].float().mean() == pytest.approx(10.0, rel=5e-3)
+
+
+def test_rotation_keeps_length_and_only_differences_of_position_matter():
+    table = Rotary(small_config())(16, torch.device("cpu"))
+    q, k = (torch.randn(1, 1, 2, 8).expand(1, 16, 2, 8) for _ in range(2))
+    turned_q, turned_k = rotate(q, table), rotate(k, table)
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
+    scores = torch.einsum("bshc,bthc->hst", turned_q, turned_k)[0]
+    for offset in (-3, 0, 5):
+        diagonal = scores.diagonal(offset)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not torch.allclose(scores[0, 0], scores[0, 5])
+
+
+def test_rotation_backwards_is_its_gradient():
+    table = Rotary(small_config())(5, torch.device("cpu"))
+    x = torch.randn(2, 5, 3, 8, requires_grad=True)
+    grad = torch.randn(2, 5, 3, 8)
+    first, second = x.chunk(2, -1)
+    cos, sin = (part.unsqueeze(1) for part in table)
+    plain = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    torch.testing.assert_close(rotate(x, table), plain)
+    expected = torch.autograd.grad(plain, x, grad)[0]
+    torch.testing.assert_close(torch.autograd.grad(rotate(x, table), x, grad)[0], expected)
+
+
+def test_angles_are_not_rounded_with_the_model():
+    """Position 60 times a frequency, in bf16, would be off by tenths of a radian."""
+    model = small_model().bfloat16()
+    cos, _ = model.rotary(64, torch.device("cpu"))
+    frequency, _ = inverse_frequencies(model.config, 64)
+    assert cos.dtype is torch.float32
+    assert float(cos[60, 1]) == pytest.approx(math.cos(60 * float(frequency[1])), abs=1e-5)
+
+
+def test_training_works_after_evaluating_in_inference_mode():
+    model = small_model()
+    with torch.inference_mode():
+        model(some_tokens())
+    model.losses(some_tokens()).ce_sum.backward()
+
+
+def test_dynamic_stretching_starts_beyond_the_longest_context():
+    plain = small_config()
+    config = small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
+    usual, _ = inverse_frequencies(plain, 64)
+    assert torch.equal(inverse_frequencies(config, 64)[0], usual)
+    assert (inverse_frequencies(config, 128)[0][1:] < usual[1:]).all()

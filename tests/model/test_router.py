@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.model.router import (
+    Router,
+    Routing,
+    hf_load_balancing_loss,
+    load_balancing_loss,
+    z_loss,
+)
+from tests.model.small import small_config, small_model, some_tokens
+
+E, K, T = 5, 2, 40
+
+
+def make_router(**fields) -> Router:
+    torch.manual_seed(0)
+    router = Router(small_config(**fields))
+    torch.nn.init.normal_(router.weight)
+    return router
+
+
+def test_weights_are_the_largest_probabilities():
+    router, x = make_router(), torch.randn(T, 32)
+    weights, experts, routing = router(x)
+    probs = torch.softmax(x @ router.weight.t(), dim=-1)
+    expected = probs.sort(dim=-1, descending=True)
+    assert torch.equal(experts, expected.indices[:, :K])
+    torch.testing.assert_close(weights, expected.values[:, :K])
+    assert routing.counts.tolist() == [int((experts == e).sum()) for e in range(E)]
+    torch.testing.assert_close(routing.mean_prob, probs.mean(0))
+
+
+def test_normalised_weights_add_up_to_one():
+    weights, _, _ = make_router(norm_topk_prob=True)(torch.randn(T, 32))
+    torch.testing.assert_close(weights.sum(1), torch.ones(T))
+
+
+def test_z_is_the_mean_squared_logsumexp():
+    router, x = make_router(), torch.randn(T, 32)
+    logits = (x @ router.weight.t()).double()
+    expected = logits.exp().sum(1).log().square().mean()
+    assert float(router(x)[2].z.detach()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_probabilities_are_fp32_in_a_bf16_model():
+    router = make_router().bfloat16()
+    weights, _, routing = router(torch.randn(T, 32).bfloat16())
+    assert weights.dtype is torch.bfloat16
+    assert routing.mean_prob.dtype is torch.float32 and routing.z.dtype is torch.float32
+
+
+def test_losses_follow_their_formulas_on_a_model():
+    """CONTRACT.md: aux = E * sum f_e P_e averaged over layers; transformers pools layers first."""
+    model = small_model("olmoe", init_std=0.5)
+    routings = []
+    for block in model.blocks.values():
+        block.mlp.router.register_forward_hook(
+            lambda module, inputs, _: routings.append((inputs[0], module.weight))
+        )
+    terms = model.losses(some_tokens())
+    auxes, zs, shares, means = [], [], [], []
+    for x, weight in routings:
+        logits = (x @ weight.t()).double()
+        probs = logits.softmax(-1)
+        chosen = probs.topk(K).indices
+        share = torch.stack([(chosen == e).sum() for e in range(E)]) / chosen.numel()
+        shares.append(share * K)
+        means.append(probs.mean(0))
+        auxes.append(E * (share * probs.mean(0)).sum())
+        zs.append(logits.logsumexp(-1).square().mean())
+    assert float(terms.aux) == pytest.approx(float(sum(auxes)) / 2, rel=1e-6)
+    assert float(terms.z) == pytest.approx(float(sum(zs)) / 2, rel=1e-6)
+    pooled = E * (torch.stack(shares).mean(0) * torch.stack(means).mean(0)).sum()
+    model.config = model.config.model_copy(update={"aux_loss_form": "hf"})
+    assert float(model.losses(some_tokens()).aux) == pytest.approx(float(pooled), rel=1e-6)
+    assert terms.expert_counts.sum(1).tolist() == [3 * 16 * K] * 2
+
+
+def test_balanced_routing_costs_one_in_our_form_and_k_in_theirs():
+    balanced = Routing(torch.full((E,), 8), torch.full((E,), 1 / E), torch.tensor(2.0))
+    assert float(load_balancing_loss([balanced] * 3, 3)) == pytest.approx(1)
+    assert float(hf_load_balancing_loss([balanced] * 3, K)) == pytest.approx(K)
+    assert float(z_loss([balanced] * 3, 3)) == pytest.approx(2)
+
+
+def test_stages_add_up_to_the_model():
+    torch.manual_seed(0)
+    routings = [make_router()(torch.randn(T, 32))[2] for _ in range(4)]
+    for loss in (load_balancing_loss, z_loss):
+        stages = loss(routings[:1], 4) + loss(routings[1:], 4)
+        assert float(stages) == pytest.approx(float(loss(routings, 4)), rel=1e-6)

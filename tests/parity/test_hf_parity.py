@@ -1,0 +1,190 @@
+"""Our decoder against transformers' on randomly initialised models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.model.hf import config_from_hf, load_hf_state_dict
+from optimus.model.router import hf_load_balancing_loss
+from optimus.model.transformer import Transformer
+from tests.model.small import relative, some_tokens
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 61
+LOGITS_ABSOLUTE = 1e-5
+GRADIENT_RELATIVE = 1e-5
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "eos_token_id": 0,
+}
+
+
+def rope(kind: str, **fields) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, "factor": 3.0, **fields}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FEATURES = {
+    "plain": {},
+    "grouped heads": {"num_key_value_heads": 2},
+    "one kv head": {"num_key_value_heads": 1},
+    "clip": {"clip_qkv": 0.3},
+    "bias": {"attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "padding": {"pad_token_id": 5},
+    "padding, tied": {"pad_token_id": 5, "tie_word_embeddings": True},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "linear": rope("linear"),
+    "llama3": rope("llama3", **LLAMA3),
+    "dynamic, short": rope("dynamic"),
+    "dynamic, long": {**rope("dynamic"), "max_position_embeddings": 16},
+    "yarn": rope("yarn", original_max_position_embeddings=16),
+    "yarn, all fields": rope(
+        "yarn",
+        original_max_position_embeddings=16,
+        beta_fast=8.0,
+        beta_slow=2.0,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+        truncate=False,
+    ),
+    "yarn, factor": rope("yarn", original_max_position_embeddings=16, attention_factor=1.4),
+    "all at once": {
+        "num_key_value_heads": 2,
+        "clip_qkv": 0.3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "pad_token_id": 5,
+        **rope("llama3", **LLAMA3),
+    },
+}
+CASES = [(kind, name) for kind in ("olmo", "olmoe") for name in FEATURES]
+SPARSE = {
+    "normalised": {"norm_topk_prob": True},
+    "eps": {"rms_norm_eps": 0.1},
+    "top-1": {"num_experts_per_tok": 1},
+    "every expert": {"num_experts_per_tok": 6},
+    "normalised, all at once": {"norm_topk_prob": True, **FEATURES["all at once"]},
+}
+
+
+def make_pair(kind: str, fields: dict):
+    """A random transformers model and ours with its weights. Biases and norms are made random too:
+    at their initial values they could be left out without being missed."""
+    torch.manual_seed(0)
+    if kind == "olmo":
+        theirs = transformers.OlmoForCausalLM(transformers.OlmoConfig(**{**SIZES, **fields}))
+    else:
+        sparse = {"num_experts": 6, "num_experts_per_tok": 2}
+        config = transformers.OlmoeConfig(**{**SIZES, **sparse, **fields})
+        theirs = transformers.OlmoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return theirs.train(), adopt(theirs, theirs.state_dict())
+
+
+def adopt(theirs, state) -> Transformer:
+    ours = Transformer(config_from_hf(theirs.config.to_dict()))
+    load_hf_state_dict(ours, state)
+    return ours
+
+
+def assert_same_gradients(theirs, ours: Transformer) -> None:
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = dict(adopt(theirs, gradients).named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert relative(parameter.grad, expected[name]) < GRADIENT_RELATIVE, name
+
+
+@pytest.mark.parametrize(("kind", "feature"), CASES)
+def test_logits_loss_and_gradients(kind, feature):
+    theirs, ours = make_pair(kind, FEATURES[feature])
+    check(theirs, ours)
+
+
+@pytest.mark.parametrize("feature", SPARSE)
+def test_fields_of_the_mixture(feature):
+    check(*make_pair("olmoe", SPARSE[feature]))
+
+
+def check(theirs, ours) -> None:
+    tokens = some_tokens(3, 40, VOCAB)
+    tokens[0, :4] = 5  # the padding token where there is one
+    expected = theirs(tokens, labels=tokens)
+    assert float((ours(tokens) - expected.logits).abs().max()) < LOGITS_ABSOLUTE
+    terms = ours.losses(tokens)
+    loss = terms.ce_sum / terms.num_targets
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
+    expected.loss.backward()
+    loss.backward()
+    assert_same_gradients(theirs, ours)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_auxiliary_loss_in_transformers_form(top_k):
+    """`output_router_logits` in config.json selects it; loss and gradients include it."""
+    theirs, ours = make_pair(
+        "olmoe",
+        {
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.3,
+            "num_experts_per_tok": top_k,
+        },
+    )
+    assert ours.config.aux_loss_form == "hf" and ours.config.aux_loss_coef == 0.3
+    tokens = some_tokens(3, 40, VOCAB)
+    expected = theirs(tokens, labels=tokens)
+    terms = ours.losses(tokens)
+    assert float(terms.aux) == pytest.approx(float(expected.aux_loss), rel=1e-6)
+    loss = terms.ce_sum / terms.num_targets + ours.config.aux_loss_coef * terms.aux
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
+    expected.loss.backward()
+    loss.backward()
+    assert_same_gradients(theirs, ours)
+
+
+def test_auxiliary_loss_in_olmo_form_from_their_router_logits():
+    theirs, ours = make_pair("olmoe", {})
+    tokens = some_tokens(3, 40, VOCAB)
+    logits = theirs(tokens, output_router_logits=True).router_logits
+    auxes, zs = [], []
+    for layer in logits:
+        probs = layer.double().softmax(-1)
+        rows = torch.nn.functional.one_hot(probs.topk(2).indices, 6).sum((0, 1)).double()
+        auxes.append(6 * (rows / rows.sum() * probs.mean(0)).sum())
+        zs.append(layer.double().logsumexp(-1).square().mean())
+    terms = ours.losses(tokens)
+    assert float(terms.aux) == pytest.approx(float(sum(auxes) / 3), rel=1e-6)
+    assert float(terms.z) == pytest.approx(float(sum(zs) / 3), rel=1e-6)
+
+
+def test_forms_of_the_auxiliary_loss_differ_by_k_when_balanced():
+    _, ours = make_pair("olmoe", {})
+    tokens = some_tokens(3, 40, VOCAB)
+    _, routings = ours.run_blocks(ours.embed(tokens))
+    one_layer = routings[:1]
+    hf = float(hf_load_balancing_loss(one_layer, 2))
+    ours.config = ours.config.model_copy(update={"num_layers": 1})
+    assert hf == pytest.approx(2 * float(ours.router_losses(one_layer)[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["olmo", "olmoe"])
+def test_bf16_is_as_far_from_fp32_as_theirs(kind):
+    theirs, ours = make_pair(kind, {"num_key_value_heads": 2})
+    tokens = some_tokens(3, 40, VOCAB)
+    exact = theirs(tokens).logits
+    their_error = relative(theirs.bfloat16()(tokens).logits.float(), exact)
+    our_error = relative(ours.bfloat16()(tokens).float(), exact)
+    assert our_error < 1.2 * their_error

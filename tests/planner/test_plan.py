@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from optimus.config import load_config, make_config
+from optimus.planner.plan import format_plan, model_state_bytes, plan
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def test_a_bare_model_file_will_do_and_the_largest_takes_no_time():
+    config = load_config(CONFIGS / "model" / "mula-220b-a10b.toml")
+    start = time.perf_counter()
+    result = plan(config)
+    assert time.perf_counter() - start < 1
+    assert result["total_params"] == 220_205_681_664
+    assert result["active_params"] == 10_020_719_616
+    assert "flops_per_token" not in result
+    assert json.loads(json.dumps(result)) == result
+    assert "220,205,681,664" in format_plan(result)
+
+
+def test_the_paper_s_recipe_for_7b():
+    config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
+    result = plan(config)
+    assert result["tokens"] == pytest.approx(4e12, rel=1e-5)
+    # 6 FLOPs for each active parameter but the embedding, 12 L D S for attention scores.
+    weights = 6 * (1_282_017_280 - 50304 * 2048)
+    assert result["flops_per_token"] == pytest.approx(weights + 12 * 16 * 2048 * 2048, rel=1e-3)
+    assert result["flops_per_step"] == result["flops_per_token"] * 6_291_456
+    text = format_plan(result)
+    assert "6,291,456 tokens" in text and "GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("train", "per_param"),
+    [
+        ({"dtype": "bf16"}, {"parameters": 2, "gradients": 4, "optimizer": 12, "deterministic": 0}),
+        ({"dtype": "fp32"}, {"parameters": 4, "gradients": 4, "optimizer": 8, "deterministic": 0}),
+        (
+            {"dtype": "fp32", "deterministic": True},
+            {"parameters": 4, "gradients": 4, "optimizer": 8, "deterministic": 8},
+        ),
+    ],
+)
+def test_bytes_of_model_states(train, per_param):
+    model = load_config(CONFIGS / "model" / "mula-1b.toml").model.model_dump(exclude_none=True)
+    parts = model_state_bytes(make_config({"model": model, "train": train}), 1000)
+    expected = {name: 1000 * size for name, size in per_param.items()}
+    assert parts == {**expected, "total": sum(expected.values())}
+
+
+def test_tied_embeddings_have_two_gradients():
+    config = load_config(CONFIGS / "model" / "olmo-1b.toml")
+    total = plan(config)["total_params"]
+    assert plan(config)["memory"]["gradients"] == 4 * (total + 50304 * 2048)
+
+
+@pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b"])
+def test_recipes_of_the_paper(name):
+    """Section 2.1, word by word."""
+    config = load_config(CONFIGS / "run" / f"{name}.toml")
+    train, optim = config.train, config.optim
+    assert (train.seq_len, train.global_batch_tokens, train.dtype) == (2048, 6_291_456, "bf16")
+    assert (optim.lr, optim.min_lr, optim.warmup_steps) == (4e-4, 4e-5, 2500)
+    assert (optim.schedule, optim.betas, optim.eps) == ("cosine", (0.9, 0.99), 1e-8)
+    assert (optim.weight_decay, optim.clip_norm, optim.clip_after_warmup) == (0.1, 1.0, True)
+    assert optim.grad_reduce_dtype == "bf16"
+    assert (config.model.aux_loss_coef, config.model.z_loss_coef) == (0.01, 0.001)
+    assert (train.max_steps - 1) * train.global_batch_tokens < 4e12
+    assert train.max_steps * train.global_batch_tokens >= 4e12

@@ -1,0 +1,160 @@
+"""What README and the other pages say is so: commands, options, settings, files, links, the map."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optimus.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+MAIN = {"optimus": "optimus.cli", "optimus-data": "data_prep.cli"}
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SEPARATORS = {"&&", "||", "|", ";", "&", ">"}
+
+
+def shell_commands(text: str) -> Iterator[list[str]]:
+    """The words of every command in the page's sh blocks, comments and assignments left out."""
+    for language, block in _FENCE.findall(text):
+        if language != "sh":
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;>")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word not in _SEPARATORS:
+                    words.append(word)
+                    continue
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    del words[0]
+                if words:
+                    yield words
+                words = []
+
+
+COMMANDS = sorted(
+    {(page.name, *words) for page in PAGES for words in shell_commands(page.read_text())}
+)
+
+
+def of(*programs: str) -> list:
+    return [
+        pytest.param(list(words), id=shlex.join(words))
+        for _, *words in COMMANDS
+        if words[0] in programs
+    ]
+
+
+@functools.cache
+def help_text(program: str, subcommand: str) -> str:
+    code = f"import sys; from {MAIN[program]} import main; sys.exit(main())"
+    arguments = [subcommand, "--help"] if subcommand else ["--help"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{program} {shlex.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("words", of("make"))
+def test_make_targets_exist(words):
+    done = subprocess.run(
+        ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", of("optimus", "optimus-data"))
+def test_commands_and_options_exist(words):
+    program, *rest = words
+    subcommand = rest[0] if rest and not rest[0].startswith("-") else ""
+    text = help_text(program, subcommand)
+    for word in rest:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"no {option} in: {text}"
+
+
+@pytest.mark.parametrize("words", of("optimus"))
+def test_configurations_and_settings_exist(words):
+    overrides = [word for word in words if re.fullmatch(r"[a-z]+\.[a-z_]+=.*", word)]
+    files = [word for word in words if word.endswith(".toml") and "=" not in word]
+    assert files or not overrides
+    for name in files:
+        load_config(ROOT / name, overrides)
+
+
+def test_readme_shows_the_two_commands():
+    shown = {tuple(words) for page, *words in COMMANDS if page == "README.md"}
+    assert {("make", "demo"), ("make", "test")} <= shown
+    assert {words[0] for words in shown} >= set(MAIN)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        other = page.parent / name if name else page
+        assert other.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in headings(other.read_text()), f"{page.name}: {target}"
+
+
+def headings(text: str) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def mapped_folders(text: str) -> set[str]:
+    """Folders that README's map names, as paths; two spaces of indentation are one level."""
+    block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
+    found, above = set(), []
+    for line in block.splitlines()[1:]:
+        if match := re.match(r"( *)([\w.-]+)/(?: |$)", line):
+            above = [*above[: len(match[1]) // 2], match[2]]
+            found.add("/".join(above))
+    return found
+
+
+def test_the_map_shows_what_is_there():
+    folders = mapped_folders((ROOT / "README.md").read_text())
+    assert folders, "the map could not be read"
+    assert not [name for name in folders if not (ROOT / name).is_dir()]
+    rooms = {f"optimus/{path.parent.name}" for path in ROOT.glob("optimus/*/__init__.py")}
+    assert rooms <= folders, f"not in the map: {rooms - folders}"
+
+
+def test_the_map_reader_reads():
+    text = "## Map of the folders\n```text\na/   x\n  b/  y\n  c.py  z\n    d/\ne/  w\n```\n"
+    assert mapped_folders(text) == {"a", "a/b", "a/b/d", "e"}
+
+
+def test_the_command_reader_reads():
+    text = "```sh\nA=1 make x  # note\ncd y && optimus \\\n  train a.toml | tail\n```\n"
+    text += "```toml\nb = 1\n```\n"
+    assert list(shell_commands(text)) == [
+        ["make", "x"],
+        ["cd", "y"],
+        ["optimus", "train", "a.toml"],
+        ["tail"],
+    ]
