@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.manifest import read_manifest
 from optimus.checkpoint.manager import Start, decide_start
 from optimus.config import Config
 from optimus.data.dataset import TokenDataset
@@ -129,8 +130,10 @@ def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
 
 
 def _own_eval_path(path: str) -> str:
+    """The held-out part that came with the data, unless it is too small for one instance."""
     own = Path(path) / "eval"
-    return str(own) if (own / "manifest.json").is_file() else ""
+    held_out = (own / "manifest.json").is_file() and read_manifest(own).num_instances > 0
+    return str(own) if held_out else ""
 
 
 def _check_run_dir(run_dir: str) -> None:
