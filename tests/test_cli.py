@@ -119,4 +119,4 @@ def test_training_starts_from_a_converted_checkpoint(rank_pool, run_dir, tiny_da
 def test_bench_step_runs(tiny_data, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     assert main(["bench", "step", str(config), "--steps", "3", "--json"]) == 0
-    assert 0.1 < json.loads(capsys.readouterr().out)["ratio_median"] < 10
+    assert 0.1 < json.loads(capsys.readouterr().out)["cpu_ratio_median"] < 10

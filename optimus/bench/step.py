@@ -10,6 +10,7 @@ import copy
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,37 +81,50 @@ class PlainLoop:
 
 
 def bench_step(config: Config, steps: int) -> dict[str, Any]:
-    """Time `steps` pairs of updates on random tokens, single process; seconds and paired ratios."""
+    """Time `steps` pairs of updates on random tokens in one process: seconds and paired ratios.
+
+    `wall` is elapsed time, `cpu` processor time of all threads (on a CPU the one to trust where
+    other programs run beside).
+    """
     world = start_world(SINGLE, device=config.train.device)
     threads = platform.set_threads(config.train.threads, config.train.deterministic, 1)
     plan = plan_batch(config, 1)
     ours, plain, microbatches = _contestants(config, world, plan)
-    seconds: dict[str, list[float]] = {"ours": [], "plain": []}
+    taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
     for step in range(1, steps + 1 + _WARMUP):
         pair = {
             "ours": functools.partial(ours.run, step, microbatches),
             "plain": functools.partial(plain.run, microbatches),
         }
         for name, run in pair.items():
-            platform.synchronize(world.device)
-            start = time.perf_counter()
-            run()
-            platform.synchronize(world.device)
+            seconds = _time(run, world.device)
             if step > _WARMUP:
-                seconds[name].append(time.perf_counter() - start)
-    ratios = sorted(a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True))
-    return {
+                taken[name].append(seconds)
+    result: dict[str, Any] = {
         "device": str(world.device),
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
         "tokens_per_update": plan.tokens,
         "pairs": steps,
-        "ours_s": statistics.median(seconds["ours"]),
-        "plain_s": statistics.median(seconds["plain"]),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
     }
+    for place, clock in enumerate(("wall", "cpu")):
+        a, b = ([seconds[place] for seconds in taken[name]] for name in ("ours", "plain"))
+        ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+        result[f"ours_{clock}_s"] = statistics.median(a)
+        result[f"plain_{clock}_s"] = statistics.median(b)
+        result[f"{clock}_ratio_median"] = statistics.median(ratios)
+        result[f"{clock}_ratio_quartiles"] = [ratios[steps // 4], ratios[-1 - steps // 4]]
+    return result
+
+
+def _time(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Wall and processor seconds of `run`, the device's work included."""
+    platform.synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    platform.synchronize(device)
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def _contestants(
@@ -132,12 +146,17 @@ def _contestants(
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """The result in two lines."""
-    low, high = result["ratio_quartiles"]
-    return (
+    """The result in three lines."""
+    lines = [
         f"{result['device']}, torch {result['torch']}, {result['threads']} threads, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "
-        f"{result['pairs']} pairs\n"
-        f"ours {result['ours_s']:.4f} s, plain loop {result['plain_s']:.4f} s, "
-        f"ours / plain {result['ratio_median']:.3f} (quartiles {low:.3f} to {high:.3f})"
-    )
+        f"{result['pairs']} pairs"
+    ]
+    for clock in ("wall", "cpu"):
+        low, high = result[f"{clock}_ratio_quartiles"]
+        lines.append(
+            f"{clock}: ours {result[f'ours_{clock}_s']:.4f} s, plain loop "
+            f"{result[f'plain_{clock}_s']:.4f} s, ours / plain "
+            f"{result[f'{clock}_ratio_median']:.3f} (quartiles {low:.3f} to {high:.3f})"
+        )
+    return "\n".join(lines)
