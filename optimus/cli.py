@@ -23,6 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OptimusError as error:
         _tell(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _tell(OptimusError(f"{error.filename}: {error.strerror}"))
+        return OptimusError.exit_code
     except KeyboardInterrupt:
         print("optimus: interrupted", file=sys.stderr)
         return 130

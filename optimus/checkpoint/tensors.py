@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from optimus.dist.collectives import Group, broadcast
-from optimus.errors import CheckpointError, one_line
+from optimus.errors import CheckpointError, OptimusError, one_line
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -18,8 +18,16 @@ _BLOCK = 1 << 24
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file of all `tensors`, in their own dtypes."""
-    save_file({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+    """One safetensors file of all `tensors`, in their own dtypes.
+
+    Raises OptimusError if it cannot be written, say on a full disk.
+    """
+    try:
+        save_file({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OptimusError(
+            f"{path.parent.name}/{path.name} not written: {one_line(error)}"
+        ) from None
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
