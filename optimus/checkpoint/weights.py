@@ -11,19 +11,9 @@ from optimus.checkpoint.tensors import MODEL, read_tensors
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, load_hf_weights, read_hf_config
+from optimus.model.identity import first_difference
 
 CONFIG = "config.toml"
-_FREE = {
-    "init_std",
-    "aux_loss_coef",
-    "z_loss_coef",
-    "aux_loss_form",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_ids",
-    "max_position_embeddings",
-}
-"""Settings of a model that change no logit for the same weights."""
 
 
 def model_config_of(path: Path) -> ModelConfig:
@@ -40,13 +30,12 @@ def load_weights(model: nn.Module, config: ModelConfig, path: Path) -> None:
 
     Raises CheckpointError naming the first setting in which the stored model differs.
     """
-    stored = model_config_of(path)
-    for key, value in stored.model_dump().items():
-        if key not in _FREE and value != getattr(config, key):
-            raise CheckpointError(
-                f"model.{key} = {getattr(config, key)!r}, but the model at {path} has {value!r}; "
-                "load it into the configuration it was made with"
-            )
+    if difference := first_difference(config, model_config_of(path)):
+        key, ours, theirs = difference
+        raise CheckpointError(
+            f"model.{key} = {ours!r}, but the model at {path} has {theirs!r}; load it into the "
+            "configuration it was made with"
+        )
     if is_hf_directory(path):
         load_hf_weights(model, path)
     else:
