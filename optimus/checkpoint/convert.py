@@ -6,32 +6,31 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
+from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
-from optimus.checkpoint.tensors import MODEL, stored_dtype, write_tensors
-from optimus.checkpoint.weights import CONFIG, load_weights, model_config_of
+from optimus.checkpoint.tensors import MODEL, read_all_tensors, write_tensors
+from optimus.checkpoint.weights import CONFIG, model_config_of
 from optimus.config import Config, dump_toml
 from optimus.errors import CheckpointError
-from optimus.model.hf import is_hf_directory, write_hf
-from optimus.model.transformer import Transformer
-from optimus.platform import dtype_of
+from optimus.model.hf import is_hf_directory, load_hf_model, read_hf_config, write_hf
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
-    """Make a model checkpoint of ours at `out` from a Hugging Face directory, in its own dtype."""
+    """Make a model checkpoint of ours at `out` from a Hugging Face directory, in its own dtypes."""
     source = Path(source)
     if not is_hf_directory(source):
         raise CheckpointError(
             f"{source}: not a Hugging Face directory (config.json and safetensors)"
         )
-    config, model = _load(source)
+    config, tensors = read_hf_config(source), load_hf_model(source).state_dict()
 
     def write(directory: Path) -> None:
-        write_tensors(directory / MODEL, model.state_dict())
+        write_tensors(directory / MODEL, tensors)
         (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
         _copy_tokenizer(source, directory)
 
@@ -43,19 +42,21 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
     source, out = manager.resolve(source), Path(out)
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or choose another place")
-    config, model = _load(source)
-    out.mkdir(parents=True)
-    write_hf(out, config, model.state_dict(), dtype or stored_dtype(source))
-    _copy_tokenizer(source, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = files.temporary_name(out)
+    try:
+        write_hf(temporary, model_config_of(source), _weights_of(source), dtype)
+        _copy_tokenizer(source, temporary)
+        files.commit(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
-def _load(source: Path):
-    config = model_config_of(source)
-    with torch.device("meta"):
-        model = Transformer(config).to(dtype_of(stored_dtype(source)))
-    model.to_empty(device="cpu")
-    load_weights(model, config, source)
-    return config, model
+def _weights_of(source: Path) -> dict[str, Tensor]:
+    if is_hf_directory(source):
+        return load_hf_model(source).state_dict()
+    return read_all_tensors(source / MODEL)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -7,6 +7,7 @@ model-only one (also a Hugging Face directory). Readable without torch.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -44,9 +45,13 @@ def newest_valid(run_dir: str | os.PathLike) -> Manifest | None:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """The checkpoint that a CKPT argument means: itself, or the newest valid one of a run."""
+    """The checkpoint that a CKPT argument means: itself, or the newest valid one of a run.
+
+    Its every byte is checked. Any other directory is returned as it is, perhaps a Hugging Face one.
+    """
     path = Path(path)
     if is_checkpoint(path):
+        read_manifest(path).verify()
         return path
     if checkpoints_dir(path).is_dir():
         if newest := newest_valid(path):
@@ -76,6 +81,11 @@ def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
     """
     own = newest_valid(run_dir) if load != "none" else None
     if load == "auto":
+        if own is None and (damaged := _of_kind(run_dir, "step")):
+            raise CheckpointError(
+                f"{checkpoints_dir(run_dir)}: none of {len(damaged)} full checkpoints is valid; "
+                "start over with checkpoint.load=none, or from a model: checkpoint.load=model@STEP"
+            )
         return Start("none") if own is None else _resume(own)
     if load == "none":
         return Start("none")
@@ -87,7 +97,6 @@ def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
     if not is_checkpoint(path):
         return Start(load, path=path)
     manifest = read_manifest(path)
-    manifest.verify()
     full = manifest if manifest.kind == "full" else None
     return Start(load, manifest.step if full else 0, manifest.tokens if full else 0, path, full)
 
@@ -98,7 +107,7 @@ def _resume(own: Manifest) -> Start:
 
 def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
     text = load.removeprefix("model@")
-    available = [str(int(path.name.split("-")[1])) for path in _of_kind(run_dir, "model")]
+    available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
     if text not in available:
         raise CheckpointError(
             f"checkpoint.load = {load!r}: this run keeps the models of steps "
@@ -110,18 +119,22 @@ def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
-    """Remove leftovers of unfinished saves; set aside checkpoints that this start leaves behind."""
+    """Remove leftovers of unfinished saves; set aside checkpoints that this start leaves behind.
+
+    Called once the start has been loaded, so that a start that fails leaves all as it was.
+    """
     directory = checkpoints_dir(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
         if files.is_temporary(path):
             shutil.rmtree(path)
-    if start.full is not None and start.full.path.parent == directory:
-        left_behind = [p for p in _of_kind(run_dir, "step") if _step_of(p) > start.step]
-    else:
-        left_behind = _of_kind(run_dir, "step")
-    left_behind += [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
+    begun_at = start.path.resolve() if start.path is not None else None
+    left_behind = [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
+    goes_on = start.full is not None and begun_at.parent == directory.resolve()
+    left_behind += [p for p in _of_kind(run_dir, "step") if not goes_on or _step_of(p) > start.step]
     for path in left_behind:
+        if path.resolve() == begun_at:
+            continue
         aside = directory / "set-aside"
         aside.mkdir(exist_ok=True)
         target = files.temporary_name(aside / path.name).with_suffix("")
@@ -140,11 +153,12 @@ def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
-    """Sealed-looking directories of a kind, oldest step first."""
+    """Directories that bear a name of ours, oldest step first; copies by users are let be."""
     directory = checkpoints_dir(run_dir)
     if not directory.is_dir():
         return []
-    return sorted(p for p in directory.glob(f"{kind}-[0-9]*") if p.is_dir())
+    named = (p for p in directory.iterdir() if re.fullmatch(rf"{kind}-\d{{8,}}", p.name))
+    return sorted((p for p in named if p.is_dir()), key=_step_of)
 
 
 def _step_of(path: Path) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optimus.dist.collectives import Group, broadcast
@@ -35,22 +37,43 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
 
     Raises CheckpointError naming the first tensor that is missing, superfluous or of another shape.
     """
+    check_tensors(path, into)
+    with _opened(path) as file:
+        for name, target in into.items():
+            target.data.copy_(file.get_tensor(name))
+
+
+def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Compare the names and shapes in a file's header with `expected`; refuse as `read_tensors`."""
+    with _opened(path) as file:
+        stored = set(file.keys())
+        if odd := sorted(stored ^ set(expected)):
+            where = (
+                "is missing in" if odd[0] not in stored else "has no place in this model, but is in"
+            )
+            raise CheckpointError(f"tensor {odd[0]} {where} {path}")
+        for name, tensor in expected.items():
+            shape = file.get_slice(name).get_shape()
+            if list(shape) != list(tensor.shape):
+                raise CheckpointError(
+                    f"{path}: tensor {name} has shape {list(shape)}, this model's has "
+                    f"{list(tensor.shape)}"
+                )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            stored = set(file.keys())
-            if odd := sorted(stored ^ set(into)):
-                where = (
-                    "is missing in" if odd[0] not in stored else "does not belong to this model in"
-                )
-                raise CheckpointError(f"tensor {odd[0]} {where} {path}")
-            for name, target in into.items():
-                source = file.get_tensor(name)
-                if source.shape != target.shape:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} has shape {list(source.shape)}, this model's has "
-                        f"{list(target.shape)}"
-                    )
-                target.data.copy_(source)
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
+
+
+def read_all_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, in its own dtype."""
+    try:
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
 
@@ -65,17 +88,3 @@ def share(flats: list[Tensor], group: Group) -> None:
 def moments(names: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     """Tensor names of one AdamW moment in the optimizer file."""
     return {f"{kind}.{name}": tensor for name, tensor in names.items()}
-
-
-def stored_dtype(directory: Path) -> str:
-    """The type in which a directory keeps its weights, as `train.dtype` names it."""
-    for path in sorted(directory.glob("*.safetensors")):
-        if path.name == OPTIMIZER:
-            continue
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                return _DTYPES[file.get_slice(name).get_dtype()]
-    raise CheckpointError(f"{directory}: no safetensors file with weights")
-
-
-_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}

@@ -130,6 +130,15 @@ def _schedule(config: Config) -> None:
     optim, steps = config.optim, config.train.max_steps
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower it")
+    if optim.schedule == "constant" and optim.decay_steps:
+        raise ConfigError(
+            f"optim.decay_steps = {optim.decay_steps} has no meaning with optim.schedule = "
+            "'constant'; drop it or choose 'cosine' or 'linear'"
+        )
+    if optim.clip_after_warmup and not optim.clip_norm:
+        raise ConfigError(
+            "optim.clip_after_warmup = true, but optim.clip_norm = 0 never clips; set a norm"
+        )
     decay = optim.decay_steps or steps
     if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
         raise ConfigError(

@@ -16,6 +16,7 @@ from optimus.config.sections import Config
 from optimus.errors import ConfigError, one_line
 
 Tree = dict[str, Any]
+_TO_COME = ("kernels", "resilience")
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -77,6 +78,8 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
+    if key in _TO_COME:
+        return f"[{key}] is not available in this version; drop the section"
     if first["type"] == "extra_forbidden":
         return f"unknown key {key} = {first['input']!r}; {_legal_names(location)}"
     if first["type"] == "missing":

@@ -174,7 +174,7 @@ class TrainConfig(Section):
     """The run is complete after this update."""
     stop_at_step: CountOrZero = 0
     """End early after this update without touching the schedule; 0: at max_steps."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights and of sampling."""
     seq_len: CountOrZero = 0
     """Tokens of an instance; must equal the data set's context."""
@@ -188,7 +188,7 @@ class TrainConfig(Section):
     """Add gradients in microbatch order: the same bits on every data-parallel layout."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where ranks compute; `auto`: xpu before cuda before cpu."""
-    threads: CountOrZero = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Intra-op threads of a rank; 0: 1 if deterministic, otherwise the rank's share of cores."""
     deadline_s: NonNegative = 0.0
     """Checkpoint and end with status 3 this long after the start; 0: never."""

@@ -34,7 +34,10 @@ def _lost_peers(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostPeerError(f"{operation} did not complete: {one_line(error)}") from error
+        text = one_line(error)
+        waited = "timeout" in text.lower() or "timed out" in text.lower()
+        why = "nobody answered within parallel.timeout_s" if waited else "another rank has ended"
+        raise LostPeerError(f"{operation} did not complete: {why}") from error
 
 
 def _collective(function: Callable[..., Any]) -> Callable[..., Any]:

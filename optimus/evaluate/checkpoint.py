@@ -11,7 +11,7 @@ from optimus import platform
 from optimus.checkpoint import manager
 from optimus.data.dataset import TokenDataset
 from optimus.dist.collectives import Group
-from optimus.errors import ConfigError, DataError
+from optimus.errors import ConfigError, DataError, one_line
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.load_model import load_model
@@ -34,6 +34,12 @@ def evaluate_checkpoint(
         raise DataError(
             f"{data}: a vocabulary of {dataset.vocab_size}, but the model's is {vocab_size}"
         )
+    longest = model.config.max_position_embeddings
+    if dataset.context > longest:
+        raise DataError(
+            f"{data}: instances of {dataset.context} tokens, but the model was made for at most "
+            f"{longest} (max_position_embeddings)"
+        )
     result = held_out_loss(model, dataset, batch_size, Group(1, 0), device, instances)
     return {"checkpoint": checkpoint, "data": data, **vars(result)}
 
@@ -46,10 +52,15 @@ def continue_text(
 
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
     file = Path(manager.resolve(checkpoint)) / _TOKENIZER
     if not file.is_file():
         raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(f"{file}: not a readable tokenizer: {one_line(error)}") from None
     tokenizer.encode_special_tokens = True
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:

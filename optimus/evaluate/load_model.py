@@ -25,5 +25,5 @@ def load_model(
     config = model_config_of(source)
     with torch.device(device):
         model = Transformer(config).to(dtype)
-    load_weights(model, config, source)
+    load_weights(model, source)
     return model.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optimus.config import ModelConfig
 
-_FREE = {
+FREE_IN_LOGITS = {
     "pad_token_id",
     "bos_token_id",
     "eos_token_ids",
@@ -14,6 +14,7 @@ _FREE = {
     "aux_loss_form",
     "max_position_embeddings",
 }
+"""Settings of a model that change no logit for the same weights (see `_matters`)."""
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
@@ -23,7 +24,7 @@ def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, objec
     """
     for key in ModelConfig.model_fields:
         one, other = _value(ours, key), _value(theirs, key)
-        if one != other and not (key in _FREE and not _matters(ours, key)):
+        if one != other and not (key in FREE_IN_LOGITS and not _matters(ours, key)):
             return key, one, other
     return None
 

@@ -11,7 +11,7 @@ import torch
 from optimus import platform
 from optimus.config import Config
 from optimus.data.loader import Loader
-from optimus.dist.collectives import barrier, broadcast_object
+from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World, end_world, start_world
 from optimus.errors import Stopped
 from optimus.evaluate.held_out import held_out_loss
@@ -21,7 +21,7 @@ from optimus.model.flops import flops_per_token
 from optimus.model.transformer import Transformer
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
-from optimus.train.save import SaveAndLoad, first_weights
+from optimus.train.save import SaveAndLoad, check_saves, first_weights
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
@@ -33,11 +33,15 @@ def train(config: Config, launch: LaunchEnv) -> None:
     Raises what `preflight` raises, NonFiniteError, LostPeerError, or Stopped after a signal.
     """
     flight = preflight(config, launch.world_size, decides_start=launch.is_first)
+    directory = None
+    if launch.is_first:  # before the others are met: what is refused here is told in one line
+        check_saves(config, flight)
+        directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
     if world.is_first:
         say_start(flight)
-    Run(config, world, flight).go()
+    Run(config, world, flight, directory).go()
     end_world()
 
 
@@ -54,16 +58,14 @@ def fix_arithmetic(config: Config, world: World) -> None:
 class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
-    def __init__(self, config: Config, world: World, flight: Preflight) -> None:
+    def __init__(
+        self, config: Config, world: World, flight: Preflight, directory: RunDirectory | None
+    ) -> None:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
         fix_arithmetic(config, world)
-        # The first rank takes the directory before anybody computes: two runs must not share it.
-        self.directory = RunDirectory(config, flight, self.last_step) if world.is_first else None
-        self.peak_flops = self._find_peak()
-        barrier(world.everyone)
-
+        self.directory = directory
         with world.device:
             self.model = Transformer(config.model)
         if world.is_first:
@@ -72,6 +74,10 @@ class Run:
         self.states = ModelStates(self.model, dtype, config.optim, world.size)
         self.saves = SaveAndLoad(config, world, flight, self.states)
         self.saves.load()
+        self.peak_flops = float("nan")
+        if directory is not None:
+            directory.open(config, flight, self.last_step)
+            self.peak_flops = self._find_peak()
         self.updater = Updater(config, world, self.model, self.states, flight.plan)
         self.loader = Loader(
             flight.dataset,
@@ -83,6 +89,11 @@ class Run:
 
     def go(self) -> None:
         """Update by update to the last step; evaluate, sample and save where they are due."""
+        if self.directory is not None and self.flight.start.step >= self.last_step:
+            self.directory.say(
+                f"nothing to do: the run stands at step {self.flight.start.step}, and its last is "
+                f"{self.last_step}; raise train.max_steps to go on"
+            )
         try:
             for step in range(self.flight.start.step + 1, self.last_step + 1):
                 self.update(step)
@@ -157,8 +168,6 @@ class Run:
         return record
 
     def _find_peak(self) -> float:
-        if self.directory is None:
-            return float("nan")
         dtype = platform.dtype_of(self.config.train.dtype)
         flops, name = platform.peak_flops(self.world.device, dtype)
         self.directory.say(f"MFU refers to {flops / 1e12:.2f} TFLOP/s a device ({name})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from optimus.config import Config
 from optimus.data.dataset import TokenDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
+from optimus.model.identity import FREE_IN_LOGITS
 from optimus.train.batch import BatchPlan, plan_batch
 
 FROZEN = (
@@ -27,6 +29,9 @@ FROZEN = (
     "optim.weight_decay",
 )
 """Besides every `model.` setting: what a resumed run must share with its checkpoint."""
+
+CHANGEABLE = (*FROZEN, "train.threads", *(f"model.{key}" for key in FREE_IN_LOGITS))
+"""Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
 
 _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
 
@@ -66,6 +71,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     ):
         if not value:
             raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+    _check_allowed_changes(config)
     _check_run_dir(config.train.run_dir)
     dataset = _fitting_dataset("data.path", config.data.path, config)
     eval_path = config.data.eval_path or _own_eval_path(config.data.path)
@@ -87,6 +93,10 @@ def flat_settings(config: Config, dataset: TokenDataset, plan: BatchPlan) -> dic
     }
     if config.train.deterministic:
         flat["train.threads"] = config.train.threads or 1
+    # Left out or given as what it would be derived to, a size is the same.
+    model = config.model
+    flat["model.num_key_value_heads"] = model.num_key_value_heads or model.num_attention_heads
+    flat["model.head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
     return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
 
 
@@ -95,23 +105,28 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     if start.full is None:
         return ()
     stored, free = start.full.settings, []
+    exact = settings["train.deterministic"] and stored.get("train.deterministic")
     for key in sorted(set(stored) & set(settings)):
         if stored[key] == settings[key] or key in _PER_LAUNCH:
             continue
         change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
-        if _is_frozen(key, config) and key not in config.checkpoint.allow_change:
+        frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
+        if frozen and key not in config.checkpoint.allow_change:
+            allow = f', or allow it with checkpoint.allow_change=["{key}"]'
             raise CheckpointError(
-                f"{change}: a resumed run must keep it; set it back, start in another "
-                f'train.run_dir, or allow it with checkpoint.allow_change=["{key}"]'
+                f"{change}: a resumed run must keep it; set it back or start in another "
+                f"train.run_dir{allow if key in CHANGEABLE else ''}"
             )
         free.append(change)
     return tuple(free)
 
 
-def _is_frozen(key: str, config: Config) -> bool:
-    if key == "train.threads":
-        return config.train.deterministic
-    return key.startswith("model.") or key in FROZEN
+def _check_allowed_changes(config: Config) -> None:
+    for key in config.checkpoint.allow_change:
+        if key not in CHANGEABLE:
+            near = difflib.get_close_matches(key, CHANGEABLE, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(CHANGEABLE)}"
+            raise ConfigError(f"checkpoint.allow_change = {key!r} names no such setting; {hint}")
 
 
 def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:

@@ -20,11 +20,17 @@ from optimus.train.preflight import Preflight
 
 
 class RunDirectory:
-    """Owns the files of a run. Made by the first rank alone; ended by `close`."""
+    """Owns the files of a run. Made by the first rank alone; ended by `close`.
 
-    def __init__(self, config: Config, flight: Preflight, last_step: int) -> None:
-        self.path = Path(config.train.run_dir)
+    Making it takes the directory for this process; nothing in it changes before `open`.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
         self._lock = self._take()
+
+    def open(self, config: Config, flight: Preflight, last_step: int) -> None:
+        """Cut back to where the run starts and open its logs; call it once the start is loaded."""
         step = flight.start.step
         prepare_directory(self.path, flight.start)
         stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -10,13 +10,26 @@ from torch import nn
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.checkpoint.tensors import MODEL, OPTIMIZER, moments, read_tensors, share, write_tensors
-from optimus.checkpoint.weights import CONFIG, load_weights
+from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
 from optimus.config import Config, dump_toml
 from optimus.dist.world import World
-from optimus.model.hf import write_hf
+from optimus.errors import NonFiniteError
+from optimus.model.hf import config_to_hf, write_hf
 from optimus.model.init import initialise_
+from optimus.resilience import guards
 from optimus.train.preflight import Preflight
 from optimus.train.states import ModelStates
+
+
+def check_saves(config: Config, flight: Preflight) -> None:
+    """Refuse, before anything is built, weights that do not fit and models that cannot be saved.
+
+    Raises CheckpointError or ConfigError.
+    """
+    if flight.start.path is not None and flight.start.full is None:
+        check_weights(config.model, flight.start.path)
+    if config.checkpoint.model_interval:
+        config_to_hf(config.model, "bfloat16")
 
 
 def first_weights(config: Config, flight: Preflight, model: nn.Module) -> None:
@@ -24,7 +37,7 @@ def first_weights(config: Config, flight: Preflight, model: nn.Module) -> None:
     if flight.start.path is None:
         initialise_(model, config.train.seed)
     elif flight.start.full is None:
-        load_weights(model, config.model, flight.start.path)
+        load_weights(model, flight.start.path)
 
 
 class SaveAndLoad:
@@ -57,13 +70,34 @@ class SaveAndLoad:
     def after(self, step: int, last: bool) -> None:
         """Save what is due after `step`; the last step of a run always leaves a full checkpoint."""
         settings = self._config.checkpoint
+        model = settings.model_interval and step % settings.model_interval == 0
+        full = last or (settings.interval and step % settings.interval == 0)
+        if model or full:
+            self._refuse_nonfinite(step)
         if not self._world.is_first:
             return
-        if settings.model_interval and step % settings.model_interval == 0:
+        if model:
             self._save(step, "model", manager.model_path(self._config.train.run_dir, step))
-        if last or (settings.interval and step % settings.interval == 0):
+        if full:
             self._save(step, "full", manager.full_path(self._config.train.run_dir, step))
         manager.forget_old(self._config.train.run_dir, settings.keep_models)
+
+    def _refuse_nonfinite(self, step: int) -> None:
+        """An update can overflow though every gradient was finite; all ranks see the same."""
+        states = self._states
+        kinds = {
+            "parameter": states.masters,
+            "first moment of": states.exp_avg,
+            "second moment of": states.exp_avg_sq,
+        }
+        for kind, flat in kinds.items():
+            if not guards.is_finite(flat):
+                name = guards.first_nonfinite(states.named(flat).items())
+                raise NonFiniteError(
+                    f"step {step}: the update made {kind} {name} non-finite although gradients "
+                    "were finite; no checkpoint was written; lower the learning rate",
+                    on_every_rank=True,
+                )
 
     def _save(self, step: int, kind: str, path: Path) -> None:
         flight = self._flight

@@ -32,8 +32,12 @@ def spawn_local(arguments: Sequence[str], nproc: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="optimus-") as directory:
         ranks = [_start(arguments, rank, nproc, Path(directory)) for rank in range(nproc)]
-        with _passing_signals(ranks):
-            return _watch(ranks)
+        with _passing_signals(ranks) as passed:
+            code = _watch(ranks)
+            if passed and all(rank.returncode == -signal.SIGTERM for rank in ranks):
+                print("optimus: stopped before the first step", file=sys.stderr)
+                return 3
+            return code
 
 
 def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> subprocess.Popen:
@@ -61,18 +65,19 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
-    interrupts = 0
+def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
+    """Yields the signals passed on so far."""
+    passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        _send(ranks, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
+        passed.append(number)
+        again = passed.count(signal.SIGINT) > 1
+        _send(ranks, signal.SIGKILL if again else signal.SIGTERM)
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        yield
+        yield passed
     finally:
         _send(ranks, signal.SIGKILL)
         for number, handler in before.items():

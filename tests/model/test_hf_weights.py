@@ -185,7 +185,7 @@ GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 DAMAGE = {
     "missing": (lambda t: t.pop(GATE), GATE),
     "shape": (lambda t: t.update({GATE: torch.zeros(3, 3)}), r"\[3, 3\]"),
-    "type": (lambda t: t.update({GATE: t[GATE].to(torch.int8)}), "int8"),
+    "type": (lambda t: t.update({GATE: t[GATE].to(torch.int8)}), "I8"),
     "stranger": (
         lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
         r"q_proj\.bias",

@@ -17,6 +17,7 @@ from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import Run, train
 from optimus.train.preflight import preflight
+from optimus.train.run_dir import RunDirectory
 from tests.helpers.tiny import DENSE, tiny_tree
 
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
@@ -106,28 +107,30 @@ def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_d
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken"))
     run_dir = tmp_path / "killed"
     train_on(ranks, 1, tiny_tree(tiny_data, run_dir, train__stop_at_step=16))
-    for step in (16, 12):  # as if killed before these were saved: back to an older one
-        damaged = manager.full_path(run_dir, step) / "model.safetensors"
-        if damaged.exists():
-            damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
-    assert manager.newest_valid(run_dir) is None or manager.newest_valid(run_dir).step < 12
+    damaged = manager.full_path(run_dir, 16) / "model.safetensors"
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])  # back to the one before
+    assert manager.newest_valid(run_dir).step == 12
     train_on(ranks, 1, tiny_tree(tiny_data, run_dir))
     assert_same_run(tmp_path / "unbroken", run_dir)
     cut = list((run_dir / "log").glob("metrics-cut-*.jsonl"))
     assert [json.loads(line)["step"] for line in cut[0].read_text().splitlines()][-1] == 16
 
 
+def make_run(tree: dict) -> Run:
+    """This rank's run, to be changed before it goes."""
+    config, launch = make_config(tree), read_launch_env()
+    flight = preflight(config, launch.world_size)
+    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
+    return Run(config, start_world(launch, device="cpu"), flight, directory)
+
+
 def poison(tree: dict, what: str) -> str:
     """Rank 1 computes NaN at step 3; returns the error that this rank raised."""
-    config = make_config(tree)
-    launch = read_launch_env()
-    flight = preflight(config, launch.world_size)
-    world = start_world(launch, device="cpu")
-    run = Run(config, world, flight)
+    run = make_run(tree)
     plain_update = run.update
 
     def update(step: int) -> None:
-        if step == 3 and world.rank == 1:
+        if step == 3 and run.world.rank == 1:
             named = dict(run.model.named_parameters())
             name = list(named)[-2]
             if what == "parameter":
@@ -165,13 +168,11 @@ def stop_by_signal(tree: dict) -> str:
     import os
     import signal
 
-    config, launch = make_config(tree), read_launch_env()
-    flight = preflight(config, launch.world_size)
-    run = Run(config, start_world(launch, device="cpu"), flight)
+    run = make_run(tree)
     plain_update = run.update
 
     def update(step: int) -> None:
-        if step == 5 and launch.rank == 1:
+        if step == 5 and run.world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         plain_update(step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +24,14 @@ from optimus.model.transformer import Transformer
 _DERIVED = "rotary_emb.inv_freq"
 
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
 class _Source(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def __getitem__(self, name: str) -> Tensor: ...
@@ -33,13 +42,26 @@ def load_hf_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model of a Hugging Face directory, in `dtype` or that of its tensors."""
+    """The model of a Hugging Face directory, in `dtype` or each parameter in its own."""
     files = _TensorFiles(Path(path))
     with torch.device("meta"):
         model = Transformer(read_hf_config(path))
-    model.to(dtype or files.dtype()).to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype or files.dtype(name, parameter))
+    model.to_empty(device=device)
     load_hf_weights(model, path)
     return model
+
+
+def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
+    """Refuse what `load_hf_weights` would refuse, from headers alone, before anything is built."""
+    path = Path(path)
+    _same_model(config, read_hf_config(path), path)
+    files = _TensorFiles(path)
+    _no_strangers(files.names(), config, path)
+    with torch.device("meta"):
+        model = Transformer(config)
+    _fill(model, files.on_meta(), str(path))
 
 
 def load_hf_weights(model: Transformer, path: str | os.PathLike) -> None:
@@ -101,9 +123,30 @@ class _TensorFiles:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def dtype(self) -> torch.dtype:
-        """The dtype of the embedding, which stands for all."""
-        return self[hf_name("embed.weight")].dtype
+    def dtype(self, name: str, parameter: Tensor) -> torch.dtype:
+        """The dtype that holds every tensor of our parameter without loss."""
+        theirs = [theirs for theirs, _ in pieces(name, parameter)]
+        stored = [self.meta(t).dtype for t in ([hf_name(name), *theirs]) if t in self]
+        if not stored:
+            raise CheckpointError(f"{self.path}: tensor {theirs[0]} is missing")
+        return functools.reduce(torch.promote_types, stored)
+
+    def meta(self, name: str) -> Tensor:
+        """A tensor's shape and dtype, from the file's header."""
+        file = self._file_of[name]
+        try:
+            header = self._reader(file).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / file}: {one_line(error)}") from None
+        stored = header.get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path / file}: tensor {name} is of {stored}, not one of {', '.join(_DTYPES)}"
+            )
+        return torch.empty(header.get_shape(), dtype=_DTYPES[stored], device="meta")
+
+    def on_meta(self) -> dict[str, Tensor]:
+        return {name: self.meta(name) for name in self._file_of if not name.endswith(_DERIVED)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

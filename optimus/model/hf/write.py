@@ -28,11 +28,12 @@ def write_hf(
     directory: str | os.PathLike,
     config: ModelConfig,
     state_dict: Mapping[str, Tensor],
-    dtype: str,
+    dtype: str | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write config.json and safetensors of `dtype` ("fp32", "bf16", "fp16"), an expert a tensor.
+    """Write config.json and safetensors, an expert a tensor.
 
+    `dtype` is "fp32", "bf16", "fp16", or None for each tensor's own, without a change of a bit.
     `state_dict` has our names and whole tensors on any device; it may load them when asked. Files
     hold at most `shard_bytes` (more only where one tensor is larger), and no more than one file's
     tensors are held beside the model. The directory appears complete or not at all.
@@ -43,17 +44,22 @@ def write_hf(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not empty; name a new directory")
-    fields = config_to_hf(config, str(_DTYPES[dtype]).removeprefix("torch."))
     with torch.device("meta"):
         expected = Transformer(config).state_dict()
     for name in sorted(expected.keys() ^ state_dict.keys()):
         fault = "is missing" if name in expected else "has no place in the model"
         raise CheckpointError(f"weights to write: tensor {name} {fault}")
+    if dtype is None:
+        kept = {name: tensor.dtype for name, tensor in state_dict.items()}
+    else:
+        kept = dict.fromkeys(expected, _DTYPES[dtype])
+    expected = {name: tensor.to(kept[name]) for name, tensor in expected.items()}
+    fields = config_to_hf(config, str(kept["embed.weight"]).removeprefix("torch."))
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(directory)
     temporary.mkdir()
     try:
-        _write_weights(temporary, expected, state_dict, _DTYPES[dtype], shard_bytes)
+        _write_weights(temporary, expected, state_dict, shard_bytes)
         write_json(temporary / "config.json", fields)
         if directory.exists():
             directory.rmdir()
@@ -67,31 +73,29 @@ def _write_weights(
     directory: Path,
     expected: Mapping[str, Tensor],
     state_dict: Mapping[str, Tensor],
-    dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    shards = _plan(expected, dtype.itemsize, shard_bytes)
+    """`expected` are tensors on the meta device, of the shapes and dtypes to write."""
+    shards = _plan(expected, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        _write_shard(directory / name, shard, expected, state_dict, dtype)
+        _write_shard(directory / name, shard, expected, state_dict)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        total = sum(tensor.numel() for tensor in expected.values()) * dtype.itemsize
+        total = sum(tensor.numel() * tensor.itemsize for tensor in expected.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(directory / "model.safetensors.index.json", index)
 
 
-def _plan(
-    expected: Mapping[str, Tensor], itemsize: int, shard_bytes: int
-) -> list[dict[str, _Place]]:
+def _plan(expected: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, _Place]]:
     """Which tensors each file holds, in the model's order: {name on disk: its place} by file."""
     shards: list[dict[str, _Place]] = [{}]
     filled = 0
     for name, tensor in expected.items():
         for number, (their_name, piece) in enumerate(pieces(name, tensor)):
-            size = piece.numel() * itemsize
+            size = piece.numel() * piece.itemsize
             if filled and filled + size > shard_bytes:
                 shards.append({})
                 filled = 0
@@ -105,7 +109,6 @@ def _write_shard(
     shard: Mapping[str, _Place],
     expected: Mapping[str, Tensor],
     state_dict: Mapping[str, Tensor],
-    dtype: torch.dtype,
 ) -> None:
     tensors: dict[str, Tensor] = {}
     name, parts = "", []
@@ -118,7 +121,7 @@ def _write_shard(
                     f"{list(expected[ours].shape)}"
                 )
             parts = list(pieces(ours, value))
-        tensors[their_name] = parts[number][1].to("cpu", dtype).contiguous()
+        tensors[their_name] = parts[number][1].to("cpu", expected[ours].dtype).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
     with open(file, "rb") as written:
         os.fsync(written.fileno())
