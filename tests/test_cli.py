@@ -120,3 +120,30 @@ def test_bench_step_runs(tiny_data, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     assert main(["bench", "step", str(config), "--steps", "3", "--json"]) == 0
     assert 0.1 < json.loads(capsys.readouterr().out)["cpu_ratio_median"] < 10
+
+
+def test_convert_keeps_scaled_rotary_embeddings_and_every_type(run_dir, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    import optimus
+
+    hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
+    assert main(["convert", "to-hf", str(run_dir), str(hf)]) == 0
+    config = json.loads((hf / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    config.pop("rope_parameters", None)
+    (hf / "config.json").write_text(json.dumps(config))
+    tensors = load_file(hf / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    save_file({"x": torch.zeros(1, dtype=torch.float16)}, hf / "adapter_model.safetensors")
+    assert main(["convert", "from-hf", str(hf), str(ours)]) == 0
+    assert main(["convert", "to-hf", str(ours), str(again)]) == 0
+    back = load_file(again / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype is tensor.dtype and torch.equal(back[name], tensor), name
+    tokens = torch.arange(8).unsqueeze(0)
+    one, other, unscaled = (optimus.load_model(path)(tokens) for path in (ours, again, run_dir))
+    assert torch.equal(one, other) and not torch.equal(one, unscaled)

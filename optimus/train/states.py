@@ -17,6 +17,7 @@ from optimus.config import OptimConfig
 
 ALIGNMENT = 16
 _NORM_BLOCK = 4096
+_WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ModelStates:
             _round_up(end, ALIGNMENT * num_shards), dtype=torch.float32, device=device
         )
         self._leaves = {**named, **aliases}
-        self._accumulates_natively = dtype is torch.float32 or hasattr(torch.Tensor, "grad_dtype")
+        self._accumulates_natively = dtype is torch.float32 or _WIDENS_NATIVELY
         if not self._accumulates_natively:
             for name, leaf in self._leaves.items():
                 leaf.register_post_accumulate_grad_hook(self._widener(name))

@@ -89,3 +89,51 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     leftover.mkdir()
     manager.prepare_directory(tmp_path, manager.decide_start(tmp_path, "auto"))
     assert names(tmp_path) == ["step-00000003"]
+
+
+def test_copies_that_users_made_are_let_be(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    directory = manager.checkpoints_dir(tmp_path)
+    for name in ("step-00000009-mine", "step-00000009.bak", "model-x"):
+        (directory / name).mkdir()
+    manager.forget_old(tmp_path, keep_models=1)
+    start = manager.decide_start(tmp_path, "auto")
+    manager.prepare_directory(tmp_path, start)
+    assert start.step == 3
+    assert {"step-00000009-mine", "step-00000009.bak", "model-x"} <= set(names(tmp_path))
+
+
+@pytest.mark.parametrize("spelling", ["relative", "absolute", "run"])
+def test_a_run_may_start_from_its_own_checkpoint_by_path(tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    for step in (6, 8):
+        save("run", step)
+    paths = {"relative": "run/checkpoints/step-00000006", "run": str(tmp_path / "run")}
+    load = paths.get(spelling, str(tmp_path / "run/checkpoints/step-00000006"))
+    start = manager.decide_start(tmp_path / "run", load)
+    manager.prepare_directory(tmp_path / "run", start)
+    assert start.path.is_dir()
+    kept = {"step-00000006"} | ({"step-00000008"} if spelling == "run" else set())
+    assert set(names("run")) - {"set-aside"} == kept
+
+
+def test_a_run_may_start_from_its_own_model_by_path(tmp_path):
+    model = save(tmp_path, 4, "model")
+    save(tmp_path, 8)
+    start = manager.decide_start(tmp_path, str(model.path))
+    manager.prepare_directory(tmp_path, start)
+    assert start.step == 0 and names(tmp_path) == ["model-00000004", "set-aside"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(tmp_path):
+    damage(save(tmp_path, 5))
+    with pytest.raises(CheckpointError, match=r"none of 1 full .* checkpoint.load=none"):
+        manager.decide_start(tmp_path, "auto")
+
+
+def test_damage_is_found_when_a_checkpoint_is_named_directly(tmp_path):
+    manifest = save(tmp_path, 5)
+    damage(manifest)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        manager.resolve(manifest.path)

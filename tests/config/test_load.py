@@ -74,6 +74,8 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ("parallel.tp=2", r"parallel.tp = 2 is not available in this version; use 1"),
         ("optim.sharding=epso", r"optim.sharding = 'epso' is not available .* 'none'"),
         ('recompute.modules=["moe"]', r"recompute.modules = .* not available"),
+        ("train.threads=100000", r"train.threads = 100000.* 1024"),
+        ("kernels.backend=cpu", r"\[kernels\] is not available in this version"),
         ("train.dtype=fp16", r"train.dtype = 'fp16' is not available .* 'bf16'"),
     ],
 )
@@ -89,6 +91,11 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
         ({"train__global_batch_tokens": 100}, r"global_batch_tokens = 100 .* nearest is 96"),
         ({"optim__warmup_steps": 21}, r"warmup_steps = 21 exceeds the 20 steps"),
         ({"train__stop_at_step": 21}, r"stop_at_step = 21"),
+        (
+            {"optim__schedule": "constant", "optim__decay_steps": 5},
+            r"decay_steps = 5 has no meaning",
+        ),
+        ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
     ],
 )

@@ -84,6 +84,11 @@ def test_a_frozen_setting_changes_only_where_it_is_named(tiny_data, stopped_run)
     assert check(tiny_data, stopped_run, **change, **allow).start.step == 2
 
 
+def test_a_misspelt_change_is_refused(tiny_data, tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean 'optim.weight_decay'"):
+        check(tiny_data, tmp_path, checkpoint__allow_change=["optim.weight_decy"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_directory(tiny_data, tmp_path):
     tmp_path.chmod(0o500)

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from optimus.checkpoint import manager
+from optimus.cli import main as optimus
 from optimus.config import make_config
 from optimus.dist.world import start_world
-from optimus.errors import NonFiniteError, Stopped
+from optimus.errors import NonFiniteError, OptimusError, Stopped
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import Run, train
@@ -200,3 +201,57 @@ def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert manager.newest_valid(tmp_path).origin == "model@15"
     assert manager.newest_valid(tmp_path).updates == 5
+
+
+def run_and_catch(tree: dict) -> str:
+    try:
+        run_tree(tree)
+    except OptimusError as error:
+        return f"{error.exit_code} {error}"
+    return "0"
+
+
+def test_an_update_that_overflows_is_never_saved(ranks, tiny_data, tmp_path):
+    wild = {"optim__lr": 1e38, "optim__warmup_steps": 0, "checkpoint__interval": 1}
+    tree = tiny_tree(tiny_data, tmp_path, **wild)
+    words = ranks(2, run_and_catch, tree, start_world=False)
+    assert words[0] == words[1] and words[0].startswith("4 step 1: the update made parameter ")
+    assert manager.newest_valid(tmp_path) is None
+
+
+def test_weights_of_another_model_are_refused_before_anything_changes(
+    ranks, tiny_data, tmp_path, capsys
+):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", train__stop_at_step=2))
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert optimus(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    tree = tiny_tree(
+        tiny_data,
+        tmp_path / "run",
+        model__num_layers=3,
+        checkpoint__load=str(tmp_path / "hf"),
+    )
+    (word,) = ranks(1, run_and_catch, tree, start_world=False)
+    assert word.startswith("2 model.num_layers = 3")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"truncated")
+    tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(tmp_path / "hf"))
+    (word,) = ranks(1, run_and_catch, tree, start_world=False)
+    assert word.startswith("2 ") and "model.safetensors" in word
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
+def test_a_model_that_cannot_be_exported_is_refused_at_the_start(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(
+        tiny_data, tmp_path, **DENSE, model__norm_eps=1e-6, checkpoint__model_interval=2
+    )
+    (word,) = ranks(1, run_and_catch, tree, start_world=False)
+    assert (
+        word.startswith("2 ") and "norm_eps" in word and not (tmp_path / "metrics.jsonl").exists()
+    )
+
+
+def test_a_run_may_become_deterministic(ranks, tiny_data, tmp_path):
+    fast = tiny_tree(tiny_data, tmp_path, train__deterministic=False, train__stop_at_step=2)
+    train_on(ranks, 1, fast)
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path, train__stop_at_step=4))
+    assert len(metrics_of(tmp_path)) == 4

@@ -9,6 +9,7 @@ import torch
 from optimus.config import OptimConfig
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
+from optimus.train import states as states_module
 from optimus.train.states import ALIGNMENT, ModelStates
 from tests.helpers.tiny import tiny_config
 
@@ -84,7 +85,11 @@ def test_bf16_parameters_follow_fp32_masters():
         assert torch.equal(parameter, states.named(states.masters)[name].bfloat16())
 
 
-def test_bf16_accumulation_over_microbatches_is_fp32():
+@pytest.mark.parametrize("natively", [True, False])
+def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
+    if natively and not states_module._WIDENS_NATIVELY:
+        pytest.skip("this torch has no Tensor.grad_dtype")
+    monkeypatch.setattr(states_module, "_WIDENS_NATIVELY", natively)
     model, reference = make_model(), make_model()
     states = ModelStates(model, torch.bfloat16, OPTIM)
     reference.to(torch.bfloat16)

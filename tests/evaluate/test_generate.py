@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import torch
+
+from optimus.evaluate.generate import generate
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
+from tests.helpers.tiny import tiny_config
+
+
+def make_model() -> Transformer:
+    model = Transformer(tiny_config("d", "r").model)
+    initialise_(model, 1)
+    return model
+
+
+def test_temperature_zero_takes_the_likeliest_token_each_time():
+    model, prompt = make_model(), torch.tensor([3, 1, 4])
+    new = generate(model, prompt, 5, context=32, temperature=0)
+    tokens = prompt
+    for expected in new:
+        assert int(model(tokens.unsqueeze(0))[0, -1].argmax()) == int(expected)
+        tokens = torch.cat([tokens, expected.view(1)])
+
+
+def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
+    model, prompt = make_model(), torch.tensor([3])
+    one, same = (generate(model, prompt, 20, context=8, seed=5) for _ in range(2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, generate(model, prompt, 20, context=8, seed=6))
+    likeliest = generate(model, prompt, 20, context=8, temperature=0)
+    assert torch.equal(likeliest, generate(model, prompt, 20, context=8, top_k=1, seed=9))
+
+
+def test_it_ends_at_the_stop_token():
+    model, prompt = make_model(), torch.tensor([3])
+    first = int(generate(model, prompt, 1, context=8, temperature=0))
+    new = generate(model, prompt, 9, context=8, temperature=0, stop_token=first)
+    assert new.tolist() == [first]
