@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +13,26 @@ from data_prep.manifest import read_manifest
 from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.reader import ShardReader
 from optimus.errors import DataError
+
+
+class InstanceSource(Protocol):
+    """What training reads from: one data set, or several mixed."""
+
+    context: int
+    """Tokens of an instance (C)."""
+    vocab_size: int
+    """One more than the largest id that can occur."""
+    eos_id: int
+    """The id that ends every document and occurs nowhere else."""
+    identity: str
+    """Hex string that is equal for two sources only if they give the same instances."""
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The tokenizer.json that made the ids."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Instances [start, stop), int64 [n, C], a new array; stateless."""
 
 
 class TokenDataset:
@@ -42,6 +63,10 @@ class TokenDataset:
         """Tokens of an instance (C)."""
         self.vocab_size = manifest.vocab_size
         """One more than the largest id that can occur."""
+        self.eos_id = manifest.eos_id
+        """The id that ends every document and occurs nowhere else."""
+        self.tokenizer_sha256 = manifest.tokenizer_sha256
+        """Of the tokenizer that made the ids."""
         self.identity = manifest.identity
         """Hex string that is equal for two data sets only if they give the same instances."""
         self._seed = manifest.seed

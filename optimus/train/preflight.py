@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import read_manifest
+from data_prep.mixing import integer_weights
 from optimus.checkpoint.manager import Start, decide_start
 from optimus.config import Config
-from optimus.data.dataset import TokenDataset
+from optimus.data.dataset import InstanceSource, TokenDataset
+from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
 from optimus.train.batch import BatchPlan, plan_batch
@@ -37,7 +39,7 @@ class Preflight:
 
     mesh: Mesh
     plan: BatchPlan
-    dataset: TokenDataset
+    dataset: InstanceSource
     eval_dataset: TokenDataset | None
     start: Start
     settings: dict[str, Any]
@@ -60,14 +62,14 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     )
     plan = plan_batch(config, mesh.num_data_ranks)
     for key, value in (
-        ("data.path", config.data.path),
+        ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),
         ("train.max_steps", config.train.max_steps),
     ):
         if not value:
             raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
     _check_run_dir(config.train.run_dir)
-    dataset = _fitting_dataset("data.path", config.data.path, config)
+    dataset = _training_data(config)
     eval_path = config.data.eval_path or _own_eval_path(config.data.path)
     eval_dataset = _fitting_dataset("data.eval_path", eval_path, config) if eval_path else None
     settings = flat_settings(config, dataset, plan)
@@ -78,7 +80,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
 
 
-def flat_settings(config: Config, dataset: TokenDataset, plan: BatchPlan) -> dict[str, Any]:
+def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> dict[str, Any]:
     """All settings as "section.key": value, with the data's identity and the real batch."""
     flat = {
         f"{section}.{key}": value
@@ -114,6 +116,24 @@ def _is_frozen(key: str, config: Config) -> bool:
     return key.startswith("model.") or key in FROZEN
 
 
+def _training_data(config: Config) -> InstanceSource:
+    """The data set of data.path, or the mix of those of data.mix."""
+    path, mix = config.data.path, config.data.mix
+    if not mix:
+        return _fitting_dataset("data.path", path, config)
+    if path:
+        raise ConfigError(f"data.path = {path!r} and data.mix are both given; leave one out")
+    try:
+        weights = integer_weights([source.weight for source in mix])
+    except ConfigError as error:
+        raise ConfigError(f"data.mix: {error}") from None
+    sources = [
+        _fitting_dataset(f"data.mix[{index}].path", source.path, config)
+        for index, source in enumerate(mix)
+    ]
+    return MixedDataset(sources, weights)
+
+
 def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
     dataset = TokenDataset(path)
     if dataset.context != config.train.seq_len:
@@ -131,6 +151,8 @@ def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
 
 def _own_eval_path(path: str) -> str:
     """The held-out part that came with the data, unless it is too small for one instance."""
+    if not path:
+        return ""
     own = Path(path) / "eval"
     held_out = (own / "manifest.json").is_file() and read_manifest(own).num_instances > 0
     return str(own) if held_out else ""

@@ -11,6 +11,9 @@ from tests.helpers.tiny import tiny_tree
 from tests.train.test_run import train_on
 
 
+MIX = [{"path": "/nowhere", "weight": 1}]
+
+
 def check(data, run_dir, world_size=1, **overrides):
     return preflight(make_config(tiny_tree(data, run_dir, **overrides)), world_size)
 
@@ -21,6 +24,14 @@ def check(data, run_dir, world_size=1, **overrides):
         ({"data__path": ""}, 1, ConfigError, r"data.path is missing"),
         ({"data__path": "/nowhere"}, 1, DataError, r"/nowhere"),
         ({"data__eval_path": "/nowhere"}, 1, DataError, r"/nowhere"),
+        ({"data__mix": MIX}, 1, ConfigError, r"data.path = .* and data.mix are both given"),
+        ({"data__path": "", "data__mix": MIX}, 1, DataError, r"/nowhere"),
+        (
+            {"data__path": "", "data__mix": [*MIX, {"path": "a", "weight": 1.2345678}]},
+            1,
+            ConfigError,
+            r"data.mix: weights .* round them",
+        ),
         ({"train__run_dir": ""}, 1, ConfigError, r"train.run_dir is missing"),
         ({"train__run_dir": "/proc/x"}, 1, ConfigError, r"train.run_dir = '/proc/x'"),
         (
