@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optimus import platform
 from optimus.config import Config

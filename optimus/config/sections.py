@@ -139,7 +139,7 @@ class MixSource(Section):
     path: Annotated[str, Field(min_length=1)]
     """Its directory."""
     weight: Annotated[float, Field(gt=0)]
-    """Its share of the instances, relative to the others'; taken as the decimal it is written as."""
+    """Its share of the instances, relative to the others; exactly the decimal that is written."""
 
 
 class DataConfig(Section):

@@ -6,6 +6,8 @@ document.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,7 +66,7 @@ def document_lengths(document_ids: Tensor) -> list[int]:
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]
-    return [stop - start for start, stop in zip(places, places[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(places)]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def diagnose(
 ) -> str:
     """One clause that says where on this rank the trouble began: parameter, layer or gradient.
 
-    `batches` are the microbatches of the step so far (tokens, ids); their forward pass is run again.
+    `batches` are the microbatches (tokens, ids) of the step so far; they are run forward again.
     """
     if name := first_nonfinite(parameters.items()):
         return f"parameter {name} is non-finite"

@@ -10,7 +10,6 @@ from optimus.train.preflight import preflight
 from tests.helpers.tiny import tiny_tree
 from tests.train.test_run import train_on
 
-
 MIX = [{"path": "/nowhere", "weight": 1}]
 
 
