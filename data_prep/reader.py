@@ -37,7 +37,7 @@ class ShardReader:
         return out
 
     def rows_into(self, out: np.ndarray, first: int) -> None:
-        """Fill `out` [n, C], of any integer dtype that holds the ids, with the rows from `first`."""
+        """Fill `out` [n, C], of any dtype that holds the ids, with the rows from `first` on."""
         length = self._manifest.instances_per_shard
         place = 0
         while place < len(out):

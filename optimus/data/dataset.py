@@ -15,7 +15,6 @@ from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.reader import ShardReader
 from optimus.errors import DataError
 
-
 _BLOCK = 256
 """Places permuted at once: the cost of a call, 80 us, is shared by the next microbatches, while a
 rank of many, which needs few of a block, pays 1.5 times what its own few would cost."""

@@ -16,5 +16,5 @@ def document_ids(tokens: np.ndarray, eos_id: int) -> np.ndarray:
     that may be the rest of a document whose beginning stands in another instance.
     """
     ids = np.zeros(tokens.shape, np.int32)
-    np.cumsum(tokens[:, :-1] == eos_id, axis=1, out=ids[:, 1:])
-    return ids
+    ids[:, 1:] = tokens[:, :-1] == eos_id
+    return np.cumsum(ids, axis=1, out=ids)

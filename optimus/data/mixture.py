@@ -55,7 +55,7 @@ class MixedDataset:
         """Instances [start, stop) of the mix, int64 [n, C], a new array. Raises DataError."""
         sources, numbers = self._mixing.locate(start, stop)
         out = np.empty((stop - start, self.context), np.int64)
-        for index in np.unique(sources).tolist():
+        for index in np.flatnonzero(np.bincount(sources)).tolist():
             places = np.flatnonzero(sources == index)
             first = int(numbers[places[0]])
             out[places] = self._sources[index].read(first, first + len(places))
