@@ -6,7 +6,7 @@ The peer runs in its own environment, in turn with ours, each pass in a fresh pr
     python scripts/bench/data_loader.py --peer peer/bin/python
 
 CPU-seconds are of the whole process, our reading thread included, after one pass that warms the
-page cache. GPTDataset is charged for `dataset[i]` alone: no collating, no worker processes, no mask.
+page cache. GPTDataset is charged for `dataset[i]` alone: no collating, no workers, no mask.
 Ours is charged for ready batches [8, context] as the training loop takes them. Also measured: a
 later epoch (permuted), document masks, three data sets mixed, and opening 10,000 shards.
 """

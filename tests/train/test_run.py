@@ -13,6 +13,7 @@ from optimus.checkpoint import manager
 from optimus.config import make_config
 from optimus.dist.world import start_world
 from optimus.errors import CheckpointError, NonFiniteError, Stopped
+from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import Run, train
@@ -82,6 +83,13 @@ def test_a_document_mask_is_felt(ranks, tiny_data, tmp_path):
     assert off[-1]["loss"] != on[-1]["loss"]
     evaluated = [read_json_lines(tmp_path / name / "eval.jsonl")[-1] for name in ("off", "on")]
     assert evaluated[0]["loss"] != evaluated[1]["loss"]
+    for name, record in zip(
+        ("off", "on"), evaluated, strict=True
+    ):  # `optimus eval` knows by itself
+        again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 0)
+        assert again["document_mask"] == (name == "on")
+        assert again["loss"] == pytest.approx(record["loss"], rel=1e-6)
+    assert abs(evaluated[0]["loss"] - evaluated[1]["loss"]) > 1e-5 * evaluated[0]["loss"]
 
 
 def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tmp_path):
