@@ -77,8 +77,11 @@ class Loader:
         self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
         self._microbatch_size = microbatch_size
         self._document_mask = document_mask
-        self._ready: queue.Queue = queue.Queue()
-        self._stop = threading.Event()
+        # Queues in C, whose hand-over costs a fraction of queue.Queue's; tickets bound how far the
+        # thread reads ahead, and an empty one ends it.
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
 
@@ -98,6 +101,7 @@ class Loader:
             self._restart(step)
         self._next_step = step + 1
         result = self._ready.get()
+        self._tickets.put(True)
         if isinstance(result, BaseException):
             self.close()
             raise result
@@ -106,30 +110,28 @@ class Loader:
     def close(self) -> None:
         """End the thread; a later `microbatches` starts another."""
         if self._thread is not None:
-            self._stop.set()
-            while not self._ready.empty():  # let a thread that waits to put go on
-                self._ready.get_nowait()
+            self._stopping = True
+            self._tickets.put(False)  # wakes a thread that waits
             self._thread.join()
             self._thread = None
 
     def _restart(self, step: int) -> None:
         self.close()
-        self._ready, self._stop = queue.Queue(_AHEAD), threading.Event()
+        self._ready, self._tickets, self._stopping = queue.SimpleQueue(), queue.SimpleQueue(), False
+        for _ in range(_AHEAD):
+            self._tickets.put(True)
         self._thread = threading.Thread(
-            target=self._read_ahead,
-            args=(step, self._ready, self._stop),
-            name="optimus-loader",
-            daemon=True,
+            target=self._read_ahead, args=(step,), name="optimus-loader", daemon=True
         )
         self._thread.start()
 
-    def _read_ahead(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
-        while not stop.is_set():
+    def _read_ahead(self, step: int) -> None:
+        while self._tickets.get() and not self._stopping:
             try:
                 result: list[Microbatch] | BaseException = self._read(step)
             except BaseException as error:  # handed over: the caller raises it
                 result = error
-            ready.put(result)
+            self._ready.put(result)
             if isinstance(result, BaseException):
                 return
             step += 1
