@@ -88,6 +88,15 @@ class Mixing:
         sources = self._picks[places].astype(np.int64)
         return sources, rounds * self._weights[sources] + self._before[places]
 
+    def before_repeating(self, available: Sequence[int]) -> int:
+        """How many instances the mix has until a source of available[i] instances must repeat."""
+        ends = []
+        for source, (weight, count) in enumerate(zip(self.weights, available, strict=True)):
+            rounds, rest = divmod(count, weight)
+            place = np.flatnonzero(self._picks == source)[rest]
+            ends.append(rounds * self.period + int(place))
+        return min(ends)
+
     def quotas(self, instances: int) -> tuple[int, ...]:
         """How many of the first `instances` each source gives; they add up to it."""
         rounds, rest = divmod(instances, self.period)

@@ -151,8 +151,8 @@ class DataConfig(Section):
     """Instead of `path`: several data sets, each with its share of the instances, as exact integer
     quotas; the sources' instances run on through epochs of their own."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: `path`/eval where it exists. A `mix` has none of
-    its own."""
+    """Directory of the held-out data set; empty: `path`/eval where it exists. Of a `mix` the
+    held-out parts are mixed alike, up to where one would repeat, if every source has one."""
     document_mask: bool = False
     """Whether attention stays within documents, in training and evaluation; false: it crosses
     them."""

@@ -41,6 +41,13 @@ class InstanceSource(Protocol):
         """Instances [start, stop), int64 [n, C], a new array; stateless."""
 
 
+class FiniteSource(InstanceSource, Protocol):
+    """A source that evaluation can read to its end."""
+
+    num_instances: int
+    """How many instances it has before any repeats."""
+
+
 class TokenDataset:
     """Instances of a finished data set. Opening reads the manifest; shards are mapped when needed.
 

@@ -47,6 +47,8 @@ class MixedDataset:
         self.vocab_size = max(source.vocab_size for source in sources)
         self.tokenizer_file = first.tokenizer_file
         self._sources, self._mixing = tuple(sources), Mixing(weights)
+        self.num_instances = self._mixing.before_repeating([one.num_instances for one in sources])
+        """Instances until a source repeats itself."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         """Hex string that is equal for two mixes only if they give the same instances."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from optimus.data.dataset import TokenDataset
+from optimus.data.dataset import FiniteSource
 from optimus.data.loader import make_microbatch
 from optimus.dist.collectives import Group, all_gather
 
@@ -24,7 +24,7 @@ class HeldOutLoss:
 @torch.no_grad()
 def held_out_loss(
     model: nn.Module,
-    dataset: TokenDataset,
+    dataset: FiniteSource,
     batch_size: int,
     group: Group,
     device: torch.device,

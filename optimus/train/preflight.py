@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from data_prep.manifest import read_manifest
 from data_prep.mixing import integer_weights
 from optimus.checkpoint.manager import Start, decide_start
 from optimus.config import Config
-from optimus.data.dataset import InstanceSource, TokenDataset
+from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
@@ -40,7 +40,7 @@ class Preflight:
     mesh: Mesh
     plan: BatchPlan
     dataset: InstanceSource
-    eval_dataset: TokenDataset | None
+    eval_dataset: FiniteSource | None
     start: Start
     settings: dict[str, Any]
     differences: tuple[str, ...]
@@ -70,8 +70,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
             raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
     _check_run_dir(config.train.run_dir)
     dataset = _training_data(config)
-    eval_path = config.data.eval_path or _own_eval_path(config.data.path)
-    eval_dataset = _fitting_dataset("data.eval_path", eval_path, config) if eval_path else None
+    eval_dataset = _held_out_data(config)
     settings = flat_settings(config, dataset, plan)
     start, differences = Start("undecided"), ()
     if decides_start:
@@ -123,13 +122,28 @@ def _training_data(config: Config) -> InstanceSource:
         return _fitting_dataset("data.path", path, config)
     if path:
         raise ConfigError(f"data.path = {path!r} and data.mix are both given; leave one out")
+    return _mixed(config, [source.path for source in mix])
+
+
+def _held_out_data(config: Config) -> FiniteSource | None:
+    """That of data.eval_path, or what came with the data: of a mix, mixed alike."""
+    path, mix = config.data.eval_path, config.data.mix
+    if path or not mix:
+        path = path or _own_eval_path(config.data.path)
+        return _fitting_dataset("data.eval_path", path, config) if path else None
+    paths = [_own_eval_path(source.path) for source in mix]
+    return _mixed(config, paths) if all(paths) else None
+
+
+def _mixed(config: Config, paths: Sequence[str]) -> MixedDataset:
+    """The data sets at `paths` by the weights of data.mix."""
     try:
-        weights = integer_weights([source.weight for source in mix])
+        weights = integer_weights([source.weight for source in config.data.mix])
     except ConfigError as error:
         raise ConfigError(f"data.mix: {error}") from None
     sources = [
-        _fitting_dataset(f"data.mix[{index}].path", source.path, config)
-        for index, source in enumerate(mix)
+        _fitting_dataset(f"data.mix[{index}].path", path, config)
+        for index, path in enumerate(paths)
     ]
     return MixedDataset(sources, weights)
 
@@ -151,8 +165,6 @@ def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
 
 def _own_eval_path(path: str) -> str:
     """The held-out part that came with the data, unless it is too small for one instance."""
-    if not path:
-        return ""
     own = Path(path) / "eval"
     held_out = (own / "manifest.json").is_file() and read_manifest(own).num_instances > 0
     return str(own) if held_out else ""

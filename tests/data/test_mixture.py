@@ -34,6 +34,13 @@ def test_each_source_gives_its_own_instances_in_order(parts):
         assert np.array_equal(found[sources == index], part.read(0, 40 * weight))
 
 
+def test_it_knows_when_a_source_repeats(parts):
+    mix = MixedDataset([parts[1], parts[2]], [1, 1])
+    count = mix.num_instances
+    assert 2 * parts[2].num_instances <= count <= 2 * parts[2].num_instances + 1
+    assert len(np.unique(mix.read(0, count)[1::2], axis=0)) == parts[2].num_instances
+
+
 def test_it_is_stateless(parts):
     mix = MixedDataset(parts, [5, 2, 7])
     whole = MixedDataset(parts, [5, 2, 7]).read(0, 200)

@@ -62,6 +62,16 @@ def test_quotas_count_the_order():
     assert mixing.quotas(17 * 10**15) == (5 * 10**15, 2 * 10**15, 9 * 10**15, 10**15)
 
 
+def test_how_far_a_mix_goes_without_repeating():
+    mixing = Mixing((3, 1, 4))
+    for available in ((3, 1, 4), (100, 100, 100), (0, 9, 9), (7, 1, 30), (6, 2, 8), (1, 1, 1)):
+        count = mixing.before_repeating(available)
+        inside = zip(mixing.quotas(count), available, strict=True)
+        assert all(quota <= size for quota, size in inside)
+        beyond = zip(mixing.quotas(count + 1), available, strict=True)
+        assert any(quota > size for quota, size in beyond)
+
+
 def test_no_source_runs_ahead_of_its_share():
     """Never a whole instance ahead; and in a period each has its weight exactly."""
     rng = random.Random(3)
