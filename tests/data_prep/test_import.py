@@ -183,8 +183,8 @@ def test_damage_is_one_line(made, tmp_path, capsys):
 
 @pytest.mark.parametrize("code", ["H", "i", "q"])
 def test_ids_outside_the_vocabulary(made, tmp_path, capsys, code):
-    """70000 must not become 4464; nor may -1 become 65535."""
-    wrong = [VOCAB] if code == "H" else [VOCAB, 70000, -1]
+    """65541 must not become 5, nor -65530 become 6."""
+    wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
     for token in wrong:
         path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)
         refused(made, tmp_path, capsys, f"a.bin: id {token} at token 4 lies outside", path)
