@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     for group in (options.add_inputs, options.add_tokenize, options.add_out, options.add_workers):
         group(add)
 
+    add = _add(
+        commands, "import", _import, "Instead of tokenize: Megatron-LM's or dolma's token files."
+    )
+    options.add_import(add)
+    options.add_out(add)
+    options.add_workers(add)
+
     add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
     add.add_argument("--to", metavar="NEW", help="put the data set here and leave OUT as it is")
@@ -193,6 +200,23 @@ def _tokenize(args: argparse.Namespace) -> int:
             f"{len(records)} arrays"
         )
     return _answer(args, value, lines)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from data_prep.importers.run import ImportRequest, import_tokens
+    from data_prep.shuffle import read_token_set
+
+    start, out = time.monotonic(), Path(args.out)
+    request = ImportRequest(
+        args.input, args.tokenizer, out, _workers(args), args.exclude, args.eos, args.dtype
+    )
+    mended = import_tokens(request)
+    _, _, records = read_token_set(out / "tokens")
+    total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+    value = {"out": args.out, **total, **mended, "wall_s": round(time.monotonic() - start, 3)}
+    line = f"{out}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
+    line += f"{len(records)} arrays; EOS added to {mended['eos_added']:,} documents, "
+    return _answer(args, value, [line + f"{mended['empty_documents']:,} empty ones left out"])
 
 
 def _shuffle(args: argparse.Namespace) -> int:

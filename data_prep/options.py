@@ -111,6 +111,30 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Which foreign token files are read, and how."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        action="extend",
+        metavar="GLOB",
+        help="Megatron-LM's .bin (its .idx beside it) and dolma's or OLMo's .npy files",
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], action="extend", metavar="PATTERN", help="leave out"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="the tokenizer.json that made the ids"
+    )
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
+    )
+    parser.add_argument(
+        "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
+    )
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Where output goes."""
     parser.add_argument("--out", required=True, metavar="DIR", help="the output directory")

@@ -33,22 +33,30 @@ class ShardReader:
     def rows(self, first: int, stop: int) -> np.ndarray:
         """Rows [first, stop) as a new array [n, C] in the data set's dtype."""
         out = np.empty((stop - first, self._manifest.context), self._dtype)
-        length = self._manifest.instances_per_shard
-        row = first
-        while row < stop:
-            shard, offset = divmod(row, length)
-            count = min(stop - row, length - offset)
-            out[row - first : row - first + count] = self._shard(shard)[offset : offset + count]
-            row += count
+        self.rows_into(out, first)
         return out
 
-    def pick(self, rows: np.ndarray) -> np.ndarray:
-        """Rows int64 [n] in the order given, [n, C]; read in ascending order."""
-        out = np.empty((len(rows), self._manifest.context), self._dtype)
-        for place in np.argsort(rows):
-            shard, offset = divmod(int(rows[place]), self._manifest.instances_per_shard)
-            out[place] = self._shard(shard)[offset]
-        return out
+    def rows_into(self, out: np.ndarray, first: int) -> None:
+        """Fill `out` [n, C], of any dtype that holds the ids, with the rows from `first` on."""
+        length = self._manifest.instances_per_shard
+        place = 0
+        while place < len(out):
+            shard, offset = divmod(first + place, length)
+            count = min(len(out) - place, length - offset)
+            out[place : place + count] = self._shard(shard)[offset : offset + count]
+            place += count
+
+    def pick_into(self, out: np.ndarray, rows: np.ndarray) -> None:
+        """Fill `out` [n, C] with rows int64 [n] in the order given; read in ascending order."""
+        order = np.argsort(rows)
+        shards, offsets = np.divmod(rows[order], self._manifest.instances_per_shard)
+        opened, view = -1, np.empty((0, 0), self._dtype)
+        for place, shard, offset in zip(
+            order.tolist(), shards.tolist(), offsets.tolist(), strict=True
+        ):
+            if shard != opened:
+                opened, view = shard, self._shard(shard)
+            out[place] = view[offset]
 
     def _shard(self, shard: int) -> np.ndarray:
         with self._lock:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optimus import platform
 from optimus.config import Config
+from optimus.data.loader import Microbatch
 from optimus.dist.world import World, start_world
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
@@ -52,12 +53,12 @@ class PlainLoop:
             fused=True,
         )
 
-    def run(self, microbatches: list[Tensor]) -> float:
+    def run(self, microbatches: list[Microbatch]) -> float:
         self._model.zero_grad()
         total = 0.0
         settings, count = self._config.model, self._plan.num_microbatches
-        for tokens in microbatches:
-            terms = self._model.losses(tokens.to(self._device))
+        for microbatch in microbatches:
+            terms = self._model.losses(microbatch.tokens.to(self._device))
             loss = terms.ce_sum / self._plan.targets
             if settings.num_experts:
                 loss = loss + settings.aux_loss_coef / count * terms.aux
@@ -129,7 +130,7 @@ def _time(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
 
 def _contestants(
     config: Config, world: World, plan: BatchPlan
-) -> tuple[Updater, PlainLoop, list[Tensor]]:
+) -> tuple[Updater, PlainLoop, list[Microbatch]]:
     with world.device:
         model = Transformer(config.model)
     initialise_(model, config.train.seed)
@@ -139,7 +140,7 @@ def _contestants(
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (plan.microbatch_size, plan.seq_len)
     microbatches = [
-        torch.randint(config.model.vocab_size, shape, generator=generator)
+        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
         for _ in range(plan.microbatches_per_rank)
     ]
     return ours, plain, microbatches

@@ -101,7 +101,8 @@ def _legal_names(location: Sequence[str]) -> str:
     """A spelling hint, or all keys of the section in which an unknown one stood."""
     section: type[BaseModel] = Config
     for part in location[:-1]:
-        section = _section_type(section.model_fields[part].annotation)
+        if not part.isdigit():  # an entry of a list of tables has their keys
+            section = _section_type(section.model_fields[part].annotation)
     wrong, names = location[-1], list(section.model_fields)
     prefix = ".".join(location[:-1])
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)

@@ -133,13 +133,29 @@ class ModelConfig(Section):
     """`olmo`: 1 when balanced, averaged over layers. `hf`: transformers' form, for parity only."""
 
 
+class MixSource(Section):
+    """One data set of a mix."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Its directory."""
+    weight: Annotated[float, Field(gt=0)]
+    """Its share of the instances, relative to the others; exactly the decimal that is written."""
+
+
 class DataConfig(Section):
     """Data sets written by `optimus-data`."""
 
     path: str = ""
     """Directory of the training data set."""
+    mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
+    """Instead of `path`: several data sets, each with its share of the instances, as exact integer
+    quotas; the sources' instances run on through epochs of their own."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: `path`/eval where it exists."""
+    """Directory of the held-out data set; empty: `path`/eval where it exists. Of a `mix` the
+    held-out parts are mixed alike, up to where one would repeat, if every source has one."""
+    document_mask: bool = False
+    """Whether attention stays within documents, in training and evaluation; false: it crosses
+    them."""
 
 
 class ParallelConfig(Section):

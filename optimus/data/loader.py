@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import NamedTuple
 
 import torch
 
-from optimus.data.dataset import TokenDataset
+from optimus.data.dataset import InstanceSource
+from optimus.data.documents import document_ids
 from optimus.errors import ConfigError
 
 _AHEAD = 2  # updates read in advance: one being used, one waiting hides any single slow read
@@ -26,6 +28,24 @@ def microbatch_starts(
     return [first + number * microbatch_size for number in numbers]
 
 
+class Microbatch(NamedTuple):
+    """What one forward pass reads: `model.losses(*microbatch)`."""
+
+    tokens: torch.Tensor
+    """int64 [microbatch_size, C]."""
+    document_ids: torch.Tensor | None = None
+    """int32 [microbatch_size, C], the document of each token within its instance; None: no mask."""
+
+
+def make_microbatch(
+    dataset: InstanceSource, start: int, stop: int, document_mask: bool
+) -> Microbatch:
+    """Instances [start, stop) of `dataset`, with document ids if they are asked for."""
+    tokens = dataset.read(start, stop)
+    ids = torch.from_numpy(document_ids(tokens, dataset.eos_id)) if document_mask else None
+    return Microbatch(torch.from_numpy(tokens), ids)
+
+
 class Loader:
     """Microbatches of one data rank, read ahead by a thread. A context manager.
 
@@ -35,13 +55,16 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: InstanceSource,
         instances_per_step: int,
         microbatch_size: int,
         data_rank: int,
         num_data_ranks: int,
+        document_mask: bool = False,
     ):
-        """Raises ConfigError where the ranks' microbatches do not divide the update."""
+        """`document_mask`: give document ids with the tokens.
+
+        Raises ConfigError where the ranks' microbatches do not divide the update."""
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
         round_size = microbatch_size * num_data_ranks
         if microbatch_size < 1 or instances_per_step < 1 or instances_per_step % round_size:
@@ -53,8 +76,12 @@ class Loader:
         self._dataset = dataset
         self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
         self._microbatch_size = microbatch_size
-        self._ready: queue.Queue = queue.Queue()
-        self._stop = threading.Event()
+        self._document_mask = document_mask
+        # Queues in C, whose hand-over costs a fraction of queue.Queue's; tickets bound how far the
+        # thread reads ahead, and an empty one ends it.
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
 
@@ -64,8 +91,8 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def microbatches(self, step: int) -> list[torch.Tensor]:
-        """This rank's microbatches of update `step` (from 1), int64 [microbatch_size, C] each.
+    def microbatches(self, step: int) -> list[Microbatch]:
+        """This rank's microbatches of update `step` (from 1), in order.
 
         Raises whatever reading raised, DataError above all.
         """
@@ -74,6 +101,7 @@ class Loader:
             self._restart(step)
         self._next_step = step + 1
         result = self._ready.get()
+        self._tickets.put(True)
         if isinstance(result, BaseException):
             self.close()
             raise result
@@ -82,36 +110,35 @@ class Loader:
     def close(self) -> None:
         """End the thread; a later `microbatches` starts another."""
         if self._thread is not None:
-            self._stop.set()
-            while not self._ready.empty():  # let a thread that waits to put go on
-                self._ready.get_nowait()
+            self._stopping = True
+            self._tickets.put(False)  # wakes a thread that waits
             self._thread.join()
             self._thread = None
 
     def _restart(self, step: int) -> None:
         self.close()
-        self._ready, self._stop = queue.Queue(_AHEAD), threading.Event()
+        self._ready, self._tickets, self._stopping = queue.SimpleQueue(), queue.SimpleQueue(), False
+        for _ in range(_AHEAD):
+            self._tickets.put(True)
         self._thread = threading.Thread(
-            target=self._read_ahead,
-            args=(step, self._ready, self._stop),
-            name="optimus-loader",
-            daemon=True,
+            target=self._read_ahead, args=(step,), name="optimus-loader", daemon=True
         )
         self._thread.start()
 
-    def _read_ahead(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
-        while not stop.is_set():
+    def _read_ahead(self, step: int) -> None:
+        while self._tickets.get() and not self._stopping:
             try:
-                result: list[torch.Tensor] | BaseException = self._read(step)
+                result: list[Microbatch] | BaseException = self._read(step)
             except BaseException as error:  # handed over: the caller raises it
                 result = error
-            ready.put(result)
+            self._ready.put(result)
             if isinstance(result, BaseException):
                 return
             step += 1
 
-    def _read(self, step: int) -> list[torch.Tensor]:
+    def _read(self, step: int) -> list[Microbatch]:
+        size = self._microbatch_size
         return [
-            torch.from_numpy(self._dataset.read(start, start + self._microbatch_size))
+            make_microbatch(self._dataset, start, start + size, self._document_mask)
             for start in microbatch_starts(step, *self._split)
         ]

@@ -9,6 +9,8 @@ import torch
 
 from optimus import platform
 from optimus.checkpoint import manager
+from optimus.checkpoint.weights import CONFIG
+from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
 from optimus.dist.collectives import Group
 from optimus.errors import ConfigError, DataError, one_line
@@ -22,10 +24,14 @@ _TOKENIZER = "tokenizer.json"
 def evaluate_checkpoint(
     checkpoint: str, data: str, batch_size: int, instances: int
 ) -> dict[str, Any]:
-    """Mean cross-entropy in nats of a model over a data set, on one device."""
+    """Mean cross-entropy in nats of a model over a data set, on one device.
+
+    Attention stays within documents if the model was trained so, as its configuration beside the
+    weights says; without one, as in a Hugging Face directory, it crosses them.
+    """
     if batch_size < 1 or instances < 0:
         raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
-    manager.resolve(checkpoint)
+    source = Path(manager.resolve(checkpoint))
     dataset = TokenDataset(data)
     device = platform.pick_device(0)
     model = load_model(checkpoint, device=device)
@@ -40,8 +46,13 @@ def evaluate_checkpoint(
             f"{data}: instances of {dataset.context} tokens, but the model was made for at most "
             f"{longest} (max_position_embeddings)"
         )
-    result = held_out_loss(model, dataset, batch_size, Group(1, 0), device, instances)
-    return {"checkpoint": checkpoint, "data": data, **vars(result)}
+    own = source / CONFIG
+    document_mask = own.is_file() and load_config(own).data.document_mask
+    result = held_out_loss(
+        model, dataset, batch_size, Group(1, 0), device, instances, document_mask
+    )
+    told = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
+    return {**told, **vars(result)}
 
 
 def continue_text(

@@ -1,10 +1,14 @@
 """Causal self-attention with rotary embedding and grouped-query heads.
 
-Dims: B batch, S sequence, D hidden, H query heads, G key/value heads, C head_dim.
+Dims: B batch, S sequence, D hidden, H query heads, G key/value heads, C head_dim, L tokens of a
+document.
 """
 
 from __future__ import annotations
 
+import itertools
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,7 +40,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(q_size, config.norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(kv_size, config.norm_eps) if normed else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
+    ) -> Tensor:
+        """`documents`: lengths as from `document_lengths`; None: one document a sequence."""
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
@@ -44,7 +51,39 @@ class Attention(nn.Module):
             q, k, v = (projected.clamp(-self.clip, self.clip) for projected in (q, k, v))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
+        if documents is not None:
+            return self.o_proj(_within_documents(q, k, v, documents).flatten(-2))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return self.o_proj(_causal(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def document_lengths(document_ids: Tensor) -> list[int]:
+    """Lengths of the documents along the flattened document_ids [B, S]; they add up to B*S.
+
+    A document begins where the id changes, and with every sequence. Ids on the CPU cost no wait for
+    a device.
+    """
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    places = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]
+    return [stop - start for start, stop in itertools.pairwise(places)]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, H, S, C], k and v [B, G, S, C] -> [B, H, S, C]."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
+    """Block-diagonal causal attention: q [B, S, H, C], k and v [B, S, G, C] -> [B, S, H, C].
+
+    One fused call a document, so that what the mask forbids is not computed: the cost is the sum
+    of L^2, not S^2, and no [S, S] mask exists (docs/benchmarks/document_mask.md).
+    """
+    parts = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
+    mixed = [
+        _causal(*(heads.transpose(0, 1).unsqueeze(0) for heads in part)).squeeze(0).transpose(0, 1)
+        for part in parts
+    ]
+    return torch.cat(mixed).view_as(q)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.config import ModelConfig
-from optimus.model.attention import Attention
+from optimus.model.attention import Attention, document_lengths
 from optimus.model.layers import MLP, Embedding, make_norm
 from optimus.model.loss import cross_entropy_sum
 from optimus.model.moe import FastSparseMoE
@@ -50,8 +50,10 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = FastSparseMoE(config) if config.architecture == "olmoe" else MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(self.attention_norm(x), rope, documents)
         out = self.mlp(self.mlp_norm(x))
         out, routing = out if isinstance(out, tuple) else (out, None)
         return x + out, routing
@@ -65,6 +67,11 @@ class Transformer(nn.Module):
 
     The steps of `forward` and `losses` are methods of their own and blocks are keyed by their
     global number, so that a pipeline stage is this model with the other stages' blocks deleted.
+
+    `document_ids` [B, S], of any integer dtype and best on the CPU, divide sequences into documents
+    that do not see each other: a document begins where the id changes (CONTRACT.md, "Data set").
+    Positions run on through the sequence. Rotary embedding is relative, so a document gives what it
+    gives alone, up to rounding (but for rope_scaling = dynamic, which looks at the whole length).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,22 +87,28 @@ class Transformer(nn.Module):
         self.cross_entropy = cross_entropy_sum
         self._tied_head: Tensor | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, _ = self.run_blocks(self.embed(tokens))
+    def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        x, _ = self.run_blocks(self.embed(tokens), document_ids)
         return self.logits(x)
 
-    def losses(self, tokens: Tensor) -> LossTerms:
-        """The loss of predicting tokens[:, 1:] from what precedes them (CONTRACT.md, "Loss")."""
-        x, routings = self.run_blocks(self.embed(tokens))
+    def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
+        """The loss of predicting tokens[:, 1:] from what precedes them (CONTRACT.md, "Loss").
+
+        The first token of a document counts too, predicted from the document before it.
+        """
+        x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
         return LossTerms(ce_sum, num_targets, *self.router_losses(routings))
 
-    def run_blocks(self, x: Tensor) -> tuple[Tensor, list[Routing]]:
+    def run_blocks(
+        self, x: Tensor, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, list[Routing]]:
         """x [B, S, D] through all blocks that are here, with what their routers said."""
         rope = self.rotary(x.shape[1], x.device)
+        documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
         for block in self.blocks.values():
-            x, routing = block(x, rope)
+            x, routing = block(x, rope, documents)
             if routing is not None:
                 routings.append(routing)
         return x, routings

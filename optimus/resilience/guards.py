@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +25,8 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
-def first_nonfinite_module(model: nn.Module, tokens: Tensor) -> str | None:
-    """The innermost module that first gives a non-finite output for `tokens` [B, S]."""
+def first_nonfinite_module(model: nn.Module, batch: tuple[Tensor | None, ...]) -> str | None:
+    """The innermost module that first gives a non-finite output in `model.losses(*batch)`."""
     found: list[str] = []
 
     def watch(name: str):
@@ -39,7 +39,7 @@ def first_nonfinite_module(model: nn.Module, tokens: Tensor) -> str | None:
     handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
     try:
         with torch.no_grad():
-            model.losses(tokens)
+            model.losses(*batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -50,11 +50,11 @@ def diagnose(
     model: nn.Module,
     parameters: dict[str, Tensor],
     gradients: dict[str, Tensor],
-    batches: list[Tensor],
+    batches: Sequence[tuple[Tensor | None, ...]],
 ) -> str:
     """One clause that says where on this rank the trouble began: parameter, layer or gradient.
 
-    `batches` are the microbatches [B, S] of the step so far; their forward pass is run again.
+    `batches` are the microbatches (tokens, ids) of the step so far; they are run forward again.
     """
     if name := first_nonfinite(parameters.items()):
         return f"parameter {name} is non-finite"

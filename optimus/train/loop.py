@@ -85,6 +85,7 @@ class Run:
             config.train.microbatch_size,
             flight.mesh.data_rank(world.rank),
             flight.mesh.num_data_ranks,
+            config.data.document_mask,
         )
 
     def go(self) -> None:
@@ -129,7 +130,13 @@ class Run:
             return
         group, device = self.world.everyone, self.world.device
         held_out = held_out_loss(
-            self.model, dataset, train.microbatch_size, group, device, train.eval_instances
+            self.model,
+            dataset,
+            train.microbatch_size,
+            group,
+            device,
+            train.eval_instances,
+            self.config.data.document_mask,
         )
         if self.directory is not None:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})

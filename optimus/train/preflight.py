@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import read_manifest
+from data_prep.mixing import integer_weights
 from optimus.checkpoint.manager import Start, decide_start
 from optimus.config import Config
-from optimus.data.dataset import TokenDataset
+from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
+from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
 from optimus.model.identity import FREE_IN_LOGITS
@@ -42,8 +44,8 @@ class Preflight:
 
     mesh: Mesh
     plan: BatchPlan
-    dataset: TokenDataset
-    eval_dataset: TokenDataset | None
+    dataset: InstanceSource
+    eval_dataset: FiniteSource | None
     start: Start
     settings: dict[str, Any]
     differences: tuple[str, ...]
@@ -65,7 +67,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     )
     plan = plan_batch(config, mesh.num_data_ranks)
     for key, value in (
-        ("data.path", config.data.path),
+        ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),
         ("train.max_steps", config.train.max_steps),
     ):
@@ -73,9 +75,8 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
             raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
     _check_allowed_changes(config)
     _check_run_dir(config.train.run_dir)
-    dataset = _fitting_dataset("data.path", config.data.path, config)
-    eval_path = config.data.eval_path or _own_eval_path(config.data.path)
-    eval_dataset = _fitting_dataset("data.eval_path", eval_path, config) if eval_path else None
+    dataset = _training_data(config)
+    eval_dataset = _held_out_data(config)
     settings = flat_settings(config, dataset, plan)
     start, differences = Start("undecided"), ()
     if decides_start:
@@ -84,7 +85,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
 
 
-def flat_settings(config: Config, dataset: TokenDataset, plan: BatchPlan) -> dict[str, Any]:
+def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> dict[str, Any]:
     """All settings as "section.key": value, with the data's identity and the real batch."""
     flat = {
         f"{section}.{key}": value
@@ -127,6 +128,39 @@ def _check_allowed_changes(config: Config) -> None:
             near = difflib.get_close_matches(key, CHANGEABLE, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(CHANGEABLE)}"
             raise ConfigError(f"checkpoint.allow_change = {key!r} names no such setting; {hint}")
+
+
+def _training_data(config: Config) -> InstanceSource:
+    """The data set of data.path, or the mix of those of data.mix."""
+    path, mix = config.data.path, config.data.mix
+    if not mix:
+        return _fitting_dataset("data.path", path, config)
+    if path:
+        raise ConfigError(f"data.path = {path!r} and data.mix are both given; leave one out")
+    return _mixed(config, [source.path for source in mix])
+
+
+def _held_out_data(config: Config) -> FiniteSource | None:
+    """That of data.eval_path, or what came with the data: of a mix, mixed alike."""
+    path, mix = config.data.eval_path, config.data.mix
+    if path or not mix:
+        path = path or _own_eval_path(config.data.path)
+        return _fitting_dataset("data.eval_path", path, config) if path else None
+    paths = [_own_eval_path(source.path) for source in mix]
+    return _mixed(config, paths) if all(paths) else None
+
+
+def _mixed(config: Config, paths: Sequence[str]) -> MixedDataset:
+    """The data sets at `paths` by the weights of data.mix."""
+    try:
+        weights = integer_weights([source.weight for source in config.data.mix])
+    except ConfigError as error:
+        raise ConfigError(f"data.mix: {error}") from None
+    sources = [
+        _fitting_dataset(f"data.mix[{index}].path", path, config)
+        for index, path in enumerate(paths)
+    ]
+    return MixedDataset(sources, weights)
 
 
 def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:

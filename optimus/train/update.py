@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.config import Config
+from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather, all_gather_objects, all_reduce_max, all_reduce_sum
 from optimus.dist.world import World
 from optimus.errors import NonFiniteError
@@ -52,11 +53,11 @@ class Updater:
             self._raise_if_nonfinite,
         )
         self._step = 0
-        self._seen: list[Tensor] = []
+        self._seen: list[Microbatch] = []
         self._losses: list[Tensor] = []
 
-    def run(self, step: int, microbatches: list[Tensor]) -> UpdateResult:
-        """Do update `step` on this rank's `microbatches`, each int64 [b, S].
+    def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
+        """Do update `step` on this rank's `microbatches`.
 
         Raises NonFiniteError on every rank, before anything is reduced, if any rank's loss or
         gradient is not finite.
@@ -64,8 +65,8 @@ class Updater:
         self._step, self._losses, self._seen = step, [], []
         self._reduction.start()
         expert_rows = []
-        for tokens in microbatches:
-            expert_rows.append(self._forward_backward(tokens.to(self._world.device)))
+        for microbatch in microbatches:
+            expert_rows.append(self._forward_backward(microbatch))
             self._reduction.after_microbatch()
         self._reduction.finish()
         self._states.add_tied_uses()
@@ -78,10 +79,12 @@ class Updater:
             all_reduce_sum(rows, self._world.everyone)
         return UpdateResult(step, loss, aux_loss, z_loss, norm, lr, rows)
 
-    def _forward_backward(self, tokens: Tensor) -> Tensor:
+    def _forward_backward(self, microbatch: Microbatch) -> Tensor:
         """Add this microbatch's gradients of the objective; return its expert rows [L, E]."""
-        self._seen.append(tokens)
-        terms = self._model.losses(tokens)
+        # Document ids stay on the host: the model wants their lengths there.
+        microbatch = microbatch._replace(tokens=microbatch.tokens.to(self._world.device))
+        self._seen.append(microbatch)
+        terms = self._model.losses(*microbatch)
         model, count = self._config.model, self._plan.num_microbatches
         objective = terms.ce_sum / self._plan.targets
         if model.num_experts:

@@ -6,12 +6,19 @@ import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from optimus.data.dataset import TokenDataset
-from optimus.data.loader import Loader, microbatch_starts
+from optimus.data.documents import document_ids
+from optimus.data.loader import Loader, Microbatch, microbatch_starts
 from optimus.errors import ConfigError, DataError
+
+
+def joined(microbatches: list[Microbatch]) -> torch.Tensor:
+    """Their tokens, int64 [n, C]."""
+    return torch.cat([microbatch.tokens for microbatch in microbatches])
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -53,18 +60,19 @@ def test_every_layout_reads_the_same_steps(dataset, size, ranks):
     loaders = [Loader(dataset, per_step, size, rank, ranks) for rank in range(ranks)]
     for step in (1, 2, 3, wrap, wrap + 1):
         parts = [loader.microbatches(step) for loader in loaders]
-        assert all(part.dtype == torch.int64 for row in parts for part in row)
-        assert all(part.shape == (size, dataset.context) for row in parts for part in row)
+        assert all(part.tokens.dtype == torch.int64 for row in parts for part in row)
+        assert all(part.tokens.shape == (size, dataset.context) for row in parts for part in row)
+        assert all(part.document_ids is None for row in parts for part in row)
         in_order = [row[i] for i in range(len(parts[0])) for row in parts]
         expected = dataset.read((step - 1) * per_step, step * per_step)
-        assert torch.equal(torch.cat(in_order), torch.from_numpy(expected))
+        assert torch.equal(joined(in_order), torch.from_numpy(expected))
     for loader in loaders:
         loader.close()
 
 
 def test_resuming_with_other_ranks_goes_on_at_the_same_instance(dataset):
     with Loader(dataset, 12, 2, 0, 1) as one:
-        whole = torch.cat([part for step in (1, 2, 3) for part in one.microbatches(step)])
+        whole = joined([part for step in (1, 2, 3) for part in one.microbatches(step)])
     parts = []
     with Loader(dataset, 12, 2, 0, 1) as before:
         parts += before.microbatches(1)
@@ -72,7 +80,7 @@ def test_resuming_with_other_ranks_goes_on_at_the_same_instance(dataset):
         for step in (2, 3):
             for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
                 parts += pair
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(joined(parts), whole)
 
 
 def test_reads_ahead_and_jumps(dataset, monkeypatch):
@@ -85,7 +93,7 @@ def test_reads_ahead_and_jumps(dataset, monkeypatch):
 
     monkeypatch.setattr(dataset, "read", note)
     with Loader(dataset, 4, 4, 0, 1) as loader:
-        first = loader.microbatches(1)[0]
+        first = loader.microbatches(1)[0].tokens
         deadline = time.monotonic() + 10
         while len(asked) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -94,8 +102,8 @@ def test_reads_ahead_and_jumps(dataset, monkeypatch):
         assert len(asked) <= 4, "but not without bound"
         for step in (9, 2, 2, 1):
             expected = torch.from_numpy(read((step - 1) * 4, step * 4))
-            assert torch.equal(loader.microbatches(step)[0], expected)
-        assert torch.equal(loader.microbatches(1)[0], first)
+            assert torch.equal(loader.microbatches(step)[0].tokens, expected)
+        assert torch.equal(loader.microbatches(1)[0].tokens, first)
 
 
 def test_an_error_of_the_thread_is_raised_where_it_belongs(many_shards, tmp_path):
@@ -108,7 +116,7 @@ def test_an_error_of_the_thread_is_raised_where_it_belongs(many_shards, tmp_path
     with Loader(dataset, 2, 1, 0, 1) as loader:
         for step in (1, 2, 3):
             expected = torch.from_numpy(whole.read(2 * step - 2, 2 * step))
-            assert torch.equal(torch.cat(loader.microbatches(step)), expected)
+            assert torch.equal(joined(loader.microbatches(step)), expected)
         for _ in range(2):
             with pytest.raises(DataError, match=r"shard-00002\.npy"):
                 loader.microbatches(4)
@@ -131,3 +139,31 @@ def test_close_ends_a_thread_that_waits_to_hand_over(dataset):
 def test_what_does_not_divide_is_refused(dataset, per_step, size, ranks):
     with pytest.raises(ConfigError, match=r"train\.global_batch_tokens"):
         Loader(dataset, per_step, size, 0, ranks)
+
+
+def test_document_ids_count_the_ends_before_a_token():
+    """An EOS belongs to the document that it ends."""
+    tokens = np.array([[5, 0, 6, 7, 0], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]])
+    ids = document_ids(tokens, 0)
+    assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
+    assert document_ids(tokens[:, :1], 0).tolist() == [[0], [0], [0]]
+
+
+def test_the_mask_comes_with_the_tokens(dataset):
+    """The same tokens; the ids end where the tokenizer's EOS stands, and nowhere else."""
+    from tokenizers import Tokenizer
+
+    eos = Tokenizer.from_file(dataset.tokenizer_file).token_to_id("<|endoftext|>")
+    with (
+        Loader(dataset, 24, 4, 0, 2, document_mask=True) as masked,
+        Loader(dataset, 24, 4, 0, 2) as plain,
+    ):
+        ends = 0
+        for with_ids, without in zip(masked.microbatches(3), plain.microbatches(3), strict=True):
+            assert torch.equal(with_ids.tokens, without.tokens)
+            steps = with_ids.document_ids.diff(dim=1)
+            assert torch.equal(steps == 1, with_ids.tokens[:, :-1] == eos)
+            assert torch.equal(steps == 0, with_ids.tokens[:, :-1] != eos)
+            assert not with_ids.document_ids[:, 0].any()
+            ends += int(steps.sum())
+    assert ends > 0

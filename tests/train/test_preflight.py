@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
+from data_prep.cli import main as optimus_data
 from optimus.config import make_config
+from optimus.data.dataset import TokenDataset
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
 from optimus.train.preflight import preflight
-from tests.helpers.tiny import tiny_tree
+from tests.helpers.tiny import CONTEXT, tiny_tree
 from tests.train.test_run import train_on
+
+MIX = [{"path": "/nowhere", "weight": 1}]
 
 
 def check(data, run_dir, world_size=1, **overrides):
@@ -21,6 +26,14 @@ def check(data, run_dir, world_size=1, **overrides):
         ({"data__path": ""}, 1, ConfigError, r"data.path is missing"),
         ({"data__path": "/nowhere"}, 1, DataError, r"/nowhere"),
         ({"data__eval_path": "/nowhere"}, 1, DataError, r"/nowhere"),
+        ({"data__mix": MIX}, 1, ConfigError, r"data.path = .* and data.mix are both given"),
+        ({"data__path": "", "data__mix": MIX}, 1, DataError, r"/nowhere"),
+        (
+            {"data__path": "", "data__mix": [*MIX, {"path": "a", "weight": 1.2345678}]},
+            1,
+            ConfigError,
+            r"data.mix: weights .* round them",
+        ),
         ({"train__run_dir": ""}, 1, ConfigError, r"train.run_dir is missing"),
         ({"train__run_dir": "/proc/x"}, 1, ConfigError, r"train.run_dir = '/proc/x'"),
         (
@@ -94,3 +107,25 @@ def test_a_read_only_directory(tiny_data, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable"):
         check(tiny_data, tmp_path)
+
+
+def test_a_mix_is_evaluated_on_the_held_out_parts_mixed_alike(tiny_data, tmp_path):
+    other = tmp_path / "other"
+    shuffle = ["shuffle", str(tiny_data), "--to", str(other), "--context", str(CONTEXT)]
+    assert optimus_data([*shuffle, "--seed", "8"]) == 0
+    assert optimus_data(["shard", str(other), "--workers", "1"]) == 0
+    parts = [TokenDataset(path / "eval") for path in (tiny_data, other)]
+
+    def held_out(*paths, **overrides):
+        mix = [{"path": str(path), "weight": 1 + i} for i, path in enumerate(paths)]
+        flight = check("", tmp_path / "run", data__mix=mix, **overrides)
+        return flight.eval_dataset
+
+    mixed = held_out(tiny_data, other)
+    size = parts[1].num_instances  # the second gives two of three
+    assert mixed.num_instances == (size // 2) * 3 + (2 if size % 2 else 0)
+    expected = [parts[1].read(0, 1), parts[0].read(0, 1), parts[1].read(1, 2)]
+    assert np.array_equal(mixed.read(0, 3), np.concatenate(expected))
+    assert held_out(tiny_data, tiny_data / "eval") is None
+    own = held_out(tiny_data, tiny_data / "eval", data__eval_path=str(other / "eval"))
+    assert own.identity == parts[1].identity

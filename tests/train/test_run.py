@@ -13,7 +13,8 @@ from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
 from optimus.dist.world import start_world
-from optimus.errors import NonFiniteError, OptimusError, Stopped
+from optimus.errors import CheckpointError, NonFiniteError, OptimusError, Stopped
+from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import Run, train
@@ -57,6 +58,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         pytest.param({}, id="moe"),
         pytest.param({"model__tie_embeddings": True}, id="moe-tied"),
         pytest.param({"train__dtype": "bf16"}, id="moe-bf16"),
+        pytest.param({"data__document_mask": True}, id="moe-document-mask"),
         pytest.param(
             DENSE | {"model__tie_embeddings": True, "train__microbatch_size": 2}, id="dense"
         ),
@@ -70,6 +72,38 @@ def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path,
     assert_same_run(tmp_path / "1", tmp_path / "4")
     evaluations = [(tmp_path / str(size) / "eval.jsonl").read_text() for size in (1, 2, 4)]
     assert evaluations[0] and len(set(evaluations)) == 1
+
+
+def test_a_document_mask_is_felt(ranks, tiny_data, tmp_path):
+    """In training and in evaluation; and a mask that is off is no mask."""
+    short = {"train__max_steps": 5}  # some of the 40 instances hold an end of document
+    for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
+        train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
+    assert_same_run(tmp_path / "off", tmp_path / "also-off")
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "on", data__document_mask=True, **short))
+    off, on = (metrics_of(tmp_path / name) for name in ("off", "on"))
+    assert off[-1]["loss"] != on[-1]["loss"]
+    evaluated = [read_json_lines(tmp_path / name / "eval.jsonl")[-1] for name in ("off", "on")]
+    assert evaluated[0]["loss"] != evaluated[1]["loss"]
+    for name, record in zip(
+        ("off", "on"), evaluated, strict=True
+    ):  # `optimus eval` knows by itself
+        again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 0)
+        assert again["document_mask"] == (name == "on")
+        assert again["loss"] == pytest.approx(record["loss"], rel=1e-6)
+    assert abs(evaluated[0]["loss"] - evaluated[1]["loss"]) > 1e-5 * evaluated[0]["loss"]
+
+
+def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tmp_path):
+    mix = [{"path": str(tiny_data), "weight": 0.75}, {"path": f"{tiny_data}/eval", "weight": 0.25}]
+    run = {"train__max_steps": 6, "data__mix": mix, "data__document_mask": True}
+    train_on(ranks, 1, tiny_tree("", tmp_path / "1", **run))
+    train_on(ranks, 4, tiny_tree("", tmp_path / "4", **run, train__stop_at_step=3))
+    train_on(ranks, 2, tiny_tree("", tmp_path / "4", **run))
+    assert_same_run(tmp_path / "1", tmp_path / "4")
+    mix[1]["weight"] = 0.5
+    with pytest.raises(CheckpointError, match=r"data.identity = "):
+        preflight(make_config(tiny_tree("", tmp_path / "4", **run)), 1)
 
 
 def test_training_learns(ranks, tiny_data, tmp_path):

@@ -1,0 +1,117 @@
+"""Foreign token files as one flat array of ids each, with the document ends that they record.
+
+Megatron-LM: `NAME.bin` holds the ids of all sequences, `NAME.idx` says which type they have, how
+long each sequence is and which sequences begin a document (megatron/core/datasets/
+indexed_dataset.py, version 1). dolma and OLMo: a `.npy` that is nothing but ids, without a header,
+its documents ended by EOS. A real one-dimensional .npy is read too.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from optimus.errors import DataError, one_line
+
+_IDX_MAGIC = b"MMIDIDX\x00\x00"
+_IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices
+_IDX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One source of ids."""
+
+    ids: np.ndarray
+    """[T] of any integer type, mapped from disk."""
+    ends: np.ndarray
+    """int64 [D], ascending: the offset behind each document that the source tells of; may be
+    empty where only EOS tells."""
+
+
+def open_foreign(name: str, dtype: str | None) -> Foreign:
+    """The ids in `name` (.bin or .npy); `dtype` is that of a .npy without a header.
+
+    Raises DataError for a file that is damaged, incomplete, or not of these formats.
+    """
+    try:
+        return _megatron(Path(name)) if name.endswith(".bin") else _npy(Path(name), dtype)
+    except OSError as error:
+        raise DataError(f"{error.filename or name}: cannot be read: {error.strerror}") from None
+
+
+def index_of(name: str) -> str:
+    """The .idx that belongs to a .bin."""
+    return name.removesuffix(".bin") + ".idx"
+
+
+def _megatron(path: Path) -> Foreign:
+    idx = index_of(str(path))
+    data = np.frombuffer(Path(idx).read_bytes(), np.uint8)
+    head = len(_IDX_MAGIC) + _IDX_HEAD.size
+    if data[: len(_IDX_MAGIC)].tobytes() != _IDX_MAGIC or len(data) < head:
+        raise DataError(f"{idx}: is not the index of a Megatron-LM data set (MMIDIDX); remove it")
+    version, code, sequences, documents = _IDX_HEAD.unpack_from(data, len(_IDX_MAGIC))
+    if version != 1 or code not in _IDX_TYPES:
+        raise DataError(
+            f"{idx}: version {version}, type {code} of ids is not read; it must hold "
+            "version 1 and whole numbers"
+        )
+    if len(data) != head + 12 * sequences + 8 * documents:
+        raise DataError(
+            f"{idx}: has {len(data)} bytes, not those of {sequences} sequences and {documents} "
+            "document indices; it is damaged or multimodal, copy or make it again"
+        )
+    lengths = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
+    pointers = np.frombuffer(data, "<i8", sequences, head + 4 * sequences)
+    indices = np.frombuffer(data, "<i8", documents, head + 12 * sequences)
+    dtype = np.dtype(_IDX_TYPES[code])
+    stops = np.cumsum(lengths)
+    if (lengths < 0).any() or not np.array_equal(pointers, (stops - lengths) * dtype.itemsize):
+        raise DataError(f"{idx}: its sequences do not follow one another; make the data set again")
+    ascending = documents == 0 or (indices[0] == 0 and (np.diff(indices) >= 0).all())
+    if not ascending or (documents and indices[-1] != sequences):
+        raise DataError(f"{idx}: its document indices do not run from 0 to {sequences}; damaged")
+    ids = _raw(path, dtype)
+    tokens = int(stops[-1]) if sequences else 0
+    if len(ids) != tokens:
+        raise DataError(f"{path}: holds {len(ids)} ids, its index says {tokens}; copy it again")
+    ends = np.concatenate([[0], stops])[indices[1:]] if documents else stops
+    return Foreign(ids, ends.astype(np.int64))
+
+
+def _npy(path: Path, dtype: str | None) -> Foreign:
+    nothing = np.empty(0, np.int64)
+    with open(path, "rb") as file:
+        has_header = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
+    if not has_header:
+        if dtype is None:
+            raise DataError(
+                f"{path}: has no header that tells the type of its ids; give --dtype uint16 or "
+                "--dtype uint32, as it was written"
+            )
+        return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), nothing)
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(f"{path}: is {ids.dtype} {list(ids.shape)}, not one row of whole numbers")
+    if dtype is not None and ids.dtype != np.dtype(dtype):
+        raise DataError(f"{path}: holds {ids.dtype}, not --dtype {dtype}; leave that out")
+    return Foreign(ids, nothing)
+
+
+def _raw(path: Path, dtype: np.dtype) -> np.ndarray:
+    size = os.path.getsize(path)
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path}: has {size} bytes, which is no whole number of {dtype.name} ids; it is cut "
+            "short or of another type"
+        )
+    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)

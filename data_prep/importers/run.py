@@ -1,0 +1,187 @@
+"""`optimus-data import`: foreign token files become token arrays, as if they had been tokenized.
+
+A source file is a unit. Afterwards `shuffle` and `shard` go on as with tokenized text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.begin import begin
+from data_prep.importers.foreign import Foreign, index_of, open_foreign
+from data_prep.pool import run_jobs
+from data_prep.progress import Progress
+from data_prep.sources import InputFile, find_inputs, require_file
+from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, sidecar_path
+from data_prep.tokenize import _FORM_UNIT as FORM_UNIT
+from data_prep.tokenize import PARTS, TokenizeWork, TokenPlan, parts_dirs, read_unit
+from data_prep.tokenizer import TokenizerFacts, read_facts
+from data_prep.workspace import working_in
+from optimus import files
+from optimus.errors import DataError
+
+_BLOCK_TOKENS = 1 << 20
+_COMPANIONS = (".idx", ".csv.gz")  # beside .bin; dolma's list of documents, which EOS tells too
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """What `import` is asked for."""
+
+    inputs: Sequence[str]
+    tokenizer: str
+    out: Path
+    workers: int
+    exclude: Sequence[str] = ()
+    eos: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class _ImportWork:
+    base: TokenizeWork
+    dtype: str | None
+
+
+def import_tokens(request: ImportRequest) -> dict[str, int]:
+    """Token arrays of all inputs under request.out; what had to be mended, by kind.
+
+    Raises DataError for files that cannot be taken as they are, ids outside the vocabulary above
+    all.
+    """
+    tokenizer = require_file(request.tokenizer, "--tokenizer")
+    facts = read_facts(tokenizer, request.eos)
+    plan = _make_plan(find_inputs(request.inputs, request.exclude, request.out), facts, request)
+    with working_in(request.out):
+        work = _ImportWork(begin(request.out, tokenizer, plan, quarantine=False), request.dtype)
+        sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
+        order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
+        with Progress("import", sum(sizes), "B") as progress:
+            mended = run_jobs(_do_unit, work, order, request.workers, progress).values()
+    return {key: sum(one[key] for one in mended) for key in ("eos_added", "empty_documents")}
+
+
+def _make_plan(
+    found: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
+) -> TokenPlan:
+    """A .bin and its .idx, or a .npy, is a unit."""
+    inputs: list[InputFile] = []
+    units: list[tuple[int, int]] = []
+    for file in found:
+        if file.name.endswith(_COMPANIONS):
+            continue
+        if not file.name.endswith((".bin", ".npy")):
+            raise DataError(
+                f"{file.name}: neither a Megatron-LM .bin nor a .npy of ids; --exclude it"
+            )
+        own = [file]
+        if file.name.endswith(".bin"):
+            index = require_file(index_of(file.name), f"the index of {file.name},")
+            own.append(InputFile(str(index), os.path.getsize(index)))
+        units.append((len(inputs), len(inputs) + len(own)))
+        inputs += own
+    if not units:
+        raise DataError("--input names no .bin and no .npy file; check the path")
+    how = f"import {request.dtype or 'as described'}"  # another reading would be another plan
+    return TokenPlan(facts, how, 0.0, tuple(inputs), tuple(units))
+
+
+def _do_unit(work: _ImportWork, unit: int, advance: Callable[[int], None]) -> dict[str, int]:
+    plan, folder = work.base.plan, parts_dirs(work.base.out, work.base.plan)[PARTS[0]]
+    first, stop = plan.units[unit]
+    hashes = [files.xxh3_file(file.name) for file in plan.inputs[first:stop]]
+    try:
+        record = read_unit(folder, unit, work.base.plan_xxh3)
+    except DataError:
+        record = _import_unit(work, unit, hashes)
+    if record["inputs"] != hashes:
+        raise DataError(
+            f"{plan.inputs[first].name}: changed since {work.base.out} was begun; choose another "
+            f"--out, or remove {work.base.out} to start again"
+        )
+    advance(plan.unit_bytes(unit))
+    return record["mended"]
+
+
+def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> dict[str, Any]:
+    plan, folder = work.base.plan, parts_dirs(work.base.out, work.base.plan)[PARTS[0]]
+    source, facts = plan.units[unit][0], plan.tokenizer
+    name = plan.inputs[source].name
+    foreign = open_foreign(name, work.dtype)
+    with files.atomic_writer(array_path(folder, unit)) as file:
+        writer = TokenArrayWriter(file, facts.vocab_size, plan.dtype, facts.eos_id)
+        for block in _blocks(name, foreign, facts):
+            lines = range(writer.documents + 1, writer.documents + 1 + len(block))
+            writer.append(block, [(source, line) for line in lines])
+        array = writer.finish()
+    docs = writer.docs_bytes()
+    files.write_bytes(docs_path(folder, unit), docs)
+    record = {
+        "format": FORM_UNIT,
+        "version": layout.VERSION,
+        "plan": work.base.plan_xxh3,
+        "part": PARTS[0],
+        "unit": unit,
+        "tokens": writer.tokens,
+        "documents": writer.documents,
+        "array": array,
+        "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
+        "inputs": hashes,
+        "set_aside": [],
+        "mended": {
+            "eos_added": writer.tokens - len(foreign.ids),
+            "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
+        },
+    }
+    layout.write_checked_json(sidecar_path(folder, unit), record)
+    return record
+
+
+def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
+    """Documents' ids without EOS, uint32 each, a block of them at a time.
+
+    A document ends where the source says and behind every EOS, so that EOS stands nowhere but at
+    the end of a document, as in tokenized text.
+    """
+    ids, held, seen_eos = foreign.ids, [], len(foreign.ends) > 0 or len(foreign.ids) == 0
+    for start in range(0, len(ids), _BLOCK_TOKENS):
+        block = _checked(name, ids, start, facts.vocab_size)
+        after_eos = np.flatnonzero(block == facts.eos_id) + 1
+        seen_eos = seen_eos or after_eos.size > 0
+        told = foreign.ends[np.searchsorted(foreign.ends, start, side="right") :]
+        told = told[: np.searchsorted(told, start + len(block), side="right")] - start
+        ends = np.unique(np.concatenate([after_eos, told]))
+        documents = np.split(block, ends)
+        rest = documents.pop()
+        if documents:
+            documents[0] = np.concatenate([*held, documents[0]])
+            held = []
+            yield [one[:-1] if one[-1] == facts.eos_id else one for one in documents]
+        held.append(rest)
+    if not seen_eos:
+        raise DataError(
+            f"{name}: holds no {facts.eos_token} (id {facts.eos_id}), so its documents cannot be "
+            "told apart; give the tokenizer that made it, and its end of document as --eos"
+        )
+    if sum(map(len, held)):
+        yield [np.concatenate(held)]
+
+
+def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
+    """A block of ids as uint32, each compared with the vocabulary in its own type first."""
+    block = ids[start : start + _BLOCK_TOKENS]
+    wrong = (block < 0) | (block >= vocab_size)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise DataError(
+            f"{name}: id {int(block[place])} at token {start + place} lies outside the vocabulary "
+            f"of {vocab_size}; give the tokenizer that made it, or its real --dtype"
+        )
+    return block.astype(np.uint32)

@@ -1,0 +1,64 @@
+"""Several data sets as one, by weight: the stream that training reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_prep.mixing import ALGORITHM, Mixing
+from optimus.data.dataset import TokenDataset
+from optimus.errors import DataError
+
+
+class MixedDataset:
+    """An endless stream of instances, of each source as many as its weight says, exactly.
+
+    Every source runs through its own epochs, so that a small one with a large weight repeats.
+    Stateless as `TokenDataset` is: instance n is the same whoever asks, in whatever order.
+    """
+
+    def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
+        """`weights` as from `data_prep.mixing.integer_weights`.
+
+        Raises DataError for sources that do not go together, or for one that is named twice.
+        """
+        assert len(sources) == len(weights) > 0
+        first = sources[0]
+        for source in sources[1:]:
+            for what in ("context", "tokenizer_sha256", "eos_id"):
+                one, other = getattr(first, what), getattr(source, what)
+                if one != other:
+                    raise DataError(
+                        f"data.mix: {first.path} has {what} = {one}, {source.path} has {other}; "
+                        "mix data sets of one tokenizer and context"
+                    )
+        seen: dict[str, TokenDataset] = {}
+        for source in sources:
+            twin = seen.setdefault(source.identity, source)
+            if twin is not source:
+                raise DataError(
+                    f"data.mix: {twin.path} and {source.path} hold the same instances; name them "
+                    "once, with the sum of their weights"
+                )
+        self.context, self.eos_id = first.context, first.eos_id
+        self.vocab_size = max(source.vocab_size for source in sources)
+        self.tokenizer_file = first.tokenizer_file
+        self._sources, self._mixing = tuple(sources), Mixing(weights)
+        self.num_instances = self._mixing.before_repeating([one.num_instances for one in sources])
+        """Instances until a source repeats itself."""
+        facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
+        self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        """Hex string that is equal for two mixes only if they give the same instances."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Instances [start, stop) of the mix, int64 [n, C], a new array. Raises DataError."""
+        sources, numbers = self._mixing.locate(start, stop)
+        out = np.empty((stop - start, self.context), np.int64)
+        for index in np.flatnonzero(np.bincount(sources)).tolist():
+            places = np.flatnonzero(sources == index)
+            first = int(numbers[places[0]])
+            out[places] = self._sources[index].read(first, first + len(places))
+        return out

@@ -1,0 +1,210 @@
+"""Tokens per CPU-second of our Loader, against Megatron-LM's GPTDataset on the same tokens.
+
+The peer runs in its own environment, in turn with ours, each pass in a fresh process:
+
+    python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
+    python scripts/bench/data_loader.py --peer peer/bin/python
+
+CPU-seconds are of the whole process, our reading thread included, after one pass that warms the
+page cache. GPTDataset is charged for `dataset[i]` alone: no collating, no workers, no mask.
+Ours is charged for ready batches [8, context] as the training loop takes them. Also measured: a
+later epoch (permuted), document masks, three data sets mixed, and opening 10,000 shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+VOCAB = 50257
+BATCH = 8
+MEAN_DOCUMENT = 500
+SHARDS = 10_000
+PASSES = 10
+"""Timed passes of ours: one is too short to time well."""
+VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
+
+
+def make_data(folder: Path, tokens: int, context: int) -> None:
+    """A Megatron data set of random ids in documents of some 500 tokens, and ours imported from it.
+
+    Ids are random since no reader looks at them; lengths of documents are geometric.
+    """
+    import numpy as np
+    from tokenizers import AddedToken, Tokenizer, models
+
+    from data_prep.cli import main as optimus_data
+
+    words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    lengths = rng.geometric(1 / MEAN_DOCUMENT, tokens // MEAN_DOCUMENT).astype(np.int32) + 1
+    stops = np.cumsum(lengths, dtype=np.int64)
+    ids = rng.integers(1, VOCAB, int(stops[-1]), dtype=np.uint16)
+    ids[stops - 1] = 0
+    ids.tofile(folder / "peer.bin")
+    with open(folder / "peer.idx", "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
+        file.write(np.array([len(lengths), len(lengths) + 1], "<u8").tobytes())
+        file.write(lengths.tobytes() + ((stops - lengths) * 2).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+    out = str(folder / "ours")
+    given = ["--tokenizer", str(folder / "tokenizer.json"), "--out", out, "--workers", "1"]
+    assert optimus_data(["import", "--input", str(folder / "peer.bin"), *given]) == 0
+    for seed, name in ((0, out), (1, f"{out}-1"), (2, f"{out}-2")):
+        shuffle = ["shuffle", out, "--to", name, "--context", str(context), "--seed", str(seed)]
+        assert optimus_data(shuffle) == 0 and optimus_data(["shard", name, "--workers", "1"]) == 0
+
+
+def read_ours(folder: Path, variant: str) -> dict[str, Any]:
+    """PASSES timed passes of the Loader, after one that warms."""
+    import torch
+
+    from optimus.data.dataset import TokenDataset
+    from optimus.data.loader import Loader
+    from optimus.data.mixture import MixedDataset
+
+    torch.set_num_threads(1)
+    start = time.process_time()
+    dataset = source = TokenDataset(folder / "ours")
+    open_s = time.process_time() - start
+    if variant == "mix of three":
+        others = [TokenDataset(folder / f"ours-{seed}") for seed in (1, 2)]
+        source = MixedDataset([dataset, *others], [5, 3, 2])
+    steps = dataset.num_instances // BATCH
+    first = 1 + (steps * 2 if variant == "later epoch" else 0)
+    cpu_s = tokens = 0
+    for round_number in range(1 + PASSES):
+        with Loader(source, BATCH, BATCH, 0, 1, variant == "document mask") as loader:
+            start = time.process_time()
+            read = sum(
+                one.tokens.numel()
+                for step in range(first, first + steps)
+                for one in loader.microbatches(step)
+            )
+            if round_number:  # the first warms
+                cpu_s, tokens = cpu_s + time.process_time() - start, tokens + read
+    return {"tokens": tokens, "cpu_s": cpu_s, "open_s": open_s}
+
+
+def open_many(folder: Path) -> float:
+    """CPU-seconds to open a data set of SHARDS shards; the median of five."""
+    from dataclasses import replace
+
+    from data_prep.layout import write_checked_json
+    from data_prep.manifest import ShardEntry, read_manifest
+    from optimus.data.dataset import TokenDataset
+
+    few = read_manifest(folder / "ours")
+    entry = few.shards[0]
+    shards = tuple(
+        ShardEntry(
+            f"shards/shard-{number:05d}.npy", few.instances_per_shard, entry.size, entry.xxh3
+        )
+        for number in range(SHARDS)
+    )
+    many = folder / "many"
+    many.mkdir(exist_ok=True)
+    count = few.instances_per_shard * SHARDS
+    write_checked_json(
+        many / "manifest.json", replace(few, num_instances=count, shards=shards).to_json()
+    )
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        TokenDataset(many)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def child(command: list[str]) -> dict[str, Any]:
+    """The JSON object that a command prints on the last line of its standard output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All rounds; ours and the peer's in turn, so that a noisy machine disturbs both alike."""
+    make_data(folder, args.tokens, args.context)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
+    for _ in range(args.rounds):
+        for variant in VARIANTS:
+            command = [sys.executable, __file__, "--pass-of", str(folder), "--variant", variant]
+            runs[variant].append(child(command))
+        if args.peer:
+            script = str(Path(__file__).with_name("megatron_loader.py"))
+            stem, cache = str(folder / "peer"), str(folder / "cache")
+            command = [args.peer, script, stem, str(args.context), cache]
+            runs["GPTDataset"].append(child(command))
+    rates = {name: [run["tokens"] / run["cpu_s"] for run in done] for name, done in runs.items()}
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "tokens": args.tokens,
+        "context": args.context,
+        "batch": BATCH,
+        "rounds": args.rounds,
+        "tokens_per_cpu_s": {name: spread(rate) for name, rate in rates.items() if rate},
+        f"open_{SHARDS}_shards_s": open_many(folder),
+    }
+    if args.peer:
+        pairs = zip(rates["epoch 0"], rates["GPTDataset"], strict=True)
+        result["ratio"] = spread([ours / theirs for ours, theirs in pairs])
+        result["peer_open_cpu_s"] = spread([run["open_s"] for run in runs["GPTDataset"]])
+        result["peer"] = runs["GPTDataset"][0]["versions"]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", help="a Python with megatron-core; without: ours alone")
+    parser.add_argument("--tokens", type=int, default=32_000_000)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--pass-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.pass_of:
+        print(json.dumps(read_ours(args.pass_of, args.variant)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out, sys.stdout = sys.stdout, sys.stderr  # what optimus-data says is not the result
+        result = bench(args, Path(folder))
+        sys.stdout = out
+    if args.json:
+        print(json.dumps(result))
+        return
+    for name, rate in result["tokens_per_cpu_s"].items():
+        low, mid, high = (rate[key] / 1e6 for key in ("min", "median", "max"))
+        print(f"{name:14} {mid:7.0f} M tokens per CPU-second ({low:.0f} to {high:.0f})")
+    if "ratio" in result:
+        ratio = result["ratio"]
+        print(f"ratio {ratio['median']:.1f} ({ratio['min']:.1f} to {ratio['max']:.1f})")
+    print(f"open {SHARDS} shards: {result[f'open_{SHARDS}_shards_s'] * 1e3:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Data sets mixed by weight: exact shares, stateless numbers, identity, refusals in one line."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.cli import main
+from optimus.data.dataset import TokenDataset
+from optimus.data.loader import Loader
+from optimus.data.mixture import MixedDataset
+from optimus.errors import DataError
+from tests.helpers.tiny import CONTEXT
+
+
+@pytest.fixture
+def parts(tiny_data, many_shards) -> list[TokenDataset]:
+    """A large source, another order of it, and one so small that it repeats at once."""
+    return [TokenDataset(path) for path in (tiny_data, many_shards, tiny_data / "eval")]
+
+
+def test_each_source_gives_its_own_instances_in_order(parts):
+    """Each exactly by weight, continuing through epochs, whatever stands between."""
+    mix = MixedDataset(parts, [3, 1, 4])
+    count = 8 * 40
+    assert count // 2 > parts[2].num_instances, "the small source must repeat"
+    found = mix.read(0, count)
+    assert found.dtype == np.int64 and found.shape == (count, CONTEXT)
+    sources = np.array([2, 0, 2, 0, 1, 2, 0, 2] * 40)  # by hand: docs/formats/dataset.md, "Mixing"
+    for index, (part, weight) in enumerate(zip(parts, (3, 1, 4), strict=True)):
+        assert np.array_equal(found[sources == index], part.read(0, 40 * weight))
+
+
+def test_it_knows_when_a_source_repeats(parts):
+    mix = MixedDataset([parts[1], parts[2]], [1, 1])
+    count = mix.num_instances
+    assert 2 * parts[2].num_instances <= count <= 2 * parts[2].num_instances + 1
+    assert len(np.unique(mix.read(0, count)[1::2], axis=0)) == parts[2].num_instances
+
+
+def test_it_is_stateless(parts):
+    mix = MixedDataset(parts, [5, 2, 7])
+    whole = MixedDataset(parts, [5, 2, 7]).read(0, 200)
+    for start, stop in ((150, 200), (0, 1), (13, 15), (7, 7), (14, 28)):
+        assert np.array_equal(mix.read(start, stop), whole[start:stop])
+    far = 10**12 + 3
+    one_by_one = np.concatenate([mix.read(i, i + 1) for i in range(far, far + 20)])
+    assert np.array_equal(mix.read(far, far + 20), one_by_one)
+
+
+def test_resuming_with_other_ranks_goes_on_at_the_same_instance(parts):
+    mix = MixedDataset(parts, [2, 1, 3])
+    expected = torch.from_numpy(mix.read(0, 36))
+    with Loader(mix, 12, 2, 0, 1) as one:
+        found = list(one.microbatches(1))
+    with Loader(mix, 12, 2, 0, 2) as first, Loader(mix, 12, 2, 1, 2) as second:
+        for step in (2, 3):
+            for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
+                found += pair
+    assert torch.equal(torch.cat([microbatch.tokens for microbatch in found]), expected)
+
+
+def test_identity_covers_sources_weights_and_order(parts):
+    one = MixedDataset(parts, [3, 1, 4]).identity
+    assert MixedDataset(parts, [3, 1, 4]).identity == one and len(bytes.fromhex(one)) == 32
+    others = {
+        MixedDataset(parts, [3, 1, 5]).identity,
+        MixedDataset(parts[:2], [3, 1]).identity,
+        MixedDataset(parts[::-1], [4, 1, 3]).identity,
+        parts[0].identity,
+    }
+    assert one not in others and len(others) == 4
+
+
+def test_sources_that_do_not_go_together(parts, tiny_data, tmp_path):
+    def refused(path, needle):
+        with pytest.raises(DataError) as caught:
+            MixedDataset([parts[0], TokenDataset(path)], [1, 1])
+        assert needle in str(caught.value) and str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    wide = tmp_path / "wide"
+    assert main(["shuffle", str(tiny_data), "--to", str(wide), "--context", "64"]) == 0
+    assert main(["shard", str(wide), "--workers", "1"]) == 0
+    refused(wide, "has context = 32")
+    text, tokenizer, other = tmp_path / "a.txt", tmp_path / "t.json", tmp_path / "other"
+    text.write_text("some other text " * 50)
+    trained = ["train-tokenizer", "--input", str(text), "--vocab-size", "300"]
+    assert main([*trained, "--out", str(tokenizer)]) == 0
+    run = ["run", "--input", str(text), "--tokenizer", str(tokenizer), "--out", str(other)]
+    assert main([*run, "--context", str(CONTEXT), "--workers", "1"]) == 0
+    refused(other, "has tokenizer_sha256 = ")
+    shutil.copytree(tiny_data, tmp_path / "twin")
+    refused(tmp_path / "twin", "hold the same instances")

@@ -1,0 +1,221 @@
+"""Token files of other programs, written here byte by byte as their formats are defined."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.cli import main
+from data_prep.importers import run as importing
+from data_prep.token_arrays import read_docs
+from tests.data_prep.corpus import tree
+
+VOCAB, EOS_ID = 400, 0
+CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
+
+
+def write_megatron(
+    stem: Path, documents: list[list[list[int]]], code: str = "H", **damage: int
+) -> Path:
+    """.bin and .idx of documents, each a list of sequences, packed with struct alone."""
+    sequences = [sequence for document in documents for sequence in document]
+    size, bounds, place, pointers = struct.calcsize(f"<{code}"), [0], 0, []
+    for sequence in sequences:
+        pointers.append(place)
+        place += size * len(sequence)
+    for document in documents:
+        bounds.append(bounds[-1] + len(document))
+    flat = [token for sequence in sequences for token in sequence]
+    stem.with_suffix(".bin").write_bytes(struct.pack(f"<{len(flat)}{code}", *flat))
+    lengths = [len(sequence) for sequence in sequences]
+    pointers = [pointer + damage.get("shift", 0) for pointer in pointers]
+    stem.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<Q", damage.get("version", 1))
+        + struct.pack("<B", damage.get("type", CODES[code]))
+        + struct.pack("<QQ", len(sequences), len(bounds))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(pointers)}q", *pointers)
+        + struct.pack(f"<{len(bounds)}q", *bounds)
+    )
+    return stem.with_suffix(".bin")
+
+
+def some_documents(seed: int, count: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randint(1, VOCAB - 1) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def flatten(documents: list[list[int]]) -> list[int]:
+    return [token for document in documents for token in [*document, EOS_ID]]
+
+
+def run_import(made, out: Path, *inputs: Path | str, more: tuple[str, ...] = ()) -> int:
+    words = ["import", "--tokenizer", str(made.tokenizer), "--out", str(out), *more]
+    return main([*words, "--workers", "1", "--input", *map(str, inputs)])
+
+
+def imported(out: Path, unit: int = 0) -> list[list[int]]:
+    """The documents of a token array without their EOS, read with numpy alone."""
+    tokens = np.load(out / "tokens" / f"unit-{unit:05d}.npy")
+    assert tokens.dtype == np.uint16
+    documents, start = [], 0
+    for number, (end, _, line) in enumerate(read_docs(out / "tokens", unit).tolist(), 1):
+        assert line == number and tokens[end - 1] == EOS_ID
+        documents.append(tokens[start : end - 1].tolist())
+        start = end
+    assert start == len(tokens)
+    return documents
+
+
+@pytest.mark.parametrize("code", ["H", "i", "q", "h"])
+def test_megatron(made, tmp_path, monkeypatch, capsys, code):
+    """Several sequences a document, with EOS or without, over the borders of blocks."""
+    monkeypatch.setattr(importing, "_BLOCK_TOKENS", 37)
+    documents = some_documents(1)
+    stored = [[one[:3], one[3:], [EOS_ID]] if i % 2 else [one] for i, one in enumerate(documents)]
+    write_megatron(tmp_path / "a", stored, code)
+    assert run_import(made, tmp_path / "out", tmp_path / "a.bin", more=("--json",)) == 0
+    assert imported(tmp_path / "out") == documents
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["documents"] == 60 and answer["eos_added"] == 30
+    assert answer["tokens"] == sum(map(len, documents)) + 60 and answer["empty_documents"] == 0
+
+
+def test_megatron_documents_with_eos_inside_or_without_a_token(made, tmp_path, capsys):
+    write_megatron(tmp_path / "a", [[[]], [[5, EOS_ID, 6]], [[]], [[]], [[7, EOS_ID]], [[EOS_ID]]])
+    assert run_import(made, tmp_path / "out", tmp_path / "a.bin", more=("--json",)) == 0
+    assert imported(tmp_path / "out") == [[5], [6], [7], []]
+    assert json.loads(capsys.readouterr().out)["empty_documents"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_dolma(made, tmp_path, monkeypatch, dtype, block):
+    monkeypatch.setattr(importing, "_BLOCK_TOKENS", block)
+    documents = [*some_documents(2, 20), [], [], [3]]
+    flat = flatten(documents)
+    code = {"uint16": "H", "uint32": "I"}[dtype]
+    (tmp_path / "part-0.npy").write_bytes(struct.pack(f"<{len(flat)}{code}", *flat))
+    (tmp_path / "part-0.csv.gz").write_bytes(b"ignored")
+    arguments = [tmp_path / "part-*"]
+    assert run_import(made, tmp_path / "out", *arguments, more=("--dtype", dtype)) == 0
+    assert imported(tmp_path / "out") == documents
+
+
+def test_a_real_npy_says_its_own_type(made, tmp_path, capsys):
+    documents = some_documents(3)
+    np.save(tmp_path / "a.npy", np.array(flatten(documents)[:-1], np.int64))  # the last EOS missing
+    assert run_import(made, tmp_path / "out", tmp_path / "a.npy", more=("--json",)) == 0
+    assert imported(tmp_path / "out") == documents
+    assert json.loads(capsys.readouterr().out)["eos_added"] == 1
+
+
+def test_the_rest_goes_on_as_usual(made, tmp_path, capsys):
+    """Shuffled, sharded, verified, inspected; any workers; again after a part is lost."""
+    for seed in (1, 2, 3):
+        write_megatron(tmp_path / f"m{seed}", [[one] for one in some_documents(seed)])
+    flat = flatten(some_documents(4))
+    (tmp_path / "d.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
+    one, two = tmp_path / "one", tmp_path / "two"
+    inputs = [tmp_path / "m*", tmp_path / "d.npy"]
+    assert run_import(made, one, *inputs, more=("--dtype", "uint16")) == 0
+    assert run_import(made, two, *inputs, more=("--dtype", "uint16", "--workers", "3")) == 0
+    assert tree(one) == tree(two)
+    before = tree(one)
+    (one / "tokens" / "unit-00001.json").unlink()
+    (one / "tokens" / "unit-00001.npy").write_bytes(b"half")
+    assert run_import(made, one, *inputs, more=("--dtype", "uint16")) == 0
+    assert tree(one) == before
+    assert main(["shuffle", str(one), "--context", "16"]) == 0
+    assert main(["shard", str(one), "--workers", "1"]) == 0
+    assert main(["verify", str(one)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(one), "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    part = answer["sources"][0]
+    name = Path(part["input"]).name
+    assert name in ("m1.bin", "m2.bin", "m3.bin", "d.npy")
+    seed = 4 if name == "d.npy" else int(name[1])
+    document = [*some_documents(seed)[part["line"] - 1], EOS_ID]
+    count = part["stop"] - part["first"]
+    expected = document[part["document_token"] : part["document_token"] + count]
+    assert answer["ids"][part["first"] : part["stop"]] == expected
+
+
+def refused(made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()):
+    assert run_import(made, tmp_path / "out", *inputs, more=more) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("optimus-data: error: ") and needle in error, error
+    assert not list(tmp_path.glob("out/tokens/unit-*.json"))
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_damage_is_one_line(made, tmp_path, capsys):
+    a = tmp_path / "a"
+    good = [[one] for one in some_documents(1, 5)]
+    path = write_megatron(a, good)
+    index, content = a.with_suffix(".idx").read_bytes(), path.read_bytes()
+    path.write_bytes(content[:-2])
+    refused(made, tmp_path, capsys, "its index says", path)
+    path.write_bytes(content[:-1])
+    refused(made, tmp_path, capsys, "no whole number of uint16 ids", path)
+    path.write_bytes(content)
+    for cut in (0, 8, 30, len(index) - 1):
+        a.with_suffix(".idx").write_bytes(index[:cut])
+        refused(made, tmp_path, capsys, "a.idx: ", path)
+    a.with_suffix(".idx").write_bytes(index + bytes(5))
+    refused(made, tmp_path, capsys, "damaged or multimodal", path)
+    a.with_suffix(".idx").unlink()
+    refused(made, tmp_path, capsys, "a.idx", path)
+    refused(made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2))
+    refused(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
+    refused(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
+    (tmp_path / "b.txt").write_text("text")
+    refused(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize("code", ["H", "i", "q"])
+def test_ids_outside_the_vocabulary(made, tmp_path, capsys, code):
+    """65541 must not become 5, nor -65530 become 6."""
+    wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
+    for token in wrong:
+        path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)
+        refused(made, tmp_path, capsys, f"a.bin: id {token} at token 4 lies outside", path)
+
+
+def test_npy_files_that_cannot_be_taken(made, tmp_path, capsys):
+    path = tmp_path / "a.npy"
+    path.write_bytes(struct.pack("<4H", 5, 6, 7, 8))
+    refused(made, tmp_path, capsys, "give --dtype uint16 or", path)
+    refused(made, tmp_path, capsys, "holds no <|endoftext|>", path, more=("--dtype", "uint16"))
+    path.write_bytes(bytes(5))
+    refused(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
+    for array in (np.zeros((2, 3), np.uint16), np.zeros(3, np.float32)):
+        np.save(path, array)
+        refused(made, tmp_path, capsys, "not one row of whole numbers", path)
+    np.save(path, np.zeros(3, np.uint16))
+    refused(
+        made, tmp_path, capsys, "holds uint16, not --dtype uint32", path, more=("--dtype", "uint32")
+    )
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(made, tmp_path, capsys, "damaged .npy", path)
+
+
+def test_another_reading_is_not_mixed_in(made, tmp_path, capsys):
+    flat = flatten(some_documents(5))
+    (tmp_path / "a.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
+    out, path = tmp_path / "out", tmp_path / "a.npy"
+    assert run_import(made, out, path, more=("--dtype", "uint16")) == 0
+    assert run_import(made, out, path, more=("--dtype", "uint32")) == 2
+    assert "import uint16" in capsys.readouterr().err
+    flat[0] += 1
+    path.write_bytes(struct.pack(f"<{len(flat)}H", *flat))
+    assert run_import(made, out, path, more=("--dtype", "uint16")) == 2
+    assert "a.npy: changed since" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Mixing by exact integer quotas: the rule itself, its period, its bounds, its vectors."""
+
+from __future__ import annotations
+
+import random
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.mixing import MAX_PERIOD, Mixing, integer_weights
+from optimus.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "formats" / "dataset.md"
+
+
+def by_the_rule(weights: list[int], count: int) -> list[int]:
+    """The definition, in exact fractions, without a period."""
+    given, total, picks = [0] * len(weights), sum(weights), []
+    for n in range(count):
+        lags = [Fraction(w * (n + 1), total) - g for w, g in zip(weights, given, strict=True)]
+        picks.append(lags.index(max(lags)))
+        given[picks[-1]] += 1
+    return picks
+
+
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1, 1], [3, 1, 4], [7, 3], [1, 100], [5, 5, 1, 17, 2], [1] * 40 + [60]]
+)
+def test_the_order_is_the_largest_deficit(weights):
+    mixing, count = Mixing(weights), 3 * sum(weights) + 5
+    sources, numbers = mixing.locate(0, count)
+    assert sources.tolist() == by_the_rule(weights, count)
+    for source in range(len(weights)):
+        own = numbers[sources == source]
+        assert own.tolist() == list(range(len(own)))
+
+
+def test_any_stretch_is_found_without_what_precedes_it():
+    mixing = Mixing((5, 2, 9))
+    sources, numbers = mixing.locate(0, 500)
+    for start, stop in ((0, 0), (1, 2), (15, 17), (33, 499)):
+        part = mixing.locate(start, stop)
+        assert np.array_equal(part[0], sources[start:stop])
+        assert np.array_equal(part[1], numbers[start:stop])
+    far = (1 << 60) // 16 * 16  # a whole number of periods
+    assert mixing.locate(far, far + 40)[0].tolist() == sources[:40].tolist()
+    assert mixing.locate(far, far + 40)[1].tolist() == [
+        int(number) + far // 16 * (5, 2, 9)[source]
+        for source, number in zip(sources[:40], numbers[:40], strict=True)
+    ]
+
+
+def test_quotas_count_the_order():
+    mixing = Mixing((5, 2, 9, 1))
+    sources, _ = mixing.locate(0, 200)
+    for count in (0, 1, 16, 17, 18, 123, 200):
+        expected = np.bincount(sources[:count], minlength=4).tolist()
+        assert list(mixing.quotas(count)) == expected and sum(expected) == count
+    assert mixing.quotas(17 * 10**15) == (5 * 10**15, 2 * 10**15, 9 * 10**15, 10**15)
+
+
+def test_how_far_a_mix_goes_without_repeating():
+    mixing = Mixing((3, 1, 4))
+    for available in ((3, 1, 4), (100, 100, 100), (0, 9, 9), (7, 1, 30), (6, 2, 8), (1, 1, 1)):
+        count = mixing.before_repeating(available)
+        inside = zip(mixing.quotas(count), available, strict=True)
+        assert all(quota <= size for quota, size in inside)
+        beyond = zip(mixing.quotas(count + 1), available, strict=True)
+        assert any(quota > size for quota, size in beyond)
+
+
+def test_no_source_runs_ahead_of_its_share():
+    """Never a whole instance ahead; and in a period each has its weight exactly."""
+    rng = random.Random(3)
+    for _ in range(30):
+        weights = [rng.choice([1, 2, 5, rng.randint(1, 300)]) for _ in range(rng.randint(1, 12))]
+        sources, numbers = Mixing(weights).locate(0, sum(weights))
+        assert np.bincount(sources, minlength=len(weights)).tolist() == weights
+        share = (np.arange(sum(weights)) + 1) * np.array(weights)[sources] / sum(weights)
+        assert (numbers + 1 - share < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ([0.7, 0.3], (7, 3)),
+        ([2, 4, 6], (1, 2, 3)),
+        ([0.1, 0.2, 0.3], (1, 2, 3)),
+        (["1/3", "0.5", 1], (2, 3, 6)),
+        ([1e-3, 1], (1, 1000)),
+        ([3.0], (1,)),
+    ],
+)
+def test_weights_in_whole_numbers(given, whole):
+    assert integer_weights(given) == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "needle"),
+    [
+        ([1, 0], "weight = 0 must be above 0"),
+        ([1, -0.5], "weight = -0.5 must be above 0"),
+        (["x"], "weight = 'x' is not a number"),
+        (["1/0"], "weight = '1/0' is not a number"),
+        ([float("nan")], "weight = nan is not a number"),
+        ([0.1234567, 1], "round them to fewer digits"),
+    ],
+)
+def test_weights_that_are_refused(given, needle):
+    with pytest.raises(ConfigError) as caught:
+        integer_weights(given)
+    assert needle in str(caught.value) and "\n" not in str(caught.value)
+    assert integer_weights([MAX_PERIOD - 1, 1]) == (MAX_PERIOD - 1, 1)
+
+
+def test_the_vectors_of_the_page():
+    section = PAGE.read_text().split("## Mixing", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| ([\d, ]+) \| ([\d, ]+) \| ([\d, ]+) \|$", section, re.MULTILINE)
+    assert len(rows) >= 4
+    for weights, order, quotas in rows:
+        mixing = Mixing([int(w) for w in weights.split(",")])
+        expected = [int(source) for source in order.split(",")]
+        assert mixing.locate(0, len(expected))[0].tolist() == expected
+        assert mixing.quotas(1000) == tuple(int(count) for count in quotas.split(","))

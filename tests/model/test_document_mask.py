@@ -1,0 +1,108 @@
+"""Document masks: a document in a sequence gives what it gives alone, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optimus.model.attention import _within_documents, document_lengths
+from tests.model.small import relative, small_model, some_tokens
+
+IDS = torch.tensor(
+    [
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2],
+        [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2],
+        [0] * 16,
+    ]
+)
+LENGTHS = [5, 9, 2, 1, 1, 14, 16]
+
+ARCHITECTURES = [
+    pytest.param("olmo", {}, id="dense"),
+    pytest.param("olmoe", {"norm_topk_prob": True}, id="moe"),
+    pytest.param("olmo", {"num_key_value_heads": 2, "clip_qkv": 0.5}, id="grouped-clipped"),
+]
+
+
+def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(row, first, stop) of every document of IDS, found without the code under test."""
+    found = []
+    for row, ids in enumerate(IDS.tolist()):
+        begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
+        found += [(row, *pair) for pair in zip(begins, [*begins[1:], len(ids)], strict=True)]
+    return found
+
+
+def test_lengths_add_up_over_sequences():
+    assert document_lengths(IDS) == LENGTHS
+    assert document_lengths(IDS.to(torch.int32)) == LENGTHS
+    assert document_lengths(torch.zeros(2, 1, dtype=torch.int64)) == [1, 1]
+    assert document_lengths(torch.tensor([[3, 3, 1, 3]])) == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+def test_it_is_attention_under_a_block_diagonal_mask(heads, groups):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(3, 16, n, 8, generator=generator, requires_grad=True)
+        for n in (heads, groups, groups)
+    )
+    same = IDS.unsqueeze(-1) == IDS.unsqueeze(-2)
+    mask = (same & torch.ones(16, 16, dtype=torch.bool).tril()).unsqueeze(1)
+    reference = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
+    weight = torch.randn(reference.shape, generator=generator)
+    expected = torch.autograd.grad((reference * weight).sum(), (q, k, v))
+    mixed = _within_documents(q, k, v, LENGTHS)
+    assert relative(mixed, reference) < 1e-6
+    found = torch.autograd.grad((mixed * weight).sum(), (q, k, v))
+    assert max(relative(a, b) for a, b in zip(found, expected, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
+def test_logits_are_those_of_separate_documents(architecture, fields):
+    model, tokens = small_model(architecture, **fields), some_tokens()
+    logits = model(tokens, IDS)
+    for row, first, stop in documents(tokens):
+        alone = model(tokens[row : row + 1, first:stop])
+        assert relative(logits[row, first:stop], alone[0]) < 1e-5
+    assert relative(logits, model(tokens)) > 1e-2, "the mask must matter"
+
+
+@pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
+def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
+    """The target behind an end of document counts: it is predicted from the document before."""
+    model, tokens = small_model(architecture, **fields), some_tokens()
+    terms = model.losses(tokens, IDS)
+    assert terms.num_targets == 3 * 15
+    terms.ce_sum.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    total = torch.zeros(())
+    for row, first, stop in documents(tokens):
+        logits = model(tokens[row : row + 1, first:stop])[0]
+        targets = tokens[row, first + 1 : stop + 1]
+        total = total + F.cross_entropy(logits[: len(targets)], targets, reduction="sum")
+    total.backward()
+    assert float(terms.ce_sum.detach()) == pytest.approx(float(total.detach()), rel=1e-6)
+    for name, p in model.named_parameters():
+        expected = p.grad if p.grad is not None else torch.zeros_like(p)
+        assert torch.equal(found[name], expected) or relative(found[name], expected) < 1e-5, name
+
+
+def test_nothing_crosses_the_border():
+    """Bit for bit: no token of one document moves anything of another."""
+    model, tokens = small_model("olmo"), some_tokens()
+    changed = tokens.clone()
+    changed[0, :5] = (tokens[0, :5] + 1) % 61
+    before, after = (model(x, IDS) for x in (tokens, changed))
+    assert torch.equal(before[0, 5:], after[0, 5:]) and torch.equal(before[1:], after[1:])
+    assert not torch.equal(before[0, :5], after[0, :5])
+
+
+def test_without_ids_nothing_changes():
+    """One document a sequence is plain causal attention; without ids no code of masks runs."""
+    model, tokens = small_model(), some_tokens()
+    assert relative(model(tokens, torch.zeros_like(tokens)), model(tokens)) < 1e-6
