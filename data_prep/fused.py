@@ -1,6 +1,6 @@
 """`--fused`: the token arrays go once the shards stand, and the data set takes half the disk.
 
-What else tokenizing wrote stays (documents, sidecars), so `inspect` still names sources. A mark says
+What else tokenizing wrote (documents, sidecars) stays: `inspect` still names sources. A mark says
 that the arrays were removed on purpose. It is written before the first of them goes, so that
 nothing can look like damage, and only after the manifest, so that nothing can be lost.
 """

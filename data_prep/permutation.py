@@ -54,9 +54,7 @@ class Permutation:
         """The places whose images these are: inverse(apply(i)) == i."""
         return self._walk(images, self._unfeistel)
 
-    def _walk(
-        self, places: np.ndarray, step: Callable[[np.ndarray], np.ndarray]
-    ) -> np.ndarray:
+    def _walk(self, places: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         places = np.asarray(places)
         out = np.empty(places.shape, np.int64)
         for begin in range(0, len(places), _CHUNK):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus import files
 from optimus.errors import DataError
 
 PATIENCE_S = 120.0
@@ -111,7 +110,7 @@ def growth(folder: Path) -> tuple[int, int]:
     count = size = 0
     with os.scandir(folder) as entries:
         for entry in entries:
-            if files.is_temporary(entry.name):
+            if entry.name.startswith("."):  # temporary names, and whatever grows beside them
                 try:
                     size += entry.stat().st_size
                 except FileNotFoundError:

@@ -90,9 +90,7 @@ def data_sets(out: Path) -> list[Path]:
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
 
-def shuffle(
-    source: Path, target: Path, request: ShuffleRequest, team: Team = ALONE
-) -> list[Order]:
+def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = ALONE) -> list[Order]:
     """Write the order of both parts of `source`'s token arrays into data sets in `target`.
 
     Held-out tails are always carried: few documents are spread over all units. Rank 0 does it for

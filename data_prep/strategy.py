@@ -21,9 +21,7 @@ _WORTH_IT = 3.0
 may cost up to three times as much a byte (facts: a third of sequential bandwidth)."""
 
 
-def choose_strategy(
-    dataset: Path, order: Order | BlendOrder, strategy: str, team: Team
-) -> str:
+def choose_strategy(dataset: Path, order: Order | BlendOrder, strategy: str, team: Team) -> str:
     """`gather` or `bucket`. `auto` measures where that pays.
 
     It gathers what fits into half of the memory, and on several machines, where ranks must agree

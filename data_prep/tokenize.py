@@ -120,7 +120,7 @@ class TokenizeWork:
 def tokenize_all(
     work: TokenizeWork, workers: int, units: Sequence[int] | None = None, label: str = "tokenize"
 ) -> None:
-    """Do every unit, or these, that is not complete, largest first; check that others still hold."""
+    """Do every unit, or these, that is not complete, largest first; check the complete ones."""
     units = range(len(work.plan.units)) if units is None else units
     sizes = {unit: work.plan.unit_bytes(unit) for unit in units}
     order = sorted(sizes, key=lambda unit: -sizes[unit])
