@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -239,8 +238,7 @@ def team_of(args: argparse.Namespace) -> Team:
     if world == 1:
         rank = rank or 0
     if rank is None or world is None:
-        told = {} if world is None else {"WORLD_SIZE": str(world), "OPTIMUS_ARRAY_SIZE": str(world)}
-        place = read_place({**told, **os.environ})  # the launcher's word for what is not given
+        place = read_place(world=world)  # the launcher's word for what is not given
         rank = place.rank if rank is None else rank
         world = place.world if world is None else world
     if not rank < world:
