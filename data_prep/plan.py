@@ -6,6 +6,7 @@ machine now. Counts are usually within some per cent where inputs are alike.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import time
@@ -39,13 +40,13 @@ _PROBE_BYTES = 32 << 20
 
 @dataclass
 class Sample:
-    """Sums over the sampled parts of the inputs."""
+    """Sums over the inputs, each stratum scaled up from its sampled file."""
 
-    disk_bytes: int = 0
-    text_bytes: int = 0
-    documents: int = 0
+    text_bytes: float = 0.0
+    documents: float = 0.0
+    tokens: float = 0.0
+    """Without EOS."""
     encoded_bytes: int = 0
-    tokens: int = 0
     encode_s: float = 0.0
     """CPU seconds of encoding `encoded_bytes`."""
 
@@ -66,10 +67,8 @@ def estimate(
     shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
     sample = take_sample(inputs, request.text_field, str(tokenizer))
     input_bytes = sum(file.size for file in inputs)
-    scale = input_bytes / max(1, sample.disk_bytes)
-    text_bytes = sample.text_bytes * scale
-    documents = round(sample.documents * scale)
-    tokens = round(text_bytes * sample.tokens / max(1, sample.encoded_bytes)) + documents
+    documents = round(sample.documents)
+    tokens = round(sample.tokens) + documents
     units = len(group_units(inputs, request.unit_bytes))
     tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
     instances = max(0, tokens - tails) // shuffle.context
@@ -85,7 +84,7 @@ def estimate(
     place = _nearest(request.out)
     written_per_s = _write_speed(place)
     processes = request.workers * world
-    tokenize_s = text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
+    tokenize_s = sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
     passes = 4 if strategy == "bucket" else 2
     shard_s = passes * shard_bytes / written_per_s / world if written_per_s else None
     free = shutil.disk_usage(place).free
@@ -113,25 +112,34 @@ def estimate(
 
 
 def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
-    """Read and tokenize parts of a few inputs, spread evenly over their sizes.
+    """Sort the inputs by kind and size, divide them into strata, and read a part of one of each.
 
     Text that cannot be used is passed over. Raises DataError where nothing can be sampled.
     """
-    by_size = sorted(inputs, key=lambda file: (file.size, file.name))
-    step = max(1, len(by_size) / _SAMPLE_FILES)
-    chosen = [by_size[int(step / 2 + n * step)] for n in range(min(_SAMPLE_FILES, len(by_size)))]
+    known = [file for file in inputs if file.size <= _LARGEST_WHOLE or ".json" in file.name]
+    ordered = sorted(known, key=lambda file: (file.name.split(".")[1:], file.size, file.name))
+    count = min(_SAMPLE_FILES, len(ordered))
+    edges = [len(ordered) * n // count for n in range(count)] + [len(ordered)] if count else []
     sample = Sample()
-    for file in chosen:
-        if file.size <= _LARGEST_WHOLE or ".json" in file.name or file.name.endswith(".parquet"):
-            _sample_file(file, text_field, tokenizer, sample)
-    if sample.disk_bytes == 0:
+    for first, stop in itertools.pairwise(edges):
+        stratum = ordered[first:stop]
+        _sample_stratum(stratum, text_field, tokenizer, sample)
+    if not sample.encoded_bytes:
         raise DataError(f"nothing of {len(inputs)} inputs can be sampled; are they all too large?")
+    left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
+    sample.text_bytes *= left_out
+    sample.tokens *= left_out
+    sample.documents *= len(inputs) / len(known) if left_out > 1 else 1
     return sample
 
 
-def _sample_file(file: InputFile, text_field: str, tokenizer: str, sample: Sample) -> None:
+def _sample_stratum(
+    stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample
+) -> None:
+    """Add what files like these, which are alike, hold: the middle one is read."""
+    file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
-    read = encoded = 0
+    read = text = documents = encoded = tokens = 0
 
     def advance(count: int) -> None:
         nonlocal read
@@ -141,19 +149,22 @@ def _sample_file(file: InputFile, text_field: str, tokenizer: str, sample: Sampl
         for item in InputReader(file, text_field, advance):
             if not isinstance(item, Document):
                 continue
-            sample.documents += 1
-            sample.text_bytes += len(item.data)
+            documents += 1
+            text += len(item.data)
             if encoded < _SAMPLE_TEXT_BYTES:
                 start = time.process_time()
-                sample.tokens += sum(len(ids) for ids in encoder.encode([item.text]))
+                tokens += sum(len(ids) for ids in encoder.encode([item.text]))
                 sample.encode_s += time.process_time() - start
                 encoded += len(item.data)
             if read >= _SAMPLE_DISK_BYTES:
                 break
     except DamagedFile:
         pass  # the run will say so
+    scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
+    sample.documents += documents * (len(stratum) if read >= file.size else scale)
+    sample.text_bytes += text * scale
+    sample.tokens += tokens / max(1, encoded) * text * scale
     sample.encoded_bytes += encoded
-    sample.disk_bytes += min(read, file.size)
 
 
 def _nearest(out: Path) -> Path:

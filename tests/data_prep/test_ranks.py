@@ -183,7 +183,7 @@ def test_options_and_environment(monkeypatch):
 MPIEXEC = """#!/bin/bash
 # as PALS: a rank and no size
 while [[ $1 != -n ]]; do shift; done
-for ((rank = 0; rank < $2; rank++)); do PMI_RANK=$rank PALS_RANKID=$rank "${@:8}" & done
+for ((rank = 0; rank < $2; rank++)); do PMI_RANK=$rank PALS_RANKID=$rank "${@:9}" & done
 for job in $(jobs -p); do wait "$job" || exit 1; done
 """
 SRUN = """#!/bin/bash
