@@ -131,9 +131,9 @@ class SpillReader:
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__()
 
-    def rows(self, instances: np.ndarray) -> np.ndarray:
+    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Tokens [R, C] of the shard's next instances, which have to be asked for in its order."""
-        out = np.empty((len(instances), self._context), self._dtype)
+        out = np.empty((len(instances), self._context), self._dtype) if out is None else out
         runs = instances // self._run_rows
         places = np.argsort(runs, kind="stable")
         edges = np.flatnonzero(np.diff(runs[places])) + 1

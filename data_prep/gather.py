@@ -6,12 +6,13 @@ instances one by one; how they are read is a matter of speed alone.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.blend import BlendOrder
-from data_prep.layout import little_endian
+from data_prep.layout import HEADER_BYTES, little_endian
 from data_prep.shuffle import Order
 from data_prep.token_arrays import TokenArrayReader
 
@@ -39,9 +40,12 @@ class Gatherer:
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__()
 
-    def rows(self, instances: np.ndarray) -> np.ndarray:
-        """Tokens [R, C] of source instances int64 [R], in the order asked for."""
-        out = np.empty((len(instances), self._context), self._dtype)
+    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [R, C] of source instances int64 [R], in the order asked for; in `out` if given.
+
+        A buffer used again saves the kernel from clearing new pages, a tenth of the time.
+        """
+        out = np.empty((len(instances), self._context), self._dtype) if out is None else out
         self.fill(out, np.arange(len(instances)), instances)
         return out
 
@@ -87,9 +91,20 @@ class Gatherer:
                 window = self._reader.read(unit, begin, end).reshape(-1, context)
                 out[places[first:last]] = window[(offsets[first:last] - begin) // context]
             else:
-                for offset, place in zip(offsets[first:last], places[first:last], strict=True):
-                    self._reader.read_into(out[place], unit, int(offset))
+                self._read_rows(out, unit, offsets[first:last], places[first:last])
             first = last
+
+    def _read_rows(
+        self, out: np.ndarray, unit: int, offsets: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Fill out[places] one by one. The loop is lean: a row costs little more than its read."""
+        fd, size = self._reader.descriptor(unit), self._context * self._dtype.itemsize
+        begins = HEADER_BYTES + offsets * self._dtype.itemsize
+        for begin, offset, place in zip(
+            begins.tolist(), offsets.tolist(), places.tolist(), strict=True
+        ):
+            if os.preadv(fd, (out[place],), begin) != size:
+                self._reader.read_into(out[place], unit, offset)
 
 
 class BlendGatherer:
@@ -107,9 +122,10 @@ class BlendGatherer:
         for source in self._sources:
             source.__exit__()
 
-    def rows(self, instances: np.ndarray) -> np.ndarray:
-        """Tokens [R, C] of blend instances int64 [R], in the order asked for."""
-        out = np.empty((len(instances), self._order.context), self._dtype)
+    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [R, C] of blend instances int64 [R], in the order asked for; in `out` if given."""
+        shape = (len(instances), self._order.context)
+        out = np.empty(shape, self._dtype) if out is None else out
         for number, places, own in self._order.split(instances):
             self._sources[number].fill(out, places, own)
         return out

@@ -103,6 +103,7 @@ def shard_all(
 
     missing = functools.partial(_missing, work, deep=team.rank == 0)
     do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR, workers)
+    _buffer.cache_clear()
 
 
 def _missing(work: ShardWork, deep: bool) -> list[int]:
@@ -156,8 +157,10 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         file.write(header)
         permutation = order.epoch_zero()
         step = _block_rows(work)
+        buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
-            rows = source.rows(permutation.apply(np.arange(begin, min(begin + step, stop))))
+            instances = permutation.apply(np.arange(begin, min(begin + step, stop)))
+            rows = source.rows(instances, buffer[: len(instances)])
             file.write(rows)
             digest.update(rows)
             advance(len(rows))
@@ -172,6 +175,12 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         "xxh3": digest.hexdigest(),
     }
     layout.write_checked_json(sidecar_path(work.dataset, shard), record)
+
+
+@functools.lru_cache(maxsize=1)
+def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
+    """The one block that this process gathers into, shard after shard."""
+    return np.empty((rows, context), layout.little_endian(dtype))
 
 
 def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillReader:

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -153,13 +152,13 @@ def memory(args: argparse.Namespace) -> dict:
         for strategy in ("gather", "bucket"):
             out = Path(base, strategy)
             code = (
-                "import sys, resource, time; from data_prep.cli import main; t = time.time()\n"
+                "import sys, time; from data_prep.cli import main; t = time.time()\n"
                 f"a = main(['shuffle', {str(source)!r}, '--to', {str(out)!r}, '--context', "
                 f"'{args.context}'])\n"
                 f"b = main(['shard', {str(out)!r}, '--workers', '1', '--memory', '{args.memory}', "
                 f"'--strategy', '{strategy}'])\n"
-                "print(a + b, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "
-                "time.time() - t)"
+                "high = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
+                "print(a + b, int(high.split()[1]) * 1024, time.time() - t)"
             )
             done = subprocess.run(
                 [sys.executable, "-c", code],
@@ -231,14 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.context = args.context or (4096 if args.what == "ratio" else 16)
     args.memory = args.memory or (10**9 if args.what == "ratio" else 256 * 10**6)
     result = {"ratio": ratio, "memory": memory, "scaling": scaling}[args.what](args)
-    result |= {
+    result = {
         "what": args.what,
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[0], 1),
-        "peak_bytes_of_this_process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **result,
     }
     print(json.dumps(result, indent=1))
     return 0
