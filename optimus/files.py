@@ -8,6 +8,7 @@ killed or unplugged in between. Hashes are xxh3-64 in lower-case hexadecimal.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 _READ_BYTES = 4 << 20
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _HASH_HEAD = b',\n "self_xxh3": "'
 _HASH_TAIL = b'"\n}\n'
 _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
@@ -71,7 +73,9 @@ def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         commit(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE and not error.filename:
+            error.filename = os.fspath(path)  # the system does not say where the disk was full
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -184,6 +184,7 @@ def memory(args: argparse.Namespace) -> dict:
 def scaling(args: argparse.Namespace) -> dict:
     """Tokenize a corpus with one worker, two copies of it with two: weak scaling."""
     times: dict[int, list[float]] = {1: [], 2: []}
+    cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         from data_prep.sources import find_inputs
 
@@ -200,10 +201,13 @@ def scaling(args: argparse.Namespace) -> dict:
                 command += [str(Path(base, half)) for half in halves]
                 command += ["--tokenizer", args.tokenizer, "--out", str(out)]
                 command += ["--workers", str(workers), "--unit-size", "1MB"]
-                start = time.perf_counter()
+                start, before = time.perf_counter(), os.times()
                 subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                after = os.times()
                 if turn:
                     times[workers].append(time.perf_counter() - start)
+                    used = after.children_user + after.children_system
+                    cpu[workers].append(used - before.children_user - before.children_system)
                 shutil.rmtree(out)
     against = [one / two for one, two in zip(times[1], times[2], strict=True)]
     return {
@@ -211,6 +215,12 @@ def scaling(args: argparse.Namespace) -> dict:
         "one_worker_s": [round(s, 2) for s in sorted(times[1])],
         "two_workers_twice_the_text_s": [round(s, 2) for s in sorted(times[2])],
         "efficiency": [round(q, 3) for q in np.quantile(against, [0, 0.5, 1])],
+        "efficiency_by_cpu": [
+            round(q, 3)
+            for q in np.quantile(
+                [2 * one / two for one, two in zip(cpu[1], cpu[2], strict=True)], [0, 0.5, 1]
+            )
+        ],
     }
 
 
