@@ -47,7 +47,7 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
         same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
         return order if same else None
 
-    with working_in(request.out):
+    with working_in(request.out, team.rank):
         wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
         order = made()
         assert order is not None

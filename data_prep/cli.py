@@ -16,7 +16,7 @@ from optimus.errors import DataError, OptimusError, one_line
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
     from data_prep.ranks import Team
-    from data_prep.run import ShuffleRequest, TokenizeRequest
+    from data_prep.run import ShardRequest, ShuffleRequest, TokenizeRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,27 +189,19 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
     return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
 
 
+def _shard_request(args: argparse.Namespace) -> ShardRequest:
+    from data_prep.run import ShardRequest
+
+    return ShardRequest(_workers(args), args.memory, args.strategy)
+
+
 def _run(args: argparse.Namespace) -> int:
-    from data_prep.run import drop_arrays, find_finished, shuffle, tokenize
-    from data_prep.shard import divide_memory
+    from data_prep.run import prepare
 
-    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    divide_memory(args.memory, _workers(args))  # refuse too little before hours of tokenizing
-    request = _tokenize_request(args)
-    manifests = find_finished(request, _shuffle_request(args), team)
-    if not manifests:
-        tokenize(request, team)
-        shuffle(out, out, _shuffle_request(args), team)
-        manifests = _sharded(args, out, team)
-    if args.fused and team.rank == 0:
-        drop_arrays(out)
-    return _report(args, out, manifests, start, team)
-
-
-def _sharded(args: argparse.Namespace, out: Path, team: Team) -> list[Manifest]:
-    from data_prep.run import shard
-
-    return shard(out, _workers(args), args.memory, args.strategy, team)
+    start, team = time.monotonic(), options.team_of(args)
+    request, order = _tokenize_request(args), _shuffle_request(args)
+    manifests = prepare(request, order, _shard_request(args), fused=args.fused, team=team)
+    return _report(args, Path(args.out), manifests, start, team)
 
 
 def _tokenize(args: argparse.Namespace) -> int:
@@ -254,16 +246,19 @@ def _shuffle(args: argparse.Namespace) -> int:
 
 
 def _shard(args: argparse.Namespace) -> int:
+    from data_prep.run import shard
+
     start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    return _report(args, out, _sharded(args, out, team), start, team)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
 
 
 def _blend(args: argparse.Namespace) -> int:
     from data_prep.blend_run import BlendRequest, blend
+    from data_prep.run import shard
 
     start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
     blend(BlendRequest(args.source, out, _shuffle_request(args), args.instances), team)
-    return _report(args, out, _sharded(args, out, team), start, team)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from data_prep.progress import short
 from data_prep.run import ShuffleRequest, TokenizeRequest
 from data_prep.shard import divide_memory
 from data_prep.shuffle import rows_of_shard
-from data_prep.sources import InputFile, find_inputs, group_units, require_file
+from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
 from data_prep.strategy import memory_bytes as physical_memory
 from data_prep.tokenizer import read_facts, shared_encoder
 from optimus import files
@@ -112,18 +112,22 @@ def estimate(
 
 
 def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
-    """Sort the inputs by kind and size, divide them into strata, and read a part of one of each.
+    """Divide the inputs into strata by ending and size, and read a part of one file of each.
 
     Text that cannot be used is passed over. Raises DataError where nothing can be sampled.
     """
-    known = [file for file in inputs if file.size <= _LARGEST_WHOLE or ".json" in file.name]
-    ordered = sorted(known, key=lambda file: (file.name.split(".")[1:], file.size, file.name))
-    count = min(_SAMPLE_FILES, len(ordered))
-    edges = [len(ordered) * n // count for n in range(count)] + [len(ordered)] if count else []
+    known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
+    endings: dict[str, list[InputFile]] = {}
+    for file in sorted(known, key=lambda file: (file.size, file.name)):
+        endings.setdefault(Path(file.name).name.partition(".")[2].lower(), []).append(file)
+    whole = max(1, sum(file.size for file in known))
     sample = Sample()
-    for first, stop in itertools.pairwise(edges):
-        stratum = ordered[first:stop]
-        _sample_stratum(stratum, text_field, tokenizer, sample)
+    for alike in endings.values():
+        share = sum(file.size for file in alike) / whole
+        count = min(len(alike), max(1, round(_SAMPLE_FILES * share)))
+        edges = [len(alike) * n // count for n in range(count + 1)]
+        for first, stop in itertools.pairwise(edges):
+            _sample_stratum(alike[first:stop], text_field, tokenizer, sample)
     if not sample.encoded_bytes:
         raise DataError(f"nothing of {len(inputs)} inputs can be sampled; are they all too large?")
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))

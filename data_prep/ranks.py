@@ -5,7 +5,7 @@ visible to the others some time. Not relied on: locks, clocks, messages, or that
 Every item of work is idempotent: done twice, it is the same bytes under the same name.
 
 A rank does its own share, then waits for the others. Once nothing of theirs has moved for
-`patience_s`, it does missing items itself, so that the work is completed by whoever is left.
+`patience_s` to twice that, it does missing items itself: whoever is left completes the work.
 """
 
 from __future__ import annotations
@@ -85,11 +85,13 @@ def _complete(
     at_once: int,
 ) -> None:
     poll_s = min(max(_POLL_S[0], team.world / _RANKS_PER_POLL_S), _POLL_S[1])
-    left, sign, since = missing(), growth(folder), time.monotonic()
+    left, sign, since = missing(), None, time.monotonic()
     while left:
+        mine: list[int] = []
         if time.monotonic() - since < team.patience_s:
             time.sleep(poll_s)
-            mine: list[int] = []
+        elif sign != (sign := growth(folder)):  # looked at once in a while: it asks for many files
+            since = time.monotonic()
         else:
             begin = team.rank * len(left) // team.world  # others begin elsewhere
             mine = (left[begin:] + left[:begin])[:at_once]
@@ -99,10 +101,8 @@ def _complete(
                 if set(mine) & set(missing()):
                     raise
         before, left = left, missing()
-        moved = set(before) - set(left) - set(mine)
-        sign, last = growth(folder), sign
-        if moved or (not mine and sign != last):
-            since = time.monotonic()
+        if set(before) - set(left) - set(mine):
+            sign, since = None, time.monotonic()
 
 
 def growth(folder: Path) -> tuple[int, int]:

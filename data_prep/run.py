@@ -19,7 +19,7 @@ from data_prep.finish import finish
 from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.ranks import ALONE, Team, do_together, share, wait_for
-from data_prep.shard import read_shard_record, shard_all
+from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, find_inputs, require_file
 from data_prep.tokenize import TokenizeWork, check_inputs, is_complete, make_plan, tokenize_all
@@ -46,13 +46,50 @@ class TokenizeRequest:
 
 
 @dataclass(frozen=True)
+class ShardRequest:
+    """What `shard`, `blend` and `run` are asked for."""
+
+    workers: int
+    memory_bytes: int
+    strategy: str = "auto"
+
+
+@dataclass(frozen=True)
 class ShuffleRequest:
-    """What `shuffle` and `run` are asked for."""
+    """What `shuffle`, `blend` and `run` are asked for."""
 
     context: int
     seed: int = 0
     carry_tails: bool = False
     shard_bytes: int = 0
+
+
+def prepare(
+    request: TokenizeRequest,
+    shuffle_request: ShuffleRequest,
+    shard_request: ShardRequest,
+    *,
+    fused: bool = False,
+    team: Team = ALONE,
+) -> list[Manifest]:
+    """From text to a finished data set in request.out; its manifests, the training part's first.
+
+    Raises DataError and ConfigError.
+    """
+    divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    manifests = find_finished(request, shuffle_request, team)
+    if not manifests:
+        try:
+            tokenize(request, team)
+            shuffle(request.out, request.out, shuffle_request, team)
+            manifests = shard(request.out, shard_request, team)
+        except DataError:  # or did the others finish, and remove what was read here?
+            manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
+            if not manifests:
+                raise
+    if fused and team.rank == 0:
+        drop_arrays(request.out)
+    return manifests
 
 
 def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
@@ -61,7 +98,7 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
     plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
-    with working_in(request.out):
+    with working_in(request.out, team.rank):
         work = begin(request.out, tokenizer, plan, request.quarantine)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
@@ -97,7 +134,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     all. Raises DataError where the training part has no instance, or `target` already has another
     order.
     """
-    with working_in(target):
+    with working_in(target, team.rank):
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
         for part, place in parts:
             require_arrays(part / layout.TOKENS_DIR)
@@ -185,32 +222,24 @@ def settle_order(dataset: Path, order: Order | BlendOrder) -> None:
         raise DataError(_another_order(dataset, key, then, new.get(key)))
 
 
-def shard(
-    out: Path,
-    workers: int,
-    memory_bytes: int,
-    strategy: str = "auto",
-    team: Team = ALONE,
-) -> list[Manifest]:
+def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
     """Shards and manifest of every shuffled part of `out`, the training part's manifest last.
 
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
     manifests = []
-    with working_in(out):
+    with working_in(out, team.rank):
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
-                manifests.insert(0, _shard_part(dataset, workers, memory_bytes, strategy, team))
+                manifests.insert(0, _shard_part(dataset, request, team))
     return manifests
 
 
-def _shard_part(
-    dataset: Path, workers: int, memory_bytes: int, strategy: str, team: Team
-) -> Manifest:
+def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     order = read_any_order(dataset)
     for source in order.sources:
         require_arrays(dataset / source.tokens_dir)
-    shard_all(dataset, order, workers, memory_bytes, strategy, team)
+    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team=team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 
     def done() -> bool:
@@ -258,7 +287,7 @@ def find_finished(
         request.eval_fraction,
         request.unit_bytes,
     )
-    with working_in(out):
+    with working_in(out, team.rank):
         work = begin(out, tokenizer, plan, request.quarantine)
         places = data_sets(out)
         try:

@@ -17,14 +17,15 @@ _ABANDONED_S = 86_400.0
 
 
 @contextlib.contextmanager
-def working_in(directory: str | os.PathLike) -> Iterator[Path]:
+def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Make `directory`, and leave nothing half-written in it that a killed run left behind.
 
     Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
     of killed runs of this machine are removed while no other run of this machine holds the
     directory, which a shared lock on it tells; nothing else relies on locks, and none needs to
     reach other machines. Where the file system has no locks, and on machines that never come back,
-    leftovers stay until nobody has written into them for a day; they are never read.
+    leftovers stay until nobody has written into them for a day and rank 0 passes; they are never
+    read.
     Raises DataError where the directory cannot be made or written to.
     """
     directory = Path(directory)
@@ -36,10 +37,10 @@ def working_in(directory: str | os.PathLike) -> Iterator[Path]:
         raise DataError(f"--out {str(directory)!r} may not be written to; choose another")
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _sweep_if_alone(directory, fd)
+        _sweep(directory, fd, everywhere=rank == 0)
         _lock(fd, fcntl.LOCK_SH)
         yield directory
-        _sweep_if_alone(directory, fd)
+        _sweep(directory, fd, everywhere=rank == 0)
     finally:
         os.close(fd)
 
@@ -54,13 +55,17 @@ def _lock(fd: int, mode: int) -> bool:
     return True
 
 
-def _sweep_if_alone(directory: Path, fd: int) -> None:
+def _sweep(directory: Path, fd: int, everywhere: bool) -> None:
     alone = _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not (alone or everywhere):
+        return
     now = None
     for folder, _, names in os.walk(directory):
         for name in filter(files.is_temporary, names):
             path = os.path.join(folder, name)
             if not (alone and files.is_temporary_of_this_host(name)):
+                if not everywhere:
+                    continue
                 now = now or _file_system_time(directory)
                 if _modified(path, now) > now - _ABANDONED_S:
                     continue

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from data_prep import layout  # noqa: E402
 from data_prep.options import size as parse_size  # noqa: E402
 from data_prep.options import whole  # noqa: E402
-from data_prep.run import ShuffleRequest, shard, shuffle  # noqa: E402
+from data_prep.run import ShardRequest, ShuffleRequest, shard, shuffle  # noqa: E402
 from data_prep.shard import divide_memory  # noqa: E402
 from data_prep.sources import InputFile  # noqa: E402
 from data_prep.token_arrays import array_path, docs_path, sidecar_path  # noqa: E402
@@ -117,7 +117,7 @@ def ratio(args: argparse.Namespace) -> dict:
 
         def prepare(out: Path, strategy: str) -> None:
             shuffle(source, out, request)
-            shard(out, 1, args.memory, strategy)
+            shard(out, ShardRequest(1, args.memory, strategy))
 
         for turn in range(args.rounds + 1):
             for name in times:
