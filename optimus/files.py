@@ -47,7 +47,7 @@ def is_temporary(path: str | os.PathLike) -> bool:
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Whether `path` is such a leftover, of a process of this machine or of one it does not name."""
+    """Whether `path` is such a leftover, of a process of this machine or of an unnamed one."""
     parts = Path(path).name.rsplit(".", 4)  # (.NAME, HOST, PID, RANDOM, tmp)
     return is_temporary(path) and (len(parts) < 5 or parts[1] == _host())
 
