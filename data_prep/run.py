@@ -248,11 +248,8 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
         except DataError:
             return False
 
-    def do() -> None:
-        finish(dataset, order)
-        remove_spill(dataset)
-
-    wait_for(team, done, do)
+    wait_for(team, done, lambda: finish(dataset, order))
+    remove_spill(dataset)
     return read_manifest(dataset)
 
 

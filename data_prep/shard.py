@@ -91,9 +91,19 @@ def shard_all(
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     work = ShardWork(dataset, order, order_xxh3, block_bytes)
     label = team.label("shard" if order.part == "train" else f"shard {order.part}")
+    try:
+        _shard_together(work, workers, strategy, team, label)
+    except (OSError, DataError):  # other ranks may have finished, and removed what was read here
+        if team.world == 1 or _missing(work, deep=True):
+            raise
+    _buffer.cache_clear()
+
+
+def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
+    dataset, order = work.dataset, work.order
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
     if _missing(work, deep=True) and choose_strategy(dataset, order, strategy, team) == "bucket":
-        spill = open_spill(dataset, order, order_xxh3, block_bytes)
+        spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
         spill_all(spill, workers, team)
         work = dataclasses.replace(work, spill=spill)
 
@@ -103,7 +113,6 @@ def shard_all(
 
     missing = functools.partial(_missing, work, deep=team.rank == 0)
     do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR, workers)
-    _buffer.cache_clear()
 
 
 def _missing(work: ShardWork, deep: bool) -> list[int]:
