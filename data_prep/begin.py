@@ -17,7 +17,7 @@ def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) ->
 
     Raises DataError naming the difference where `out` was begun with another plan.
     """
-    content = layout.checked_json(plan.to_json())
+    content = files.checked_json(plan.to_json())
     tokenizer = tokenizer_file.read_bytes()
     for folder in parts_dirs(out, plan).values():
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ from optimus.errors import DataError, OptimusError, one_line
 
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
-    from data_prep.run import ShuffleRequest, TokenizeRequest
+    from data_prep.ranks import Team
+    from data_prep.run import ShardRequest, ShuffleRequest, TokenizeRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,19 +53,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
 
+    sharding = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
     add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
     for group in (
         options.add_inputs,
         options.add_tokenize,
         options.add_shuffle,
         options.add_out,
-        options.add_workers,
-        options.add_memory,
+        options.add_fused,
+        *sharding,
     ):
         group(add)
 
     add = _add(commands, "tokenize", _tokenize, "The first step of run: text into token arrays.")
-    for group in (options.add_inputs, options.add_tokenize, options.add_out, options.add_workers):
+    for group in (
+        options.add_inputs,
+        options.add_tokenize,
+        options.add_out,
+        options.add_workers,
+        options.add_ranks,
+    ):
         group(add)
 
     add = _add(
@@ -78,11 +86,27 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
     add.add_argument("--to", metavar="NEW", help="put the data set here and leave OUT as it is")
     options.add_shuffle(add)
+    options.add_ranks(add)
 
     add = _add(commands, "shard", _shard, "The third step: shards and manifest, in that order.")
     add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
-    options.add_workers(add)
-    options.add_memory(add)
+    for group in sharding:
+        group(add)
+
+    add = _add(commands, "blend", _blend, "Several sources in one data set, by exact shares.")
+    for group in (options.add_blend, options.add_shuffle, options.add_out, *sharding):
+        group(add)
+
+    add = _add(commands, "plan", _plan, "What a run will take: disk, memory and time.")
+    for group in (
+        options.add_inputs,
+        options.add_tokenize,
+        options.add_shuffle,
+        options.add_out,
+        options.add_fused,
+        *sharding,
+    ):
+        group(add)
 
     add = _add(
         commands, "verify", _verify, "Read everything; exit status 1 if anything is damaged."
@@ -116,9 +140,9 @@ def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str
 
 
 def _workers(args: argparse.Namespace) -> int:
-    from data_prep.pool import available_cores
+    from data_prep.pool import cores_of_this_rank
 
-    return args.workers or available_cores()
+    return args.workers or cores_of_this_rank()
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
@@ -172,15 +196,19 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
     return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
 
 
-def _run(args: argparse.Namespace) -> int:
-    from data_prep.run import shard, shuffle, tokenize
-    from data_prep.shard import divide_memory
+def _shard_request(args: argparse.Namespace) -> ShardRequest:
+    from data_prep.run import ShardRequest
 
-    start, out = time.monotonic(), Path(args.out)
-    divide_memory(args.memory, _workers(args))  # refuse too little before hours of tokenizing
-    tokenize(_tokenize_request(args))
-    shuffle(out, out, _shuffle_request(args))
-    return _report(args, out, shard(out, _workers(args), args.memory), start)
+    return ShardRequest(_workers(args), args.memory, args.strategy)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from data_prep.run import prepare
+
+    start, team = time.monotonic(), options.team_of(args)
+    request, order = _tokenize_request(args), _shuffle_request(args)
+    manifests = prepare(request, order, _shard_request(args), fused=args.fused, team=team)
+    return _report(args, Path(args.out), manifests, start, team)
 
 
 def _tokenize(args: argparse.Namespace) -> int:
@@ -188,7 +216,7 @@ def _tokenize(args: argparse.Namespace) -> int:
     from data_prep.shuffle import read_token_set
 
     start = time.monotonic()
-    tokenize(_tokenize_request(args))
+    tokenize(_tokenize_request(args), options.team_of(args))
     value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
     lines = []
     for dataset in data_sets(Path(args.out)):
@@ -224,7 +252,7 @@ def _shuffle(args: argparse.Namespace) -> int:
 
     source = Path(args.out)
     target = Path(args.to) if args.to else source
-    orders = shuffle(source, target, _shuffle_request(args))
+    orders = shuffle(source, target, _shuffle_request(args), options.team_of(args))
     value = {
         order.part: {
             "instances": order.num_instances,
@@ -244,38 +272,43 @@ def _shuffle(args: argparse.Namespace) -> int:
 def _shard(args: argparse.Namespace) -> int:
     from data_prep.run import shard
 
-    start, out = time.monotonic(), Path(args.out)
-    return _report(args, out, shard(out, _workers(args), args.memory), start)
+    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+
+
+def _blend(args: argparse.Namespace) -> int:
+    from data_prep.blend_run import BlendRequest, blend
+    from data_prep.run import shard
+
+    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
+    blend(BlendRequest(args.source, out, _shuffle_request(args), args.instances), team)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from data_prep.plan import describe, estimate
+
+    value = estimate(
+        _tokenize_request(args),
+        _shuffle_request(args),
+        memory_bytes=args.memory,
+        world=args.world or 1,
+        fused=args.fused,
+        strategy=args.strategy,
+    )
+    _answer(args, value, describe(value))
+    return 0 if value["fits"] else 1
 
 
 def _report(
-    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float
+    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float, team: Team
 ) -> int:
-    """What a finished data set is, for people or as JSON."""
-    value: dict[str, Any] = {"out": str(out), "wall_s": round(time.monotonic() - start, 3)}
-    lines = []
-    for manifest in manifests:
-        value[manifest.part] = {
-            "instances": manifest.num_instances,
-            "context": manifest.context,
-            "tokens": manifest.tokens,
-            "tail_tokens": manifest.tail_tokens,
-            "documents": manifest.documents,
-            "shards": len(manifest.shards),
-            "identity": manifest.identity,
-        }
-        lines.append(
-            f"{out}: {manifest.part}: {manifest.num_instances:,} instances of {manifest.context} "
-            f"tokens from {manifest.documents:,} documents in {len(manifest.shards)} shards; "
-            f"{manifest.tail_tokens:,} of {manifest.tokens:,} tokens left over as tails"
-        )
-        if manifest.num_instances == 0:
-            lines.append(f"{out}: {manifest.part}: too little for one instance; it cannot be used")
-    aside = manifests[0].quarantined.count
-    value["quarantined"] = aside
-    if aside:
-        lines.append(f"{out}: set aside {aside} documents or files, listed in quarantine.jsonl")
-    return _answer(args, value, lines)
+    """What a finished data set is, for people or as JSON. One rank says it for all."""
+    if team.rank > 0:
+        return 0
+    from data_prep.report import report
+
+    return _answer(args, *report(str(out), manifests, time.monotonic() - start))
 
 
 def _existing(path: str) -> Path:
@@ -329,3 +362,7 @@ def _stats(args: argparse.Namespace) -> int:
         for key, item in flat.items()
     ]
     return _answer(args, value, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,11 +6,13 @@ instances one by one; how they are read is a matter of speed alone.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.layout import little_endian
+from data_prep.blend import BlendOrder
+from data_prep.layout import HEADER_BYTES, little_endian
 from data_prep.shuffle import Order
 from data_prep.token_arrays import TokenArrayReader
 
@@ -38,11 +40,20 @@ class Gatherer:
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__()
 
-    def rows(self, instances: np.ndarray) -> np.ndarray:
-        """Tokens [R, C] of source instances int64 [R], in the order asked for."""
-        out = np.empty((len(instances), self._context), self._dtype)
-        places = np.argsort(instances)
-        begins = instances[places] * self._context
+    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [R, C] of source instances int64 [R], in the order asked for; in `out` if given.
+
+        A buffer used again saves the kernel from clearing new pages, a tenth of the time.
+        """
+        out = np.empty((len(instances), self._context), self._dtype) if out is None else out
+        self.fill(out, np.arange(len(instances)), instances)
+        return out
+
+    def fill(self, out: np.ndarray, at: np.ndarray, instances: np.ndarray) -> None:
+        """out[at[i]] = the tokens of source instance instances[i], for all i."""
+        order = np.argsort(instances)
+        places = at[order]
+        begins = instances[order] * self._context
         units = np.searchsorted(self._starts, begins, side="right") - 1
         crosses = begins + self._context > self._starts[units + 1]
         for row in np.flatnonzero(crosses):
@@ -52,7 +63,6 @@ class Gatherer:
         for group in np.split(inside, edges) if inside.size else ():
             unit = int(units[group[0]])
             self._read_within(out, unit, begins[group] - self._starts[unit], places[group])
-        return out
 
     def _read_across(self, row: np.ndarray, unit: int, begin: int) -> None:
         """Fill `row` with an instance that begins in `unit` and ends in a later one."""
@@ -81,6 +91,50 @@ class Gatherer:
                 window = self._reader.read(unit, begin, end).reshape(-1, context)
                 out[places[first:last]] = window[(offsets[first:last] - begin) // context]
             else:
-                for offset, place in zip(offsets[first:last], places[first:last], strict=True):
-                    self._reader.read_into(out[place], unit, int(offset))
+                self._read_rows(out, unit, offsets[first:last], places[first:last])
             first = last
+
+    def _read_rows(
+        self, out: np.ndarray, unit: int, offsets: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Fill out[places] one by one. The loop is lean: a row costs little more than its read."""
+        fd, size = self._reader.descriptor(unit), self._context * self._dtype.itemsize
+        begins = HEADER_BYTES + offsets * self._dtype.itemsize
+        for begin, offset, place in zip(
+            begins.tolist(), offsets.tolist(), places.tolist(), strict=True
+        ):
+            if os.preadv(fd, (out[place],), begin) != size:
+                self._reader.read_into(out[place], unit, offset)
+
+
+class BlendGatherer:
+    """Gives rows of a blend's instances. A context manager; not for two threads."""
+
+    def __init__(self, dataset: Path, order: BlendOrder, window_bytes: int):
+        self._order = order
+        self._dtype = little_endian(order.dtype)
+        self._sources = [Gatherer(dataset, source, window_bytes) for source in order.sources]
+
+    def __enter__(self) -> BlendGatherer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self._sources:
+            source.__exit__()
+
+    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [R, C] of blend instances int64 [R], in the order asked for; in `out` if given."""
+        shape = (len(instances), self._order.context)
+        out = np.empty(shape, self._dtype) if out is None else out
+        for number, places, own in self._order.split(instances):
+            self._sources[number].fill(out, places, own)
+        return out
+
+
+def open_gatherer(
+    dataset: Path, order: Order | BlendOrder, window_bytes: int
+) -> Gatherer | BlendGatherer:
+    """What gives the rows of an order, read through windows of `window_bytes`."""
+    if isinstance(order, BlendOrder):
+        return BlendGatherer(dataset, order, window_bytes)
+    return Gatherer(dataset, order, window_bytes)

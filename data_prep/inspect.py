@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from data_prep import layout
+from data_prep.blend import BlendOrder, read_any_order
 from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from data_prep.reader import ShardReader
-from data_prep.shuffle import Order, read_order
+from data_prep.shuffle import Order
 from data_prep.token_arrays import read_docs
 from data_prep.tokenize import read_plan
 from data_prep.tokenizer import open_tokenizer
@@ -39,7 +40,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
     """
     if number < 0:
         raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
-    manifest, order = read_manifest(dataset), read_order(dataset)
+    manifest, order = read_manifest(dataset), read_any_order(dataset)
     epoch, place = divmod(number, manifest.num_instances)
     row = place
     if epoch > 0:
@@ -59,8 +60,11 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
     }
 
 
-def _segments(dataset: Path, order: Order, source: int) -> list[Segment]:
+def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[Segment]:
     """The documents along source instance `source`."""
+    if isinstance(order, BlendOrder):
+        number, _, own = next(order.split(np.array([source])))
+        order, source = order.sources[number], int(own[0])
     tokens_dir = dataset / order.tokens_dir
     plan, starts = read_plan(tokens_dir), order.starts()
     position, end = source * order.context, (source + 1) * order.context

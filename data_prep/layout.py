@@ -7,7 +7,6 @@ shard-*.json}, OUT/eval/... the same again for the held-out part.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +31,6 @@ EVAL_DIR = "eval"
 
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
-
-_HASH_HEAD = b',\n "self_xxh3": "'
-_HASH_TAIL = b'"\n}\n'
-_HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 
 
 def unit_name(unit: int) -> str:
@@ -75,33 +70,25 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + f"{text:<{length - 1}}\n".encode()
 
 
-def checked_json(value: dict[str, Any]) -> bytes:
-    """`value` as readable JSON whose last key, `self_xxh3`, is the hash of all before it."""
-    body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
-    return body + _HASH_HEAD + files.xxh3_bytes(body).encode() + _HASH_TAIL
-
-
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
     """Atomically write `value` so that `read_checked_json` notices any later change."""
-    files.write_bytes(path, checked_json(value))
+    files.write_bytes(path, files.checked_json(value))
 
 
-def read_checked_json(path: str | os.PathLike, form: str) -> dict[str, Any]:
-    """What `write_checked_json` wrote, if every byte is as written and its `format` is `form`.
+def read_checked_json(path: str | os.PathLike, *forms: str) -> dict[str, Any]:
+    """What `write_checked_json` wrote, if every byte is as written and its `format` is of `forms`.
 
     Raises DataError naming the file when it is missing, damaged, or of another format or version.
     """
     try:
-        data = Path(path).read_bytes()
+        value = files.parse_checked_json(Path(path).read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
-    if tail != _HASH_HEAD + files.xxh3_bytes(body).encode() + _HASH_TAIL:
-        raise DataError(f"{path}: damaged: its content does not match the hash on its last line")
-    value = json.loads(data)
-    if value.get("format") != form or value.get("version") != VERSION:
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+    if value.get("format") not in forms or value.get("version") != VERSION:
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "
-            f"this program reads {form} version {VERSION}"
+            f"this program reads {forms[0]} version {VERSION}"
         )
     return value

@@ -45,6 +45,16 @@ class SetAside:
 
 
 @dataclass(frozen=True)
+class BlendEntry:
+    """A source of a blend: its token arrays, weight, instances given and instances it has."""
+
+    tokens_dir: str
+    weight: str
+    quota: int
+    instances: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a data set is. Field by field in docs/formats/dataset.md."""
 
@@ -71,6 +81,8 @@ class Manifest:
     instances_per_shard: int
     shards: tuple[ShardEntry, ...]
     inputs: tuple[InputEntry, ...]
+    blend: tuple[BlendEntry, ...] = ()
+    """The sources of a blend; not in the JSON of any other data set."""
 
     @property
     def identity(self) -> str:
@@ -89,7 +101,10 @@ class Manifest:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
+        value = {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
+        if not self.blend:
+            del value["blend"]
+        return value
 
 
 def read_manifest(dataset: str | os.PathLike) -> Manifest:
@@ -103,7 +118,9 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
         what = "not finished" if (dataset / layout.TOKENS_DIR).exists() else "not a data set"
         raise DataError(f"{path} is missing: {dataset} is {what}; make it with optimus-data run")
     value = layout.read_checked_json(path, FORM)
-    fields = {field.name: value[field.name] for field in dataclasses.fields(Manifest)}
+    names = {field.name for field in dataclasses.fields(Manifest)} - {"blend"}
+    fields = {name: value[name] for name in names}
+    fields["blend"] = tuple(BlendEntry(**source) for source in value.get("blend", ()))
     fields["tails"] = tuple(value["tails"])
     fields["quarantined"] = SetAside(**value["quarantined"])
     fields["shards"] = tuple(ShardEntry(**shard) for shard in value["shards"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from optimus.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from data_prep.ranks import Team
 
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -180,5 +183,88 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=2 * 10**9,
         metavar="SIZE",
-        help="limit for sharding, all processes together (2GB)",
+        help="limit for sharding, all processes of this rank together (2GB)",
     )
+
+
+def add_fused(parser: argparse.ArgumentParser) -> None:
+    """Whether the token arrays stay."""
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="remove the token arrays when the shards stand: half the disk, but another context "
+        "or seed then needs tokenizing again",
+    )
+
+
+def add_blend(parser: argparse.ArgumentParser) -> None:
+    """What is blended."""
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        required=True,
+        action="extend",
+        metavar="DIR=WEIGHT",
+        help="a directory with token arrays and its share of the instances, such as code=0.3",
+    )
+    parser.add_argument(
+        "--instances",
+        type=whole(1),
+        default=0,
+        metavar="N",
+        help="instances in all; sources too small repeat (the most that repeats none)",
+    )
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """How sharding reads."""
+    parser.add_argument(
+        "--strategy",
+        choices=("auto", "gather", "bucket"),
+        default="auto",
+        help="gather rows at random, or sort them into buckets, which moves twice the bytes in "
+        "long reads; the output does not depend on it (auto: what is likely to be faster)",
+    )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Which of several processes that share the work this one is."""
+    from data_prep.ranks import PATIENCE_S
+
+    parser.add_argument(
+        "--rank",
+        type=whole(0),
+        metavar="R",
+        help="number of this process, from 0 (from srun, mpiexec, torchrun or a job array)",
+    )
+    parser.add_argument(
+        "--world",
+        type=whole(1),
+        metavar="W",
+        help="how many processes share the work; 1: this one alone, whatever started it",
+    )
+    parser.add_argument(
+        "--patience",
+        type=whole(0),
+        default=int(PATIENCE_S),
+        metavar="S",
+        help="take over the work of ranks that have not moved for so many seconds "
+        f"({PATIENCE_S:.0f})",
+    )
+
+
+def team_of(args: argparse.Namespace) -> Team:
+    """The place that the options or the launcher give. Raises ConfigError."""
+    from data_prep.ranks import Team
+    from optimus.launch_env import read_place
+
+    rank, world = args.rank, args.world
+    if world == 1:
+        rank = rank or 0
+    if rank is None or world is None:
+        place = read_place(world=world)  # the launcher's word for what is not given
+        rank = place.rank if rank is None else rank
+        world = place.world if world is None else world
+    if not rank < world:
+        raise ConfigError(f"--rank {rank} does not lie in --world {world}; ranks begin at 0")
+    return Team(rank, world, float(args.patience))

@@ -7,6 +7,8 @@ modulo 2^64. Specification and test vectors: docs/formats/dataset.md, "Permutati
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 ALGORITHM = "feistel8-splitmix64"
@@ -46,13 +48,20 @@ class Permutation:
 
     def apply(self, places: np.ndarray) -> np.ndarray:
         """Images of `places` (any integer dtype, every one in [0, n)) as int64."""
+        return self._walk(places, self._feistel)
+
+    def inverse(self, images: np.ndarray) -> np.ndarray:
+        """The places whose images these are: inverse(apply(i)) == i."""
+        return self._walk(images, self._unfeistel)
+
+    def _walk(self, places: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         places = np.asarray(places)
         out = np.empty(places.shape, np.int64)
         for begin in range(0, len(places), _CHUNK):
-            chunk = self._feistel(places[begin : begin + _CHUNK].astype(np.uint64))
+            chunk = step(places[begin : begin + _CHUNK].astype(np.uint64))
             outside = np.flatnonzero(chunk >= self.n)
             while outside.size:
-                again = self._feistel(chunk[outside])
+                again = step(chunk[outside])
                 chunk[outside] = again
                 outside = outside[again >= self.n]
             out[begin : begin + _CHUNK] = chunk
@@ -65,6 +74,19 @@ class Permutation:
         left = value >> right_bits
         right = value & np.uint64((1 << self._right_bits) - 1)
         for r, key in enumerate(self._keys):
+            if r % 2 == 0:
+                left ^= _mix64(right + key) >> left_drop
+            else:
+                right ^= _mix64(left + key) >> right_drop
+        return (left << right_bits) | right
+
+    def _unfeistel(self, value: np.ndarray) -> np.ndarray:
+        right_bits = np.uint64(self._right_bits)
+        left_drop = np.uint64(64 - self._left_bits)
+        right_drop = np.uint64(64 - self._right_bits)
+        left = value >> right_bits
+        right = value & np.uint64((1 << self._right_bits) - 1)
+        for r, key in reversed(list(enumerate(self._keys))):
             if r % 2 == 0:
                 left ^= _mix64(right + key) >> left_drop
             else:

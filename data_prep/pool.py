@@ -14,6 +14,7 @@ from typing import Any
 
 from data_prep.progress import Progress
 from optimus.errors import OptimusError
+from optimus.launch_env import read_local_size
 
 _POLL_S = 0.2
 
@@ -30,6 +31,13 @@ class _Cancelled(Exception):
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of_this_rank() -> int:
+    """Its part of the cores, where a launcher started several ranks here and bound none."""
+    cores = available_cores()
+    unbound = cores == (os.cpu_count() or 1)
+    return max(1, cores // read_local_size()) if unbound else cores
 
 
 def run_jobs(

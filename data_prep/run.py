@@ -6,18 +6,23 @@ ends with the same bytes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
 from data_prep.begin import begin, write_once
-from data_prep.manifest import InputEntry, Manifest, SetAside, ShardEntry
-from data_prep.shard import read_shard_record, shard_all, shard_path
-from data_prep.shuffle import Order, make_order, read_order, read_token_set
+from data_prep.blend import BlendOrder, read_any_order
+from data_prep.bucket import remove_spill
+from data_prep.finish import finish
+from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
+from data_prep.manifest import Manifest, read_manifest
+from data_prep.ranks import ALONE, Team, do_together, share, wait_for
+from data_prep.shard import divide_memory, read_shard_record, shard_all
+from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, find_inputs, require_file
-from data_prep.tokenize import make_plan, tokenize_all
+from data_prep.tokenize import TokenizeWork, check_inputs, is_complete, make_plan, tokenize_all
 from data_prep.tokenizer import read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -41,8 +46,17 @@ class TokenizeRequest:
 
 
 @dataclass(frozen=True)
+class ShardRequest:
+    """What `shard`, `blend` and `run` are asked for."""
+
+    workers: int
+    memory_bytes: int
+    strategy: str = "auto"
+
+
+@dataclass(frozen=True)
 class ShuffleRequest:
-    """What `shuffle` and `run` are asked for."""
+    """What `shuffle`, `blend` and `run` are asked for."""
 
     context: int
     seed: int = 0
@@ -50,14 +64,61 @@ class ShuffleRequest:
     shard_bytes: int = 0
 
 
-def tokenize(request: TokenizeRequest) -> None:
+def prepare(
+    request: TokenizeRequest,
+    shuffle_request: ShuffleRequest,
+    shard_request: ShardRequest,
+    *,
+    fused: bool = False,
+    team: Team = ALONE,
+) -> list[Manifest]:
+    """From text to a finished data set in request.out; its manifests, the training part's first.
+
+    Raises DataError and ConfigError.
+    """
+    divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    manifests = find_finished(request, shuffle_request, team)
+    if not manifests:
+        try:
+            tokenize(request, team)
+            shuffle(request.out, request.out, shuffle_request, team)
+            manifests = shard(request.out, shard_request, team)
+        except DataError:  # or did the others finish, and remove what was read here?
+            manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
+            if not manifests:
+                raise
+    if fused and team.rank == 0:
+        drop_arrays(request.out)
+    return manifests
+
+
+def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
     """Token arrays of all inputs under request.out. Raises DataError and ConfigError."""
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
     plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
-    with working_in(request.out):
-        tokenize_all(begin(request.out, tokenizer, plan, request.quarantine), request.workers)
+    with working_in(request.out, team.rank):
+        work = begin(request.out, tokenizer, plan, request.quarantine)
+        sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
+        label = team.label("tokenize")
+        do_together(
+            team,
+            sizes,
+            lambda units: tokenize_all(work, request.workers, units, label),
+            lambda: _missing_units(work, deep=team.rank == 0),
+            request.out / layout.TOKENS_DIR,
+            request.workers,
+        )
+
+
+def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
+    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
+    there = set(os.listdir(folder))
+    units = range(len(work.plan.units))
+    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
+    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
 
 
 def data_sets(out: Path) -> list[Path]:
@@ -66,127 +127,182 @@ def data_sets(out: Path) -> list[Path]:
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
 
-def shuffle(source: Path, target: Path, request: ShuffleRequest) -> list[Order]:
+def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = ALONE) -> list[Order]:
     """Write the order of both parts of `source`'s token arrays into data sets in `target`.
 
-    Held-out tails are always carried: few documents are spread over all units. Raises DataError
-    where the training part has no instance, or `target` already has another order.
+    Held-out tails are always carried: few documents are spread over all units. Rank 0 does it for
+    all. Raises DataError where the training part has no instance, or `target` already has another
+    order.
     """
-    orders = []
-    with working_in(target):
-        for dataset in data_sets(source):
-            place = target / dataset.relative_to(source)
+    with working_in(target, team.rank):
+        parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
+        for part, place in parts:
+            require_arrays(part / layout.TOKENS_DIR)
             place.mkdir(exist_ok=True)
-            order = make_order(
-                dataset / layout.TOKENS_DIR,
-                place,
-                request.context,
-                request.seed,
-                carry_tails=request.carry_tails or dataset != source,
-                shard_bytes=request.shard_bytes,
-            )
-            if order.num_instances == 0 and dataset == source:
-                tokens = sum(unit.tokens for unit in order.units)
-                raise DataError(
-                    f"{source}: {tokens} tokens in {len(order.units)} arrays make no instance of "
-                    f"{request.context}; give more text, a smaller --context or --carry-tails"
-                )
-            _settle_order(place, order)
-            if place != dataset:
-                tokenizer = (dataset / layout.TOKENIZER).read_bytes()
-                write_once(place / layout.TOKENIZER, tokenizer)
-            orders.append(order)
-    return orders
+
+        def done() -> bool:
+            return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
+
+        def do() -> None:
+            for part, place in parts:
+                _shuffle_part(part, place, request, held_out=part != source)
+
+        wait_for(team, done, do)
+        return [_as_asked(place, request, held_out=part != source) for part, place in parts]
 
 
-def _settle_order(dataset: Path, order: Order) -> None:
+def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> None:
+    order = make_order(
+        part / layout.TOKENS_DIR,
+        place,
+        request.context,
+        request.seed,
+        carry_tails=request.carry_tails or held_out,
+        shard_bytes=request.shard_bytes,
+    )
+    if order.num_instances == 0 and not held_out:
+        tokens = sum(unit.tokens for unit in order.units)
+        raise DataError(
+            f"{part}: {tokens} tokens in {len(order.units)} arrays make no instance of "
+            f"{request.context}; give more text, a smaller --context or --carry-tails"
+        )
+    if place != part:
+        write_once(place / layout.TOKENIZER, (part / layout.TOKENIZER).read_bytes())
+    settle_order(place, order)
+
+
+def _follows(place: Path, tokens_dir: Path) -> bool:
+    """Whether `place` has an order of these token arrays."""
+    try:
+        return read_order(place).plan == files.xxh3_file(tokens_dir / layout.PLAN)
+    except (DataError, OSError):
+        return False
+
+
+def _as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
+    """The order in `place`, if it is the one that was asked for: other ranks may ask for another.
+
+    Raises DataError.
+    """
+    order = read_order(place)
+    row_bytes = request.context * layout.little_endian(order.dtype).itemsize
+    length = rows_of_shard(order.num_instances, row_bytes, request.shard_bytes)
+    for key, now in (
+        ("context", request.context),
+        ("seed", request.seed),
+        ("carry_tails", request.carry_tails or held_out),
+        ("instances_per_shard", length),
+    ):
+        if getattr(order, key) != now:
+            raise DataError(_another_order(place, key, getattr(order, key), now))
+    return order
+
+
+def _another_order(place: Path, key: str, then: object, now: object) -> str:
+    return (
+        f"{place} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
+        "goes elsewhere: optimus-data shuffle OUT --to NEW"
+    )
+
+
+def settle_order(dataset: Path, order: Order | BlendOrder) -> None:
+    """Write the order of a data set, or find it there. Raises DataError where there is another."""
     path = dataset / layout.ORDER
     if not path.exists():
         layout.write_checked_json(path, order.to_json())
         return
-    old, new = read_order(dataset).to_json(), order.to_json()
+    old, new = read_any_order(dataset).to_json(), order.to_json()
     for key, then in old.items():
-        if key == "units" and then != new[key]:
+        if then == new.get(key):
+            continue
+        if key == "units":
             raise DataError(f"{path}: the token arrays are not those that were shuffled; remove it")
-        if then != new[key]:
-            raise DataError(
-                f"{dataset} was shuffled with {key} = {then}, now {new[key]}; another order of the "
-                "same tokens goes elsewhere: optimus-data shuffle OUT --to NEW"
-            )
+        if isinstance(then, list):
+            raise DataError(f"{path}: is another blend of other sources; choose another --out")
+        raise DataError(_another_order(dataset, key, then, new.get(key)))
 
 
-def shard(out: Path, workers: int, memory_bytes: int) -> list[Manifest]:
+def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
     """Shards and manifest of every shuffled part of `out`, the training part's manifest last.
 
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
     manifests = []
-    with working_in(out):
+    with working_in(out, team.rank):
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
-                order = read_order(dataset)
-                shard_all(dataset, order, workers, memory_bytes)
-                manifests.insert(0, _finish(dataset, order))
+                manifests.insert(0, _shard_part(dataset, request, team))
     return manifests
 
 
-def _finish(dataset: Path, order: Order) -> Manifest:
-    """Write the manifest of a data set whose shards are complete."""
-    plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir)
-    if plan_xxh3 != order.plan:
-        raise DataError(f"{dataset / layout.ORDER}: belongs to other token arrays; shuffle again")
+def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
+    order = read_any_order(dataset)
+    for source in order.sources:
+        require_arrays(dataset / source.tokens_dir)
+    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team=team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
-    shards = []
+
+    def done() -> bool:
+        try:
+            return read_manifest(dataset).order_xxh3 == order_xxh3
+        except DataError:
+            return False
+
+    wait_for(team, done, lambda: finish(dataset, order))
+    remove_spill(dataset)
+    return read_manifest(dataset)
+
+
+def drop_arrays(out: Path) -> None:
+    """`--fused`: remove the token arrays of a finished data set, all marked before the first goes.
+
+    The training part's mark, which is looked for, is written first and taken back last.
+    """
+    folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
+    for folder in folders:
+        mark_removed(folder)
+    for folder in folders:
+        remove_arrays(folder)
+
+
+def find_finished(
+    request: TokenizeRequest, shuffle_request: ShuffleRequest, team: Team = ALONE
+) -> list[Manifest]:
+    """The manifests of `request.out` if it was finished with `--fused`, else nothing.
+
+    Its inputs are hashed again, each rank its share. Where a part of it is lost, the removal of the
+    arrays is forgotten, so that the run makes them again. Raises DataError as the steps would.
+    """
+    out = request.out
+    if not removed(out / layout.TOKENS_DIR):
+        return []
+    tokenizer = require_file(request.tokenizer, "--tokenizer")
+    plan = make_plan(
+        find_inputs(request.inputs, request.exclude, out),
+        read_facts(tokenizer, request.eos),
+        request.text_field,
+        request.eval_fraction,
+        request.unit_bytes,
+    )
+    with working_in(out, team.rank):
+        work = begin(out, tokenizer, plan, request.quarantine)
+        places = data_sets(out)
+        try:
+            manifests = [_whole(place) for place in places]
+        except DataError:
+            for place in reversed(places):
+                take_back(place / layout.TOKENS_DIR)
+            return []
+        for place in places:
+            _as_asked(place, shuffle_request, held_out=place != out)
+        sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
+        check_inputs(work, share(sizes, team.rank, team.world))
+        return manifests
+
+
+def _whole(dataset: Path) -> Manifest:
+    """The manifest, if all shards have their sizes and sidecars, else DataError."""
+    manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
-        record = read_shard_record(dataset, order, order_xxh3, number)
-        name = shard_path(dataset, number).relative_to(dataset).as_posix()
-        shards.append(ShardEntry(name, record["instances"], record["size"], record["xxh3"]))
-    hashes = [xxh3 for record in records for xxh3 in record["inputs"]]
-    inputs = tuple(
-        InputEntry(file.name, file.size, xxh3)
-        for file, xxh3 in zip(plan.inputs, hashes, strict=True)
-    )
-    manifest = Manifest(
-        part=order.part,
-        num_instances=order.num_instances,
-        context=order.context,
-        dtype=order.dtype,
-        vocab_size=plan.tokenizer.vocab_size,
-        eos_token=plan.tokenizer.eos_token,
-        eos_id=plan.tokenizer.eos_id,
-        tokenizer_sha256=plan.tokenizer.sha256,
-        seed=order.seed,
-        permutation=order.permutation,
-        eval_fraction=plan.eval_fraction,
-        text_field=plan.text_field,
-        documents=sum(unit.documents for unit in order.units),
-        tokens=sum(unit.tokens for unit in order.units),
-        tail_tokens=order.tail_tokens,
-        carry_tails=order.carry_tails,
-        tails=order.tails(),
-        tokens_dir=order.tokens_dir,
-        order_xxh3=order_xxh3,
-        quarantined=_list_set_aside(dataset, inputs, records),
-        instances_per_shard=order.instances_per_shard,
-        shards=tuple(shards),
-        inputs=inputs,
-    )
-    write_once(dataset / layout.MANIFEST, layout.checked_json(manifest.to_json()))
+        read_shard_record(dataset, order, manifest.order_xxh3, number)
     return manifest
-
-
-def _list_set_aside(
-    dataset: Path, inputs: Sequence[InputEntry], records: Sequence[dict]
-) -> SetAside:
-    lines = list(_set_aside_lines(inputs, records))
-    if not lines:
-        return SetAside(0)
-    content = "".join(lines).encode()
-    write_once(dataset / layout.SET_ASIDE, content)
-    return SetAside(len(lines), len(content), files.xxh3_bytes(content))
-
-
-def _set_aside_lines(inputs: Sequence[InputEntry], records: Sequence[dict]) -> Iterator[str]:
-    for record in records:
-        for item in record["set_aside"]:
-            yield json.dumps({**item, "input": inputs[item["input"]].name}) + "\n"

@@ -6,6 +6,9 @@ shard or of the corpus, because a shard is gathered block by block.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +18,14 @@ import numpy as np
 import xxhash
 
 from data_prep import layout
-from data_prep.gather import INDEX_BYTES, Gatherer
+from data_prep.blend import BlendOrder
+from data_prep.bucket import Spill, SpillReader, open_spill, spill_all
+from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
+from data_prep.ranks import ALONE, Team, do_together
 from data_prep.shuffle import Order
+from data_prep.strategy import choose_strategy
 from optimus import files
 from optimus.errors import ConfigError, DataError
 
@@ -33,10 +40,12 @@ class ShardWork:
     """What a worker needs to write any shard of one part."""
 
     dataset: Path
-    order: Order
+    order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
     """Memory for one block: rows, indices and the window they are read through."""
+    spill: Spill | None = None
+    """The sorted runs to read from; None: from the token arrays themselves."""
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
@@ -65,17 +74,68 @@ def divide_memory(memory_bytes: int, workers: int) -> tuple[int, int]:
     )
 
 
-def shard_all(dataset: Path, order: Order, workers: int, memory_bytes: int) -> None:
-    """Write every shard that is not complete. Raises ConfigError for too little memory."""
+def shard_all(
+    dataset: Path,
+    order: Order | BlendOrder,
+    workers: int,
+    memory_bytes: int,
+    strategy: str = "gather",
+    team: Team = ALONE,
+) -> None:
+    """Write every shard that is not complete. Raises ConfigError for too little memory.
+
+    `strategy` is one of data_prep.strategy.STRATEGIES. Several ranks share the work.
+    """
     workers, block_bytes = divide_memory(memory_bytes, workers)
     (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)
-    work = ShardWork(dataset, order, files.xxh3_file(dataset / layout.ORDER), block_bytes)
-    label = "shard" if order.part == "train" else f"shard {order.part}"
-    with Progress(label, order.num_instances, " instances") as progress:
-        run_jobs(_do_shard, work, range(order.num_shards), workers, progress)
+    order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
+    work = ShardWork(dataset, order, order_xxh3, block_bytes)
+    label = team.label("shard" if order.part == "train" else f"shard {order.part}")
+    try:
+        _shard_together(work, workers, strategy, team, label)
+    except (OSError, DataError):  # other ranks may have finished, and removed what was read here
+        if team.world == 1 or _missing(work, deep=True):
+            raise
+    _buffer.cache_clear()
 
 
-def read_shard_record(dataset: Path, order: Order, order_xxh3: str, shard: int) -> dict[str, Any]:
+def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
+    dataset, order = work.dataset, work.order
+    rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
+    if _missing(work, deep=True) and choose_strategy(dataset, order, strategy, team) == "bucket":
+        spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
+        spill_all(spill, workers, team)
+        work = dataclasses.replace(work, spill=spill)
+
+    def do(shards: list[int]) -> None:
+        with Progress(label, sum(rows[shard] for shard in shards), " instances") as progress:
+            run_jobs(_do_shard, work, sorted(shards), workers, progress)
+
+    missing = functools.partial(_missing, work, deep=team.rank == 0)
+    do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR, workers)
+
+
+def _missing(work: ShardWork, deep: bool) -> list[int]:
+    """Shards without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    there = set(os.listdir(work.dataset / layout.SHARDS_DIR))
+    shards = range(work.order.num_shards)
+    left = [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in there]
+    if left or not deep:
+        return left
+    return [shard for shard in shards if not _is_complete(work, shard)]
+
+
+def _is_complete(work: ShardWork, shard: int) -> bool:
+    try:
+        read_shard_record(work.dataset, work.order, work.order_xxh3, shard)
+    except DataError:
+        return False
+    return True
+
+
+def read_shard_record(
+    dataset: Path, order: Order | BlendOrder, order_xxh3: str, shard: int
+) -> dict[str, Any]:
     """A shard's sidecar, if it follows this order and its file has its size, else DataError."""
     record = layout.read_checked_json(sidecar_path(dataset, shard), FORM)
     path = shard_path(dataset, shard)
@@ -94,24 +154,22 @@ def read_shard_record(dataset: Path, order: Order, order_xxh3: str, shard: int) 
 def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> None:
     order = work.order
     first, stop = order.shard_rows(shard)
-    try:
-        read_shard_record(work.dataset, order, work.order_xxh3, shard)
-    except DataError:
-        pass  # not there yet, or not whole: write it
-    else:
+    if _is_complete(work, shard):
         advance(stop - first)
         return
     header = layout.npy_header((stop - first, order.context), order.dtype)
     digest = xxhash.xxh3_64(header)
     with (
-        Gatherer(work.dataset, order, work.block_bytes // 8) as gatherer,
+        _open_rows(work, shard) as source,
         files.atomic_writer(shard_path(work.dataset, shard)) as file,
     ):
         file.write(header)
         permutation = order.epoch_zero()
         step = _block_rows(work)
+        buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
-            rows = gatherer.rows(permutation.apply(np.arange(begin, min(begin + step, stop))))
+            instances = permutation.apply(np.arange(begin, min(begin + step, stop)))
+            rows = source.rows(instances, buffer[: len(instances)])
             file.write(rows)
             digest.update(rows)
             advance(len(rows))
@@ -126,6 +184,18 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         "xxh3": digest.hexdigest(),
     }
     layout.write_checked_json(sidecar_path(work.dataset, shard), record)
+
+
+@functools.lru_cache(maxsize=1)
+def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
+    """The one block that this process gathers into, shard after shard."""
+    return np.empty((rows, context), layout.little_endian(dtype))
+
+
+def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillReader:
+    if work.spill is not None:
+        return SpillReader(work.spill, shard)
+    return open_gatherer(work.dataset, work.order, work.block_bytes // 8)
 
 
 def _block_rows(work: ShardWork) -> int:

@@ -8,6 +8,7 @@ numbering, P being data_prep.permutation. Pure plans; sharding executes them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,29 @@ class Unit:
     """Hash of its table of documents."""
 
 
+class InShards:
+    """What follows from a number of instances, a seed and the length of a shard."""
+
+    num_instances: int
+    instances_per_shard: int
+    seed: int
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_instances // self.instances_per_shard)
+
+    def shard_rows(self, shard: int) -> tuple[int, int]:
+        """Rows [first, stop) of a shard."""
+        first = shard * self.instances_per_shard
+        return first, min(first + self.instances_per_shard, self.num_instances)
+
+    def epoch_zero(self) -> Permutation:
+        """The permutation that the shards are written in."""
+        return Permutation(self.num_instances, self.seed)
+
+
 @dataclass(frozen=True)
-class Order:
+class Order(InShards):
     """Everything that decides the bytes of the shards, given the token arrays."""
 
     part: str
@@ -54,13 +76,14 @@ class Order:
     instances_per_shard: int
     units: tuple[Unit, ...]
 
-    @property
+    @functools.cached_property
     def num_instances(self) -> int:
         return sum(unit.kept for unit in self.units) // self.context
 
     @property
-    def num_shards(self) -> int:
-        return -(-self.num_instances // self.instances_per_shard)
+    def sources(self) -> tuple[Order, ...]:
+        """The sets of token arrays that it orders: itself. A blend has several."""
+        return (self,)
 
     @property
     def tail_tokens(self) -> int:
@@ -77,18 +100,9 @@ class Order:
             left -= dropped
         return tuple(tails)
 
-    def shard_rows(self, shard: int) -> tuple[int, int]:
-        """Rows [first, stop) of a shard."""
-        first = shard * self.instances_per_shard
-        return first, min(first + self.instances_per_shard, self.num_instances)
-
     def starts(self) -> np.ndarray:
         """Place of every unit's first kept token in the concatenation, and its end: int64 [U+1]."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
-
-    def epoch_zero(self) -> Permutation:
-        """The permutation that the shards are written in."""
-        return Permutation(self.num_instances, self.seed)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
@@ -96,7 +110,11 @@ class Order:
 
 def read_order(dataset: Path) -> Order:
     """The order of a data set. Raises DataError."""
-    value = layout.read_checked_json(dataset / layout.ORDER, FORM)
+    return order_from_json(layout.read_checked_json(dataset / layout.ORDER, FORM))
+
+
+def order_from_json(value: dict[str, Any]) -> Order:
+    """What `Order.to_json` made."""
     fields = {field.name: value[field.name] for field in dataclasses.fields(Order)}
     fields["units"] = tuple(Unit(**unit) for unit in value["units"])
     return Order(**fields)
@@ -105,6 +123,11 @@ def read_order(dataset: Path) -> Order:
 def default_shard_bytes(num_instances: int, row_bytes: int) -> int:
     """About a 64th of the data, from 4 MiB to 1 GiB: work for every core, never too many files."""
     return min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
+
+
+def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
+    """Rows of every shard but the last; `shard_bytes` 0 stands for `default_shard_bytes`."""
+    return max(1, (shard_bytes or default_shard_bytes(num_instances, row_bytes)) // row_bytes)
 
 
 def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:
@@ -141,7 +164,6 @@ def make_order(
     )
     row_bytes = context * layout.little_endian(plan.dtype).itemsize
     num_instances = sum(unit.kept for unit in units) // context
-    shard_bytes = shard_bytes or default_shard_bytes(num_instances, row_bytes)
     return Order(
         part=records[0]["part"],
         plan=plan_xxh3,
@@ -151,7 +173,7 @@ def make_order(
         seed=seed,
         permutation=ALGORITHM,
         carry_tails=carry_tails,
-        instances_per_shard=max(1, shard_bytes // row_bytes),
+        instances_per_shard=rows_of_shard(num_instances, row_bytes, shard_bytes),
         units=units,
     )
 

@@ -126,7 +126,7 @@ class TokenArrayReader:
         """Fill `out` (1-D, contiguous, of the arrays' dtype) with T_unit from `start` on."""
         view = memoryview(out.view(np.uint8))
         offset = HEADER_BYTES + start * self._dtype.itemsize
-        fd = self._descriptor(unit)
+        fd = self.descriptor(unit)
         while view:
             count = os.preadv(fd, [view], offset)
             if count == 0:
@@ -139,7 +139,8 @@ class TokenArrayReader:
         self.read_into(out, unit, start)
         return out
 
-    def _descriptor(self, unit: int) -> int:
+    def descriptor(self, unit: int) -> int:
+        """An open descriptor of the unit's array, good until the next call."""
         fd = self._open.pop(unit, None)
         if fd is None:
             if len(self._open) == _OPEN_FILES:

@@ -117,18 +117,41 @@ class TokenizeWork:
     quarantine: bool
 
 
-def tokenize_all(work: TokenizeWork, workers: int) -> None:
-    """Do every unit that is not complete, largest first; check that complete ones still hold."""
-    sizes = [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))]
-    order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
-    with Progress("tokenize", sum(sizes), "B") as progress:
+def tokenize_all(
+    work: TokenizeWork, workers: int, units: Sequence[int] | None = None, label: str = "tokenize"
+) -> None:
+    """Do every unit, or these, that is not complete, largest first; check the complete ones."""
+    units = range(len(work.plan.units)) if units is None else units
+    sizes = {unit: work.plan.unit_bytes(unit) for unit in units}
+    order = sorted(sizes, key=lambda unit: -sizes[unit])
+    with Progress(label, sum(sizes.values()), "B") as progress:
         run_jobs(_do_unit, work, order, workers, progress)
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
     if (records := _complete(work, unit)) is None:
         _tokenize_unit(work, unit, advance)
-        return
+    else:
+        _check_inputs(work, unit, records, advance)
+
+
+def is_complete(work: TokenizeWork, unit: int) -> bool:
+    """Whether every part of the unit stands."""
+    return _complete(work, unit) is not None
+
+
+def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
+    """Raises DataError where an input of these units, whose arrays may be gone, has changed."""
+    folder = parts_dirs(work.out, work.plan)[PARTS[0]]
+    with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
+        for unit in units:
+            record = read_unit(folder, unit, work.plan_xxh3, has_array=False)
+            _check_inputs(work, unit, record, progress.advance)
+
+
+def _check_inputs(
+    work: TokenizeWork, unit: int, records: dict[str, Any], advance: Callable[[int], None]
+) -> None:
     first, stop = work.plan.units[unit]
     for file, xxh3 in zip(work.plan.inputs[first:stop], records["inputs"], strict=True):
         if files.xxh3_file(file.name) != xxh3:
@@ -153,8 +176,13 @@ def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
     return records[PARTS[0]]
 
 
-def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str) -> dict[str, Any]:
-    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError."""
+def read_unit(
+    tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
+) -> dict[str, Any]:
+    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError.
+
+    `has_array` False: the array itself may be gone, for `--fused` removed it.
+    """
     path = sidecar_path(tokens_dir, unit)
     record = layout.read_checked_json(path, _FORM_UNIT)
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
@@ -164,6 +192,8 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str) -> dict[str, Any]:
         ("docs", docs_path(tokens_dir, unit)),
     ):
         size = os.path.getsize(file) if file.exists() else None
+        if not has_array and key == "array":
+            continue
         if size != record[key]["size"]:
             raise DataError(
                 f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"

@@ -11,10 +11,12 @@ import numpy as np
 import xxhash
 
 from data_prep import layout
+from data_prep.blend import BlendOrder, read_any_order
+from data_prep.fused import removed
 from data_prep.manifest import Manifest, ShardEntry, read_manifest
 from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
-from data_prep.shuffle import Order, read_order
+from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path, docs_path
 from data_prep.tokenize import read_plan, read_unit
 from data_prep.tokenizer import read_facts
@@ -28,13 +30,14 @@ def verify(dataset: Path) -> Iterator[str]:
     """Every damage found in `dataset` and in its held-out part, a line each, naming the file."""
     try:
         manifest = read_manifest(dataset)
-        order = read_order(dataset)
+        order = read_any_order(dataset)
     except DataError as error:
         yield str(error)
         return
     yield from _check_counts(dataset, manifest, order)
     yield from _check_small_files(dataset, manifest)
-    yield from _check_tokens(dataset, manifest, order)
+    for source in order.sources:
+        yield from _check_tokens(dataset, source)
     with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
         for shard in manifest.shards:
             yield from _check_shard(dataset, manifest, shard)
@@ -43,7 +46,7 @@ def verify(dataset: Path) -> Iterator[str]:
         yield from verify(dataset / layout.EVAL_DIR)
 
 
-def _check_counts(dataset: Path, manifest: Manifest, order: Order) -> Iterator[str]:
+def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
     """The manifest against itself and against the order."""
     path = dataset / layout.MANIFEST
     if manifest.order_xxh3 != files.xxh3_file(dataset / layout.ORDER):
@@ -85,7 +88,7 @@ def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
         yield f"{path}: cannot be read: {error.strerror}"
 
 
-def _check_tokens(dataset: Path, manifest: Manifest, order: Order) -> Iterator[str]:
+def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
     tokens_dir = dataset / order.tokens_dir
     try:
         plan = read_plan(tokens_dir)
@@ -97,9 +100,10 @@ def _check_tokens(dataset: Path, manifest: Manifest, order: Order) -> Iterator[s
     ):
         yield f"{tokens_dir / layout.PLAN}: is not the plan that {dataset / layout.ORDER} names"
         return
+    has_arrays = not removed(tokens_dir)
     for number, unit in enumerate(order.units):
         try:
-            record = read_unit(tokens_dir, number, order.plan)
+            record = read_unit(tokens_dir, number, order.plan, has_arrays)
         except DataError as error:
             yield str(error)
             continue
@@ -109,7 +113,8 @@ def _check_tokens(dataset: Path, manifest: Manifest, order: Order) -> Iterator[s
         itemsize = layout.little_endian(plan.dtype).itemsize
         if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
             yield f"{array}: cannot hold {unit.tokens} tokens in {record['array']['size']} bytes"
-        yield from _check_file(array, record["array"]["size"], unit.xxh3)
+        if has_arrays:
+            yield from _check_file(array, record["array"]["size"], unit.xxh3)
         yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
 
 

@@ -6,20 +6,26 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from optimus import files
 from optimus.errors import DataError
 
+_ABANDONED_S = 86_400.0
+
 
 @contextlib.contextmanager
-def working_in(directory: str | os.PathLike) -> Iterator[Path]:
+def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Make `directory`, and leave nothing half-written in it that a killed run left behind.
 
-    Two runs at once are allowed: every commit is atomic and both write the same bytes. Leftovers
-    of killed runs are removed only while no other run holds the directory, which a shared lock on
-    it tells. Where the file system has no such locks they stay; they are never read.
+    Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
+    of killed runs of this machine are removed while no other run of this machine holds the
+    directory, which a shared lock on it tells; nothing else relies on locks, and none needs to
+    reach other machines. Where the file system has no locks, and on machines that never come back,
+    leftovers stay until nobody has written into them for a day and rank 0 passes; they are never
+    read.
     Raises DataError where the directory cannot be made or written to.
     """
     directory = Path(directory)
@@ -31,10 +37,10 @@ def working_in(directory: str | os.PathLike) -> Iterator[Path]:
         raise DataError(f"--out {str(directory)!r} may not be written to; choose another")
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _sweep_if_alone(directory, fd)
+        _sweep(directory, fd, everywhere=rank == 0)
         _lock(fd, fcntl.LOCK_SH)
         yield directory
-        _sweep_if_alone(directory, fd)
+        _sweep(directory, fd, everywhere=rank == 0)
     finally:
         os.close(fd)
 
@@ -49,11 +55,34 @@ def _lock(fd: int, mode: int) -> bool:
     return True
 
 
-def _sweep_if_alone(directory: Path, fd: int) -> None:
-    if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+def _sweep(directory: Path, fd: int, everywhere: bool) -> None:
+    alone = _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not (alone or everywhere):
         return
+    now = None
     for folder, _, names in os.walk(directory):
-        for name in names:
-            if files.is_temporary(name):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(folder, name))
+        for name in filter(files.is_temporary, names):
+            path = os.path.join(folder, name)
+            if not (alone and files.is_temporary_of_this_host(name)):
+                if not everywhere:
+                    continue
+                now = now or _file_system_time(directory)
+                if _modified(path, now) > now - _ABANDONED_S:
+                    continue
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _modified(path: str, otherwise: float) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError:
+        return otherwise
+
+
+def _file_system_time(directory: Path) -> float:
+    """Now, by the clock that stamps files there, which need not be this machine's."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".now.", suffix=".tmp") as file:
+        file.write(b"now")
+        file.flush()
+        return os.fstat(file.fileno()).st_mtime

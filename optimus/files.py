@@ -8,6 +8,7 @@ killed or unplugged in between. Hashes are xxh3-64 in lower-case hexadecimal.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -18,6 +19,10 @@ from typing import Any, BinaryIO
 import xxhash
 
 _READ_BYTES = 4 << 20
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_HASH_HEAD = b',\n "self_xxh3": "'
+_HASH_TAIL = b'"\n}\n'
+_HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
@@ -30,15 +35,26 @@ def fsync_dir(path: str | os.PathLike) -> None:
 
 
 def temporary_name(path: str | os.PathLike) -> Path:
-    """A unique sibling of `path`, recognisable by `is_temporary`."""
+    """A unique sibling of `path`, recognisable by `is_temporary`: `.NAME.HOST.PID.RANDOM.tmp`."""
     path = Path(path)
-    return path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
     """Whether `path` is a leftover of an unfinished commit."""
     name = Path(path).name
     return name.startswith(".") and name.endswith(".tmp")
+
+
+def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
+    """Whether `path` is such a leftover, of a process of this machine or of an unnamed one."""
+    parts = Path(path).name.rsplit(".", 4)  # (.NAME, HOST, PID, RANDOM, tmp)
+    return is_temporary(path) and (len(parts) < 5 or parts[1] == _host())
+
+
+def _host() -> str:
+    """This machine's name without its dots, of at most 24 characters: names have 255 in all."""
+    return os.uname().nodename.replace(".", "-").replace("/", "-")[:24] or "host"
 
 
 def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
@@ -57,7 +73,9 @@ def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         commit(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE and not error.filename:
+            error.filename = os.fspath(path)  # the system does not say where the disk was full
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
@@ -72,6 +90,20 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Atomically and durably write `value` as readable JSON."""
     write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def checked_json(value: dict[str, Any]) -> bytes:
+    """`value` as readable JSON whose last key, `self_xxh3`, is the hash of all before it."""
+    body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
+    return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
+
+
+def parse_checked_json(data: bytes) -> dict[str, Any]:
+    """The object in what `checked_json` made. Raises ValueError if any byte is another."""
+    body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
+    if tail != _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL:
+        raise ValueError("damaged: its content does not match the hash on its last line")
+    return json.loads(data)
 
 
 def xxh3_bytes(data: Any) -> str:

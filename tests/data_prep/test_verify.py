@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from data_prep.cli import main
-from data_prep.layout import checked_json, read_checked_json, write_checked_json
+from data_prep.layout import read_checked_json, write_checked_json
 from data_prep.verify import verify
 from optimus import files
 from optimus.errors import DataError
@@ -57,7 +57,7 @@ def test_a_wrong_size_of_any_file_is_found(copy, how):
 
 def test_every_bit_of_a_checked_json_counts(tmp_path):
     path = tmp_path / "x.json"
-    content = checked_json({"format": "f", "version": 1, "n": 12})
+    content = files.checked_json({"format": "f", "version": 1, "n": 12})
     path.write_bytes(content)
     assert read_checked_json(path, "f")["n"] == 12
     for place in range(len(content)):

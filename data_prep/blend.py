@@ -1,0 +1,175 @@
+"""Blending: several sets of token arrays in one data set, each with an exact share of instances.
+
+Specification, with the quota rule and an example: docs/formats/dataset.md, "Blends".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.permutation import ALGORITHM, Permutation
+from data_prep.shuffle import FORM as ORDER_FORM
+from data_prep.shuffle import InShards, Order, order_from_json, rows_of_shard
+from optimus.errors import ConfigError
+
+FORM = "optimus-blend-order"
+_WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+_PASS_KEYS = 1 << 32
+"""Epoch key of pass p of source s: (s + 1) * 2^32 + p, which no epoch of training reaches."""
+
+
+def parse_weight(text: str) -> Fraction:
+    """`0.3` is exactly 3/10. Raises ConfigError unless it is a plain decimal above 0."""
+    if not _WEIGHT.fullmatch(text) or Fraction(text) == 0:
+        raise ConfigError(f"weight {text!r} is not a decimal number above 0, such as 2 or 0.35")
+    return Fraction(text)
+
+
+def quotas(weights: Sequence[Fraction], total: int) -> list[int]:
+    """`total` divided in proportion to `weights`, by largest remainders, ties to the first.
+
+    Exact: quota s is the floor or the ceiling of total * w_s / W, and they sum to `total`.
+    """
+    exact = [weight * total / sum(weights) for weight in weights]
+    found = [int(value) for value in exact]
+    by_rest = sorted(range(len(exact)), key=lambda s: (found[s] - exact[s], s))
+    for s in by_rest[: total - sum(found)]:
+        found[s] += 1
+    return found
+
+
+def largest_total(weights: Sequence[Fraction], available: Sequence[int]) -> int:
+    """The most instances at these weights of which no source has to repeat any.
+
+    The largest T with T * w_s / W <= n_s for all s: a quota is at most the ceiling of that.
+    """
+    whole = sum(weights)
+    return min(int(n * whole / weight) for n, weight in zip(available, weights, strict=True))
+
+
+@dataclass(frozen=True)
+class BlendSource:
+    """A source of a blend: its own order, of which only the cut into instances counts."""
+
+    weight: str
+    quota: int
+    """Instances that it gives."""
+    order: Order
+
+
+@dataclass(frozen=True)
+class BlendOrder(InShards):
+    """Everything that decides the bytes of a blend's shards, given the token arrays."""
+
+    part: str
+    context: int
+    dtype: str
+    seed: int
+    permutation: str
+    instances_per_shard: int
+    blended: tuple[BlendSource, ...]
+
+    @functools.cached_property
+    def num_instances(self) -> int:
+        return sum(source.quota for source in self.blended)
+
+    @property
+    def sources(self) -> tuple[Order, ...]:
+        """The order of every source, in the order of the command line."""
+        return tuple(source.order for source in self.blended)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens in no instance of any source's cut."""
+        return sum(order.tail_tokens for order in self.sources)
+
+    def tails(self) -> tuple[int, ...]:
+        """The same unit by unit, one source after the other."""
+        return tuple(tail for order in self.sources for tail in order.tails())
+
+    def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(source, places, its instances): where blend instances int64 [R] come from.
+
+        `places` are the rows of `instances` that fall to the source, all of it with each once.
+        """
+        starts = np.concatenate([[0], np.cumsum([source.quota for source in self.blended])])
+        owner = np.searchsorted(starts, instances, side="right") - 1
+        for number in np.unique(owner):
+            places = np.flatnonzero(owner == number)
+            yield int(number), places, self._of_source(number, instances[places] - starts[number])
+
+    def _of_source(self, number: int, which: np.ndarray) -> np.ndarray:
+        """Instances of a source's cut: whole passes in order, a last, partial one by P."""
+        source = self.blended[number]
+        size = source.order.num_instances
+        whole = source.quota // size * size
+        found = which % size
+        late = np.flatnonzero(which >= whole)
+        if late.size:
+            key = (int(number) + 1) * _PASS_KEYS + source.quota // size
+            found[late] = Permutation(size, self.seed, key).apply(found[late])
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
+        value["blended"] = [
+            {"weight": source.weight, "quota": source.quota, "order": source.order.to_json()}
+            for source in self.blended
+        ]
+        return value
+
+
+def read_any_order(dataset: Path) -> Order | BlendOrder:
+    """The order of a data set, blended or not. Raises DataError."""
+    value = layout.read_checked_json(dataset / layout.ORDER, ORDER_FORM, FORM)
+    if value["format"] == ORDER_FORM:
+        return order_from_json(value)
+    fields = {field.name: value[field.name] for field in dataclasses.fields(BlendOrder)}
+    fields["blended"] = tuple(
+        BlendSource(source["weight"], source["quota"], order_from_json(source["order"]))
+        for source in value["blended"]
+    )
+    return BlendOrder(**fields)
+
+
+def make_blend(
+    orders: Sequence[Order], weights: Sequence[str], seed: int, total: int, shard_bytes: int
+) -> BlendOrder:
+    """Blend sources cut by `orders`. `total` 0: the most that repeats no instance.
+
+    Raises ConfigError for a bad weight, a source without instances, or sources that differ in
+    context or dtype.
+    """
+    exact = [parse_weight(weight) for weight in weights]
+    available = [order.num_instances for order in orders]
+    for order, count in zip(orders, available, strict=True):
+        if count == 0:
+            raise ConfigError(f"{order.tokens_dir} has no instance of {order.context} tokens")
+    first = orders[0]
+    assert all((o.context, o.dtype) == (first.context, first.dtype) for o in orders)
+    total = total or largest_total(exact, available)
+    if total == 0:
+        raise ConfigError("the blend is empty at these weights; give --instances or more text")
+    row_bytes = first.context * layout.little_endian(first.dtype).itemsize
+    return BlendOrder(
+        part="train",
+        context=first.context,
+        dtype=first.dtype,
+        seed=seed,
+        permutation=ALGORITHM,
+        instances_per_shard=rows_of_shard(total, row_bytes, shard_bytes),
+        blended=tuple(
+            BlendSource(weight, quota, order)
+            for weight, quota, order in zip(weights, quotas(exact, total), orders, strict=True)
+        ),
+    )

@@ -1,0 +1,109 @@
+"""Making a blend: the sources' token arrays become the order of one data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep import layout
+from data_prep.begin import write_once
+from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
+from data_prep.fused import require_arrays
+from data_prep.ranks import ALONE, Team, wait_for
+from data_prep.run import ShuffleRequest, settle_order
+from data_prep.shuffle import make_order
+from data_prep.tokenize import read_plan
+from data_prep.workspace import working_in
+from optimus import files
+from optimus.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class BlendRequest:
+    """What `blend` is asked for."""
+
+    sources: Sequence[str]
+    """`DIR=WEIGHT`, DIR with token arrays of `tokenize` or `run`."""
+    out: Path
+    shuffle: ShuffleRequest
+    instances: int = 0
+    """How many instances in all; 0: the most that repeats none."""
+
+
+def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
+    """Write the order of a blend into request.out, or find it there. Rank 0 does it for all.
+
+    Raises ConfigError for bad sources and weights, DataError for sources that cannot go together.
+    """
+    folders, weights = _parse(request)
+    plans = _check_together(folders)
+
+    def made() -> BlendOrder | None:
+        try:
+            order = read_any_order(request.out)
+        except DataError:
+            return None
+        same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
+        return order if same else None
+
+    with working_in(request.out, team.rank):
+        wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
+        order = made()
+        assert order is not None
+        if [source.weight for source in order.blended] != weights or order.seed != (
+            request.shuffle.seed
+        ):
+            raise DataError(f"{request.out}: holds another blend; choose another --out")
+        return order
+
+
+def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:
+    folders, weights = [], []
+    for text in request.sources:
+        name, sign, weight = text.rpartition("=")
+        if not sign or not name:
+            raise ConfigError(f"--source {text!r} is not DIR=WEIGHT, such as data/code=0.3")
+        parse_weight(weight)
+        folders.append(Path(name))
+        weights.append(weight)
+    real = [folder.resolve() for folder in folders]
+    for folder, place in zip(folders, real, strict=True):
+        if real.count(place) > 1:
+            raise ConfigError(f"--source {folder} is named twice; give it one weight")
+        if place == request.out.resolve():
+            raise ConfigError(f"--out {request.out} is a source of the blend; choose another")
+    return folders, weights
+
+
+def _check_together(folders: Sequence[Path]) -> list[str]:
+    """The hash of each source's plan. Raises DataError where tokenizers differ."""
+    plans = []
+    first = None
+    for folder in folders:
+        tokens_dir = folder / layout.TOKENS_DIR
+        require_arrays(tokens_dir)
+        plan = read_plan(tokens_dir)
+        first = first or plan
+        if plan.tokenizer != first.tokenizer:
+            raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")
+        plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
+    return plans
+
+
+def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str]) -> None:
+    ask = request.shuffle
+    orders = [
+        make_order(
+            folder / layout.TOKENS_DIR,
+            request.out,
+            ask.context,
+            ask.seed,
+            carry_tails=ask.carry_tails,
+            shard_bytes=1,  # of no consequence: the blend has shards of its own
+        )
+        for folder in folders
+    ]
+    order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
+    write_once(request.out / layout.TOKENIZER, (folders[0] / layout.TOKENIZER).read_bytes())
+    settle_order(request.out, order)

@@ -1,0 +1,59 @@
+"""`--fused`: the token arrays go once the shards stand, and the data set takes half the disk.
+
+What else tokenizing wrote (documents, sidecars) stays: `inspect` still names sources. A mark says
+that the arrays were removed on purpose. It is written before the first of them goes, so that
+nothing can look like damage, and only after the manifest, so that nothing can be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from data_prep import layout
+from data_prep.token_arrays import array_path
+from data_prep.tokenize import read_plan
+from optimus import files
+from optimus.errors import DataError
+
+FORM = "optimus-tokens-removed"
+MARK = "removed.json"
+
+
+def removed(tokens_dir: Path) -> bool:
+    """Whether the arrays of `tokens_dir` were removed on purpose."""
+    try:
+        mark = layout.read_checked_json(tokens_dir / MARK, FORM)
+        return mark["plan"] == files.xxh3_file(tokens_dir / layout.PLAN)
+    except (DataError, OSError):
+        return False
+
+
+def mark_removed(tokens_dir: Path) -> None:
+    """Say that the arrays of a finished data set may go."""
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    if not removed(tokens_dir):
+        value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
+        layout.write_checked_json(tokens_dir / MARK, value)
+
+
+def remove_arrays(tokens_dir: Path) -> None:
+    """Remove marked arrays; what is gone already is no error."""
+    for unit in range(len(read_plan(tokens_dir).units)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(array_path(tokens_dir, unit))
+
+
+def take_back(tokens_dir: Path) -> None:
+    """Forget the removal, so that the arrays are made again."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(tokens_dir / MARK)
+
+
+def require_arrays(tokens_dir: Path) -> None:
+    """Raises DataError where the arrays were removed, saying how to get them back."""
+    if removed(tokens_dir):
+        raise DataError(
+            f"{tokens_dir}: its arrays were removed by --fused; tokenize again into another --out"
+        )

@@ -1,0 +1,222 @@
+"""`optimus-data plan`: what a run will take, from a sample of its text and of this machine.
+
+Estimates, not promises: the sample is a few MB spread over the inputs, and speeds are those of this
+machine now. Counts are usually within some per cent where inputs are alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep import layout
+from data_prep.documents import DamagedFile, Document, InputReader
+from data_prep.progress import short
+from data_prep.run import ShuffleRequest, TokenizeRequest
+from data_prep.shard import divide_memory
+from data_prep.shuffle import rows_of_shard
+from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
+from data_prep.strategy import memory_bytes as physical_memory
+from data_prep.tokenizer import read_facts, shared_encoder
+from optimus import files
+from optimus.errors import DataError
+
+_SAMPLE_FILES = 16
+_SAMPLE_TEXT_BYTES = 256 << 10
+"""Tokenized of each sampled file."""
+_SAMPLE_DISK_BYTES = 8 << 20
+"""Read of each, to learn how much text its bytes hold."""
+_LARGEST_WHOLE = 64 << 20
+"""A text file is one document and read whole: larger ones are not sampled."""
+_DOC_BYTES = 24
+_PROBE_BYTES = 32 << 20
+
+
+@dataclass
+class Sample:
+    """Sums over the inputs, each stratum scaled up from its sampled file."""
+
+    text_bytes: float = 0.0
+    documents: float = 0.0
+    tokens: float = 0.0
+    """Without EOS."""
+    encoded_bytes: int = 0
+    encode_s: float = 0.0
+    """CPU seconds of encoding `encoded_bytes`."""
+
+
+def estimate(
+    request: TokenizeRequest,
+    shuffle: ShuffleRequest,
+    *,
+    memory_bytes: int,
+    world: int,
+    fused: bool,
+    strategy: str,
+) -> dict[str, Any]:
+    """Counts, bytes and seconds of `run`, and whether the disk holds it. Raises as `run` does."""
+    tokenizer = require_file(request.tokenizer, "--tokenizer")
+    facts = read_facts(tokenizer, request.eos)
+    inputs = find_inputs(request.inputs, request.exclude, request.out)
+    shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
+    sample = take_sample(inputs, request.text_field, str(tokenizer))
+    input_bytes = sum(file.size for file in inputs)
+    documents = round(sample.documents)
+    tokens = round(sample.tokens) + documents
+    units = len(group_units(inputs, request.unit_bytes))
+    tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
+    instances = max(0, tokens - tails) // shuffle.context
+    dtype = layout.dtype_name(facts.vocab_size)
+    row_bytes = shuffle.context * layout.little_endian(dtype).itemsize
+    rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
+    token_bytes = tokens * layout.little_endian(dtype).itemsize
+    shard_bytes, docs_bytes = instances * row_bytes, documents * _DOC_BYTES
+    if strategy == "auto":
+        strategy = "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
+    peak = token_bytes + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
+    final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
+    place = _nearest(request.out)
+    written_per_s = _write_speed(place)
+    processes = request.workers * world
+    tokenize_s = sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
+    passes = 4 if strategy == "bucket" else 2
+    shard_s = passes * shard_bytes / written_per_s / world if written_per_s else None
+    free = shutil.disk_usage(place).free
+    return {
+        "inputs": len(inputs),
+        "input_bytes": input_bytes,
+        "units": units,
+        "documents": documents,
+        "tokens": tokens,
+        "instances": instances,
+        "shards": -(-instances // rows),
+        "dtype": dtype,
+        "strategy": strategy,
+        "workers": request.workers,
+        "world": world,
+        "disk_peak_bytes": peak,
+        "disk_final_bytes": final,
+        "disk_free_bytes": free,
+        "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
+        "tokenize_s": tokenize_s,
+        "shard_s": shard_s,
+        "sampled_bytes": sample.encoded_bytes,
+        "fits": peak <= free,
+    }
+
+
+def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
+    """Divide the inputs into strata by ending and size, and read a part of one file of each.
+
+    Text that cannot be used is passed over. Raises DataError where nothing can be sampled.
+    """
+    known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
+    endings: dict[str, list[InputFile]] = {}
+    for file in sorted(known, key=lambda file: (file.size, file.name)):
+        endings.setdefault(Path(file.name).name.partition(".")[2].lower(), []).append(file)
+    whole = max(1, sum(file.size for file in known))
+    sample = Sample()
+    for alike in endings.values():
+        share = sum(file.size for file in alike) / whole
+        count = min(len(alike), max(1, round(_SAMPLE_FILES * share)))
+        edges = [len(alike) * n // count for n in range(count + 1)]
+        for first, stop in itertools.pairwise(edges):
+            _sample_stratum(alike[first:stop], text_field, tokenizer, sample)
+    if not sample.encoded_bytes:
+        raise DataError(f"nothing of {len(inputs)} inputs can be sampled; are they all too large?")
+    left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
+    sample.text_bytes *= left_out
+    sample.tokens *= left_out
+    sample.documents *= len(inputs) / len(known) if left_out > 1 else 1
+    return sample
+
+
+def _sample_stratum(
+    stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample
+) -> None:
+    """Add what files like these, which are alike, hold: the middle one is read."""
+    file = stratum[len(stratum) // 2]
+    encoder = shared_encoder(tokenizer)
+    read = text = documents = encoded = tokens = 0
+
+    def advance(count: int) -> None:
+        nonlocal read
+        read += count
+
+    try:
+        for item in InputReader(file, text_field, advance):
+            if not isinstance(item, Document):
+                continue
+            documents += 1
+            text += len(item.data)
+            if encoded < _SAMPLE_TEXT_BYTES:
+                start = time.process_time()
+                tokens += sum(len(ids) for ids in encoder.encode([item.text]))
+                sample.encode_s += time.process_time() - start
+                encoded += len(item.data)
+            if read >= _SAMPLE_DISK_BYTES:
+                break
+    except DamagedFile:
+        pass  # the run will say so
+    scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
+    sample.documents += documents * (len(stratum) if read >= file.size else scale)
+    sample.text_bytes += text * scale
+    sample.tokens += tokens / max(1, encoded) * text * scale
+    sample.encoded_bytes += encoded
+
+
+def _nearest(out: Path) -> Path:
+    """`out`, or the nearest folder above it that exists."""
+    out = out.absolute()
+    while not out.is_dir():
+        out = out.parent
+    return out
+
+
+def _write_speed(place: Path) -> float | None:
+    """Bytes a second that reach the disk there, from one small file; None where none may be."""
+    path = files.temporary_name(place / "plan")
+    block = os.urandom(1 << 20)
+    try:
+        start = time.perf_counter()
+        with open(path, "xb", buffering=0) as file:
+            for _ in range(_PROBE_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        return _PROBE_BYTES / (time.perf_counter() - start)
+    except OSError:
+        return None
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def describe(value: dict[str, Any]) -> list[str]:
+    """The estimate for people."""
+    shard_s = "?" if value["shard_s"] is None else duration(value["shard_s"])
+    peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
+    verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"
+    return [
+        f"input   {value['inputs']:,} files, {short(value['input_bytes'])}B, in {value['units']:,} "
+        f"units; about {short(value['documents'])} documents, {short(value['tokens'])} tokens",
+        f"output  about {short(value['instances'])} instances in {value['shards']:,} shards "
+        f"({value['dtype']})",
+        f"disk    {peak}B at most, {short(value['disk_final_bytes'])}B at the end, {free}B free: "
+        f"{verdict}",
+        f"memory  {short(value['memory_bytes'])}B at most while sharding, by --memory",
+        f"time    {duration(value['tokenize_s'])} to tokenize with {value['workers']} workers on "
+        f"{value['world']} ranks, {shard_s} to shard ({value['strategy']})",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """`90` as `1.5 min`."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

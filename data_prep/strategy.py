@@ -1,0 +1,62 @@
+"""Random gathering or sorted runs? Same bytes, another speed; decided here."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+from data_prep.blend import BlendOrder
+from data_prep.layout import HEADER_BYTES, little_endian
+from data_prep.ranks import Team
+from data_prep.shuffle import Order
+from data_prep.token_arrays import array_path
+
+STRATEGIES = ("auto", "gather", "bucket")
+
+_PROBE_ROWS = 128
+_WORTH_IT = 3.0
+"""Gathering moves 2 V bytes and buckets 4 V, three of these in long reads and writes: random reads
+may cost up to three times as much a byte (facts: a third of sequential bandwidth)."""
+
+
+def choose_strategy(dataset: Path, order: Order | BlendOrder, strategy: str, team: Team) -> str:
+    """`gather` or `bucket`. `auto` measures where that pays.
+
+    It gathers what fits into half of the memory, and on several machines, where ranks must agree
+    and parallel file systems serve many readers; else it compares random with sequential reads.
+    """
+    if strategy != "auto":
+        return strategy
+    row_bytes = order.context * little_endian(order.dtype).itemsize
+    if team.world > 1 or order.num_instances * row_bytes < memory_bytes() // 2:
+        return "gather"
+    return "bucket" if random_read_cost(dataset, order, row_bytes) > _WORTH_IT else "gather"
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -> float:
+    """How much longer rows at random places take to read than a stretch of as many bytes."""
+    source = max(order.sources, key=lambda source: source.num_instances)
+    unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
+    size = _PROBE_ROWS * row_bytes
+    fd = os.open(array_path(dataset / source.tokens_dir, unit), os.O_RDONLY)
+    try:
+        end = os.fstat(fd).st_size
+        if end < 64 * size:
+            return 1.0
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        os.pread(fd, size, HEADER_BYTES)
+        middle = time.perf_counter()
+        for place in random.Random(0).sample(range(2 * _PROBE_ROWS, end // row_bytes), _PROBE_ROWS):
+            os.pread(fd, row_bytes, place * row_bytes)
+        return (time.perf_counter() - middle) / max(middle - start, 1e-9)
+    finally:
+        os.close(fd)

@@ -1,0 +1,147 @@
+"""Blends: exact quotas, the specified instances, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from data_prep.blend import largest_total, parse_weight, quotas
+from data_prep.cli import main
+from data_prep.permutation import Permutation
+from data_prep.shuffle import read_order
+from data_prep.token_arrays import array_path
+from data_prep.verify import verify
+from optimus.errors import ConfigError
+from tests.data_prep.corpus import train_arguments, tree, write_corpus
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "expected"),
+    [
+        (["1", "1", "1"], 10, [4, 3, 3]),  # ties to the first
+        (["0.5", "0.25", "0.25"], 8, [4, 2, 2]),
+        (["0.5", "0.25", "0.25"], 7, [3, 2, 2]),  # 3.5, 1.75, 1.75
+        (["0.1", "0.2", "0.7"], 1, [0, 0, 1]),
+        (["3", "7"], 0, [0, 0]),
+        (["0.1", "0.1", "0.1"], 3 * 10**17, [10**17] * 3),  # floats would miss
+    ],
+)
+def test_quotas(weights, total, expected):
+    assert quotas([parse_weight(weight) for weight in weights], total) == expected
+
+
+def test_quotas_are_exact_and_fit():
+    rng = random.Random(0)
+    for _ in range(500):
+        count = rng.randint(1, 6)
+        weights = [Fraction(rng.randint(1, 1000), rng.randint(1, 1000)) for _ in range(count)]
+        available = [rng.randint(1, 10**12) for _ in range(count)]
+        total = largest_total(weights, available)
+        found = quotas(weights, total)
+        assert sum(found) == total
+        for quota, weight, n in zip(found, weights, available, strict=True):
+            assert abs(quota - total * weight / sum(weights)) < 1 and quota <= n
+        over = [(total + 1) * w > n * sum(weights) for w, n in zip(weights, available, strict=True)]
+        assert any(over)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
+def test_bad_weights(text):
+    with pytest.raises(ConfigError, match="not a decimal number above 0"):
+        parse_weight(text)
+
+
+@pytest.fixture(scope="module")
+def second(made, tmp_path_factory):
+    """Another source of the same tokenizer: token arrays alone."""
+    base = tmp_path_factory.mktemp("second")
+    write_corpus(base / "text", 1)
+    command = ["tokenize", "--input", str(base / "text"), "--tokenizer", str(made.tokenizer)]
+    assert main([*command, "--out", str(base / "data"), "--unit-size", "5000"]) == 0
+    return base / "data"
+
+
+def blend_arguments(first, second, out, *more: str) -> list[str]:
+    sources = [f"{first}=0.7", f"{second}=0.3"]
+    return ["blend", "--source", *sources, "--out", str(out), "--context", "16", "--seed", "4",
+            "--shard-size", "8192", *more]  # fmt: skip
+
+
+def cut(dataset, sidecars: int) -> np.ndarray:
+    """A source's instances, read in the plainest way."""
+    arrays = [np.load(array_path(dataset / "tokens", unit)) for unit in range(sidecars)]
+    return np.concatenate([a[: len(a) // 16 * 16].reshape(-1, 16) for a in arrays])
+
+
+@pytest.mark.parametrize("instances", [0, 9000])
+def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
+    """Whole passes in order, a last one by P for (seed, (s + 1) * 2^32 + pass); then P over all."""
+    out = tmp_path / "blend"
+    more = ["--instances", str(instances)] if instances else []
+    assert main(blend_arguments(made.data, second, out, *more)) == 0
+    assert list(verify(out)) == []
+    manifest = json.loads((out / "manifest.json").read_text())
+    parts = []
+    for number, folder in enumerate((made.data, second)):
+        source = cut(folder, len(list((folder / "tokens").glob("*.docs.npy"))))
+        size, quota = len(source), manifest["blend"][number]["quota"]
+        last = Permutation(size, 4, (number + 1) * 2**32 + quota // size)
+        whole = [source] * (quota // size)
+        parts.append(np.concatenate([*whole, source[last.apply(np.arange(quota % size))]]))
+    total = manifest["num_instances"]
+    assert [len(part) for part in parts] == quotas([Fraction(7, 10), Fraction(3, 10)], total)
+    available = [source["instances"] for source in manifest["blend"]]
+    assert total == (instances or largest_total([Fraction(7), Fraction(3)], available))
+    expected = np.concatenate(parts)[Permutation(total, 4).apply(np.arange(total))]
+    stored = [np.load(out / shard["name"]) for shard in manifest["shards"]]
+    assert np.array_equal(np.concatenate(stored), expected)
+
+
+def test_the_same_bytes_by_ranks_and_buckets(made, second, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(blend_arguments(made.data, second, one, "--workers", "1")) == 0
+    more = ["--rank", "1", "--world", "2", "--patience", "0", "--strategy", "bucket"]
+    assert main(blend_arguments(made.data, second, two, *more)) == 0
+    assert tree(one) == tree(two)
+    assert main(blend_arguments(made.data, second, two, *more)) == 0, "and again"
+
+
+def test_inspect_names_the_source(made, second, tmp_path, capsys):
+    out = tmp_path / "blend"
+    assert main(blend_arguments(made.data, second, out)) == 0
+    found = set()
+    for number in range(40):
+        capsys.readouterr()
+        assert main(["inspect", str(out), str(number), "--json"]) == 0
+        value = json.loads(capsys.readouterr().out)
+        found |= {segment["input"].startswith(str(made.text)) for segment in value["sources"]}
+        assert sum(s["stop"] - s["first"] for s in value["sources"]) == 16
+    assert found == {True, False}
+
+
+def test_refusals(made, second, tmp_path, capsys):
+    out = tmp_path / "blend"
+    assert main(blend_arguments(made.data, second, out)) == 0
+    other = tmp_path / "other"
+    assert main(train_arguments(made.text, tmp_path / "t.json", 300)) == 0
+    command = ["tokenize", "--input", str(made.text), "--tokenizer", str(tmp_path / "t.json")]
+    assert main([*command, "--out", str(other)]) == 0
+    cases = [
+        (blend_arguments(made.data, second, out, "--seed", "5"), "seed = 4, now 5"),
+        (blend_arguments(second, made.data, out), "another blend"),
+        (blend_arguments(made.data, made.data, out), "named twice"),
+        (blend_arguments(made.data, second, second), "is a source"),
+        (blend_arguments(made.data, other, tmp_path / "x"), "another tokenizer"),
+        (["blend", "--source", "a", "--out", "b", "--context", "4"], "not DIR=WEIGHT"),
+        (["blend", "--source", "a=x", "--out", "b", "--context", "4"], "weight 'x'"),
+        (["blend", "--source", "a=1", "--out", "b", "--context", "4"], "a/tokens/plan.json"),
+    ]
+    for arguments, told in cases:
+        capsys.readouterr()
+        assert main(arguments) == 2, arguments
+        assert told in capsys.readouterr().err.splitlines()[-1], arguments
+    assert read_order(made.data).seed == 5, "the sources are as they were"

@@ -1,0 +1,227 @@
+"""Ranks that share work by files alone: shares, waiting, taking over, any world afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.cli import main
+from data_prep.options import team_of
+from data_prep.ranks import Team, do_together, share, wait_for
+from data_prep.workspace import working_in
+from optimus import files
+from optimus.errors import DataError
+from tests.data_prep.corpus import run_arguments, tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_rank(arguments: list[str], delay_s: float | None = None) -> int:
+    """A forked process that runs the command, and is killed after `delay_s` if that is given."""
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            if delay_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, delay_s)  # SIGALRM kills as SIGKILL would
+            status = main(arguments)
+        finally:
+            os._exit(status)
+    return pid
+
+
+def statuses(pids: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def test_shares_are_complete_and_balanced():
+    rng = random.Random(0)
+    sizes = [rng.choice([0, 1, 10, 1000, rng.randrange(10**6)]) for _ in range(300)]
+    for world in (1, 2, 7, 400):
+        shares = [share(sizes, rank, world) for rank in range(world)]
+        assert sorted(item for mine in shares for item in mine) == list(range(300))
+        loads = [sum(sizes[item] for item in mine) for mine in shares]
+        best = max(sum(sizes) / world, max(sizes))
+        assert max(loads) <= 4 / 3 * best + 300
+    assert share([], 0, 3) == []
+
+
+def test_three_ranks_at_once_write_the_same(made, tmp_path):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert tree(out) == tree(made.data)
+
+
+def test_killed_and_rerun_with_another_world(made, tmp_path):
+    """Three ranks, killed at random moments; then two complete what is missing."""
+    out, rng = tmp_path / "data", random.Random(3)
+    killed = 0
+    for _ in range(4):
+        arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
+        ranks = [
+            start_rank([*arguments, "--rank", str(rank)], 0.05 + 0.2 * rng.random())
+            for rank in range(3)
+        ]
+        killed += sum(status == -signal.SIGALRM for status in statuses(ranks))
+    assert killed >= 6
+    arguments = run_arguments(made.text, made.tokenizer, out, "--world", "2")
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(2)]) == [0] * 2
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0  # sweeps what was left
+    assert tree(out) == tree(made.data)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_takes_over_when_the_others_never_come(made, tmp_path, rank):
+    out = tmp_path / "data"
+    more = ["--rank", str(rank), "--world", "3", "--patience", "0"]
+    assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
+    assert tree(out) == tree(made.data)
+
+
+def test_a_damaged_unit_of_another_rank_is_made_again(made, tmp_path):
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    (out / "tokens" / "unit-00003.npy").unlink()
+    (out / "shards" / "shard-00002.json").write_bytes(b"{}")
+    (out / "manifest.json").unlink()
+    more = ["--rank", "0", "--world", "7", "--patience", "0"]
+    assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
+    assert tree(out) == tree(made.data)
+
+
+def test_a_rank_that_asks_for_something_else_is_refused(made, tmp_path, capsys):
+    out = tmp_path / "data"
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0
+    for option, value in (("--seed", "9"), ("--context", "17"), ("--shard-size", "4096")):
+        more = ["--rank", "1", "--world", "2", option, value]
+        assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 2
+        assert "was shuffled with" in capsys.readouterr().err
+    assert main(run_arguments(made.text, made.tokenizer, out, "--rank", "2", "--world", "2")) == 2
+    assert "--rank 2 does not lie in --world 2" in capsys.readouterr().err
+
+
+def test_patience_lasts_while_others_move(tmp_path):
+    """A file of another rank that grows holds us back; once it stops, we do its item."""
+    done: list[int] = []
+    other = tmp_path / ".unit.tmp"
+    start = time.monotonic()
+
+    def missing() -> list[int]:
+        if time.monotonic() - start < 1.0:
+            other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
+        return [item for item in (0, 1) if item not in done]
+
+    do_together(Team(0, 2, 0.4), [1, 1], done.extend, missing, tmp_path, 4)
+    assert done == [0, 1] and 1.3 < time.monotonic() - start < 5
+
+
+def test_an_error_counts_only_if_the_work_is_not_there(tmp_path):
+    there: list[int] = [0]
+
+    def do(items: list[int]) -> None:
+        if items == [1]:
+            there.extend(late)
+            raise DataError("someone was quicker")
+
+    def missing() -> list[int]:
+        return [item for item in (0, 1) if item not in there]
+
+    late = [1]
+    do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
+    late, there[1:] = [], []
+    with pytest.raises(DataError):
+        do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
+
+
+def test_rank_zero_acts_and_others_wait():
+    made: list[str] = []
+    wait_for(Team(0, 3), lambda: False, lambda: made.append("first"))
+    wait_for(Team(1, 3), lambda: True, lambda: made.append("never"))
+    wait_for(Team(1, 3, 0.1), lambda: False, lambda: made.append("late"))
+    assert made == ["first", "late"]
+
+
+def test_leftovers_of_other_machines_stay_for_a_day(tmp_path):
+    own = files.temporary_name(tmp_path / "a.b.npy")
+    host = os.uname().nodename.replace(".", "-")[:24]
+    theirs = tmp_path / own.name.replace(f".{host}.", ".elsewhere.")
+    old = tmp_path / ".old.elsewhere.1.abc.tmp"
+    for path in (own, theirs, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, time.time() - 90_000))
+    assert files.is_temporary_of_this_host(own) and not files.is_temporary_of_this_host(theirs)
+    with working_in(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {theirs.name}
+
+
+def test_options_and_environment(monkeypatch):
+    from data_prep.cli import _parser
+
+    def team(*words: str) -> tuple[int, int]:
+        found = team_of(_parser().parse_args(["shard", "X", *words]))
+        return found.rank, found.world
+
+    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "SLURM_PROCID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert team() == (0, 1) and team("--rank", "1", "--world", "2") == (1, 2)
+    monkeypatch.setenv("PBS_ARRAY_INDEX", "3")
+    assert team("--world", "5") == (3, 5) and team("--world", "1") == (0, 1)
+    monkeypatch.setenv("OPTIMUS_ARRAY_SIZE", "4")
+    assert team() == (3, 4)
+
+
+MPIEXEC = """#!/bin/bash
+# as PALS: a rank and no size
+while [[ $1 != -n ]]; do shift; done
+for ((rank = 0; rank < $2; rank++)); do PMI_RANK=$rank PALS_RANKID=$rank "${@:9}" & done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+SRUN = """#!/bin/bash
+n=${1#--nodes=}
+for ((rank = 0; rank < n; rank++)); do
+    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
+done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher", "code"),
+    [("pbs", "mpiexec", MPIEXEC), ("slurm", "srun", SRUN)],
+    ids=["PBS", "Slurm"],
+)
+def test_job_scripts(made, tmp_path, script, launcher, code):
+    """The script as the job runs it, with a launcher that sets what the real one sets."""
+    out, program = tmp_path / "data", tmp_path / "optimus data"
+    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
+    (tmp_path / launcher).write_text(code)
+    for path in (program, tmp_path / launcher):
+        path.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "scripts" / script / "data.sh"), "--nodes", "2"]
+    words = run_arguments(made.text, made.tokenizer, out)
+    dry = subprocess.run(
+        [*command, "--dry-run", "--", *words], env=environ, capture_output=True, text=True
+    )
+    assert dry.returncode == 0 and launcher in dry.stdout and "optimus\\ data run" in dry.stdout
+    assert ("qsub" if script == "pbs" else "sbatch") in dry.stdout
+    array = subprocess.run(
+        [*command, "--dry-run", "--array", "5", "--", *words], env=environ, capture_output=True
+    )
+    assert b"0-4" in array.stdout and launcher.encode() not in array.stdout.splitlines()[-1]
+    done = subprocess.run([*command, "--inside", "--", *words], env=environ, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"[rank 1 of 2]" in done.stderr
+    assert tree(out) == tree(made.data)
+    assert subprocess.run([*command, "--nope"], capture_output=True).returncode == 2
