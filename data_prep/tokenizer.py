@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.pretokenize import recognise
 from optimus.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -82,11 +85,22 @@ class Encoder:
     def __init__(self, path: str | os.PathLike):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = open_tokenizer(path)
+        self._memo: MemoEncoder | None = None
+        recipe = recognise(json.loads(Path(path).read_text("utf-8")))
+        if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
+            memo = MemoEncoder(self._tokenizer, recipe)
+            self._memo = memo if memo.agrees() else None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether pieces are remembered, and not everything given to the library."""
+        return self._memo is not None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32 [T], without any special token."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        if self._memo is not None:
+            return self._memo.encode(texts)
+        return reference_encode(self._tokenizer, texts)
 
 
 @functools.lru_cache(maxsize=1)
