@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_prep.pretokenize import BEYOND, CUT, Recipe, ascii_pattern, moved_by_nfc, unicode_pattern
+from data_prep.pretokenize import BEYOND, CUT, Recipe, may_move_by_nfc, pattern_for
 from optimus.errors import OptimusError
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ _CHECK_CHARS = 1 << 15
 SAMPLES = (
     "",
     " ",
-    "It's he'LL WE'VE 'ſ I'd'd''s\n\n  \tx=  1234567 x1y2\r\n\r\n ...!\n\n  end  ",
-    "été e\u0301te\u0301 Ωμέγα 漢字かな 한글 \u1112\u1161\u11ab ½²٣ 🙂👩‍🚀 \u00a0x\u2003y\u3000z\u200b\u0085\x1c\x1f _a_",
+    "It's he'LL WE'VE '\u017f I'd'd''s\n\n  \tx=  1234567 x1y2\r\n\r\n ...!\n\n  end  ",
+    "\u00e9t\u00e9 e\u0301te\u0301 \u03a9\u03bc\u03ad\u6f22\u5b57\u304b \ud55c",
+    "\u1112\u1161\u11ab \u00bd\u00b2\u0663",
+    "\U0001f642\U0001f469\u200d\U0001f680 \u00a0x\u2003y\u3000z\u200b\u0085\x1c\x1f _a_",
+    "\U00020000b",
     "  \n  \n\t\t if x:\n        return  y ;;  \r\r  ",
 )
 """Encoded both ways before a recognised tokenizer is trusted."""
@@ -68,7 +71,6 @@ class MemoEncoder:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe):
         self._tokenizer, self._recipe = tokenizer, recipe
         self._memo = _Memo(tokenizer)
-        self._ascii = ascii_pattern(recipe.template)
         added = sorted(recipe.added, key=len, reverse=True)  # the library takes the longest
         self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
         self._added_ids = {
@@ -105,15 +107,13 @@ class MemoEncoder:
         return encoded
 
     def _one(self, text: str) -> np.ndarray:
-        pattern = self._ascii
-        if not text.isascii():
-            if BEYOND.search(text):
+        if not text.isascii() and BEYOND.search(text):
+            return reference_encode(self._tokenizer, [text])[0]
+        if self._recipe.nfc and may_move_by_nfc(text):
+            if self._added:
                 return reference_encode(self._tokenizer, [text])[0]
-            if self._recipe.nfc and moved_by_nfc().search(text):
-                if self._added:
-                    return reference_encode(self._tokenizer, [text])[0]
-                text = self._tokenizer.normalizer.normalize_str(text)
-            pattern = self._unicode
+            text = self._tokenizer.normalizer.normalize_str(text)
+        pattern = pattern_for(self._recipe.template, text)
         if self._added is None:
             return np.frombuffer(self._pieces(pattern, text), np.uint32)
         if any(token in text for token in self._recipe.special):  # it may cover an added token
@@ -122,10 +122,6 @@ class MemoEncoder:
         for index, part in enumerate(self._added.split(text)):
             parts.append(self._added_ids[part] if index % 2 else self._pieces(pattern, part))
         return np.frombuffer(b"".join(parts), np.uint32)
-
-    @functools.cached_property
-    def _unicode(self) -> re.Pattern[str]:
-        return unicode_pattern(self._recipe.template)
 
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
         """The ids of a text without added tokens; a long one is read in windows."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
 """Code points beyond it (rare ideographs) are not asked about: such texts go to the library."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
+_ASTRAL = re.compile("[\U00010000-\U0010ffff]")
+"""Not in the basic plane. `re` looks up classes of the basic plane in a table, and walks through
+those with other members: 10 times slower, so a text without such code points has its own."""
 
 
 @dataclass(frozen=True)
@@ -91,68 +94,72 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     return _TEMPLATES.get(split["pattern"].get("Regex", ""))
 
 
-def ascii_pattern(template: str) -> re.Pattern[str]:
-    """Finds the pieces of a text in ASCII."""
-    return _compile(template, _ASCII)
+def pattern_for(template: str, text: str) -> re.Pattern[str]:
+    """Finds the pieces of this text, in which BEYOND finds nothing."""
+    if text.isascii():
+        return _compile(template, tuple(_ASCII.items()))
+    return _compile(template, _classes(_ASTRAL.search(text) is not None))
 
 
-def unicode_pattern(template: str) -> re.Pattern[str]:
-    """Finds the pieces of any text that BEYOND does not find."""
-    return _compile(template, _classes())
-
-
-def _compile(template: str, classes: Mapping[str, str]) -> re.Pattern[str]:
-    for name, members in classes.items():
+@functools.cache
+def _compile(template: str, classes: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    for name, members in classes:
         template = template.replace(f"{{{name}}}", members)
     return re.compile(template)
 
 
-@functools.lru_cache(maxsize=1)
-def _classes() -> dict[str, str]:
+@functools.cache
+def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
     """Members of the classes, as the library's regular expressions see them: 0.3 s."""
     from tokenizers import Regex, pre_tokenizers
 
-    every = "".join(map(chr, [*range(0xD800), *range(0xE000, _LAST + 1)]))
-    found = {}
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, _LAST + 1 if astral else 0x10000)]))
+    found = []
     for name, pattern in (("L", r"\p{L}+"), ("N", r"\p{N}+"), ("S", r"\s+")):
         split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
         runs = [run for run, _ in split.pre_tokenize_str(every)]
-        found[name] = "".join(map(_range, runs))
-    return found
+        # A run across the surrogates may take them in: no text holds them.
+        found.append((name, _class_of((ord(run[0]), ord(run[-1])) for run in runs)))
+    return tuple(found)
 
 
-def _range(run: str) -> str:
-    return f"\\U{ord(run[0]):08x}-\\U{ord(run[-1]):08x}"  # surrogates inside: no text has them
+def _class_of(runs: Iterable[tuple[int, int]]) -> str:
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in runs)
 
 
-@functools.lru_cache(maxsize=1)
-def moved_by_nfc() -> re.Pattern[str]:
-    """Finds code points that NFC may change, alone or with their neighbours.
+def may_move_by_nfc(text: str) -> bool:
+    """Whether NFC may change this text, in which BEYOND finds nothing.
 
-    A text without them is in NFC whatever the Unicode version: those that Python's tables do not
-    know are among them, and what is once assigned keeps its normalization (UAX 15, stability).
+    If not, the text is in NFC whatever the Unicode version: code points that Python's tables do not
+    know count as moved, and what is once assigned keeps its normalization (UAX 15, stability).
     """
-    seconds = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
-    moved = []
+    if text.isascii():
+        return False
+    basic, astral = _moved_by_nfc()
+    return bool(basic.search(text) or (_ASTRAL.search(text) and astral.search(text)))
+
+
+@functools.cache
+def _moved_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Finds code points of the basic plane, and beyond, that NFC changes or joins to others."""
+    moved = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
         char = chr(code)
         parts = unicodedata.decomposition(char).split()
         if len(parts) == 2 and not parts[0].startswith("<"):
-            seconds.add(int(parts[1], 16))
+            moved.add(int(parts[1], 16))  # joins what stands before it
         if (
             unicodedata.combining(char)
             or unicodedata.category(char) == "Cn"
             or not unicodedata.is_normalized("NFC", char)
         ):
-            moved.append(code)
-    return re.compile(_class_of(sorted({*moved, *seconds})))
-
-
-def _class_of(codes: list[int]) -> str:
+            moved.add(code)
     runs: list[list[int]] = []
-    for code in codes:
-        if runs and code == runs[-1][1] + 1:
+    for code in sorted(moved):
+        if runs and code == runs[-1][1] + 1 and code != 0x10000:
             runs[-1][1] = code
         else:
             runs.append([code, code])
-    return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in runs) + "]"
+    basic = _class_of((first, last) for first, last in runs if last < 0x10000)
+    astral = _class_of((first, last) for first, last in runs if first >= 0x10000)
+    return re.compile(f"[{basic}]"), re.compile(f"[{astral}]")
