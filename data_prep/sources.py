@@ -56,9 +56,9 @@ def find_inputs(
     A pattern is a file, a directory (all files below it) or a glob, in which `**` crosses
     directories and names that begin with a dot are left out. `@FILE` stands for the patterns in
     FILE, one a line, without empty ones and those that begin with #. `exclude` patterns are
-    matched against whole names, and their `*` crosses directories. Links are followed; a file that several
-    names reach counts once, under the shortest path. Files below `out`, our own output, are no
-    input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
+    matched against whole names, and their `*` crosses directories. Links are followed; a file that
+    several names reach counts once, under the shortest path. Files below `out`, our own output, are
+    no input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
     read yet.
     """
     names: set[str] = set()
