@@ -88,7 +88,9 @@ class TokenArrayWriter:
         tokens, values = self._taken
         self._file.flush()
         first, stop = self._offset(tokens), self._offset(self.tokens)
-        ids = os.pread(self._file.fileno(), stop - first, first)
+        with open(self._file.name, "rb") as written:
+            written.seek(first)
+            ids = written.read(stop - first)
         assert len(ids) == stop - first
         self._taken = (self.tokens, len(self._docs))
         return [ids, np.array(self._docs[values:], little_endian("int64")).tobytes()]

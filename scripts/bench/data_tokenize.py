@@ -6,9 +6,10 @@
         --peer megatron=VENV/bin/python
 
 Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`,
-`dolma`, `torch==2.13.0 megatron-core tokenizers`). Rounds are interleaved: every contestant in turn,
-one process each; CPU seconds are the children's, start-up included. `bare` is the loop that reads
-the same file and only encodes. The ids of every contestant are compared with the bare loop's.
+`dolma`, `torch==2.13.0 megatron-core tokenizers`). Rounds are interleaved: each in turn, one
+process each; CPU seconds are the children's, start-up included. `bare` is the loop that reads
+the same file and only encodes. The ids of every contestant are compared with the bare loop's; peers take special-token
+text for the token itself, so the corpus should not spell one.
 """
 
 from __future__ import annotations
@@ -47,16 +48,6 @@ with open(corpus, "rb") as file, open(out + "/ids.bin", "wb") as ids:
         if len(batch) == 128:
             flush()
     flush()
-"""
-MEMO = """
-import json, sys
-from data_prep.tokenizer import Encoder
-corpus, tokenizer, out, eos = sys.argv[1:]
-encoder = Encoder(tokenizer)
-assert encoder.is_fast
-with open(corpus, "rb") as file:
-    for line in file:
-        encoder.encode([json.loads(line)["text"]])
 """
 DATATROVE = """
 import sys
@@ -107,7 +98,7 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
     if name == "optimus-data":
         given = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
         return [python, "-c", OURS, *given, "--workers", "1"]
-    code = {"bare": BARE, "memo": MEMO, **PEERS}[name]
+    code = {"bare": BARE, **PEERS}[name]
     return [python, "-c", code, corpus, tokenizer, str(out), str(eos)]
 
 
@@ -124,7 +115,7 @@ def run_once(
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    if name in ("optimus-data", "bare", "memo"):
+    if name in ("optimus-data", "bare"):
         environment["PYTHONPATH"] = str(ROOT)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
@@ -137,10 +128,8 @@ def run_once(
     return cpu, wall, out
 
 
-def ids_of(name: str, out: Path) -> np.ndarray | None:
-    """The ids a contestant wrote, in its order, or None where it writes none."""
-    if name == "memo":
-        return None
+def ids_of(name: str, out: Path) -> np.ndarray:
+    """The ids a contestant wrote, in its order."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy"}.get(name, "ids.bin")
@@ -179,7 +168,7 @@ def main() -> None:
     from tokenizers import Tokenizer
 
     eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
-    pythons = dict.fromkeys(("bare", "optimus-data", "memo"), sys.executable)
+    pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
     pythons |= dict(peer.split("=", 1) for peer in args.peer)
     packages = {
         "megatron": ("megatron-core", "torch", "tokenizers"),
@@ -195,7 +184,7 @@ def main() -> None:
             cpu, wall, out = run_once(name, python, args, eos)
             ids = ids_of(name, out)
             expected = ids if expected is None else expected
-            answers[name] = "-" if ids is None else same_ids(name, ids, expected, eos)
+            answers[name] = same_ids(name, ids, expected, eos)
             spent[name].append(cpu)
             print(f"# {name} {cpu:.2f} CPU-s {wall:.2f} s {answers[name]}", flush=True)
     tokens, size = len(expected), args.corpus.stat().st_size
