@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_prep import layout
+from data_prep.mixing import Mixing, integer_weights
 from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.shuffle import FORM as ORDER_FORM
 from data_prep.shuffle import InShards, Order, order_from_json, rows_of_shard
@@ -33,28 +34,6 @@ def parse_weight(text: str) -> Fraction:
     if not _WEIGHT.fullmatch(text) or Fraction(text) == 0:
         raise ConfigError(f"weight {text!r} is not a decimal number above 0, such as 2 or 0.35")
     return Fraction(text)
-
-
-def quotas(weights: Sequence[Fraction], total: int) -> list[int]:
-    """`total` divided in proportion to `weights`, by largest remainders, ties to the first.
-
-    Exact: quota s is the floor or the ceiling of total * w_s / W, and they sum to `total`.
-    """
-    exact = [weight * total / sum(weights) for weight in weights]
-    found = [int(value) for value in exact]
-    by_rest = sorted(range(len(exact)), key=lambda s: (found[s] - exact[s], s))
-    for s in by_rest[: total - sum(found)]:
-        found[s] += 1
-    return found
-
-
-def largest_total(weights: Sequence[Fraction], available: Sequence[int]) -> int:
-    """The most instances at these weights of which no source has to repeat any.
-
-    The largest T with T * w_s / W <= n_s for all s: a quota is at most the ceiling of that.
-    """
-    whole = sum(weights)
-    return min(int(n * whole / weight) for n, weight in zip(available, weights, strict=True))
 
 
 @dataclass(frozen=True)
@@ -150,14 +129,14 @@ def make_blend(
     Raises ConfigError for a bad weight, a source without instances, or sources that differ in
     context or dtype.
     """
-    exact = [parse_weight(weight) for weight in weights]
+    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
     available = [order.num_instances for order in orders]
     for order, count in zip(orders, available, strict=True):
         if count == 0:
             raise ConfigError(f"{order.tokens_dir} has no instance of {order.context} tokens")
     first = orders[0]
     assert all((o.context, o.dtype) == (first.context, first.dtype) for o in orders)
-    total = total or largest_total(exact, available)
+    total = total or mixing.before_repeating(available)
     if total == 0:
         raise ConfigError("the blend is empty at these weights; give --instances or more text")
     row_bytes = first.context * layout.little_endian(first.dtype).itemsize
@@ -170,6 +149,6 @@ def make_blend(
         instances_per_shard=rows_of_shard(total, row_bytes, shard_bytes),
         blended=tuple(
             BlendSource(weight, quota, order)
-            for weight, quota, order in zip(weights, quotas(exact, total), orders, strict=True)
+            for weight, quota, order in zip(weights, mixing.quotas(total), orders, strict=True)
         ),
     )

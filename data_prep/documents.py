@@ -1,24 +1,20 @@
 """The documents of one input file, in order, with what is wrong in it said by file and line.
 
-Plain text and source files are one document each; JSON lines are a document a line. Text is taken
+Plain text and source files are one document each; JSON lines are a document a line, parquet files
+a document a row. Text is taken
 byte for byte: no newline is translated, nothing is stripped, an empty text is a document.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
-from data_prep.sources import InputFile, is_gzip, kind_of
+from data_prep.sources import InputFile, kind_of, packing_of
+from data_prep.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
-
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,18 @@ class Problem:
     reason: str
 
 
+@dataclass(frozen=True)
+class Position:
+    """A place between two documents of a file, from which reading can go on."""
+
+    offset: int
+    """Bytes of the unpacked file, or rows of a table, before it."""
+    line: int
+    raw_bytes: int
+    """Bytes read from disk by then, and their hash: proof that the file is the same."""
+    raw_xxh3: str
+
+
 class DamagedFile(Exception):
     """The file as a whole cannot be read to its end, so none of it counts."""
 
@@ -46,60 +54,48 @@ class DamagedFile(Exception):
         self.problem = Problem(line, reason)
 
 
-class _HashingFile(io.RawIOBase):
-    """Reads a file, hashes what goes by and tells `advance` how much it was."""
-
-    def __init__(self, name: str, advance: Callable[[int], None]):
-        self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._advance = advance
-        self._digest = xxhash.xxh3_64()
-        self.size = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        count = self._file.readinto(buffer)
-        self._digest.update(memoryview(buffer)[:count])
-        self.size += count
-        self._advance(count)
-        return count
-
-    def drain(self) -> str:
-        """Read whatever is left; the xxh3-64 of the whole file."""
-        buffer = bytearray(_READ_BYTES)
-        while self.readinto(buffer):
-            pass
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 class InputReader:
     """Iterates over the documents of one file; afterwards `xxh3` is the hash of its bytes.
 
-    `advance(n)` is told of every n bytes read from disk.
+    `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
+    it. A line and an unpacked text are held whole: memory is some 8 times the longest document.
     """
 
-    def __init__(self, file: InputFile, text_field: str, advance: Callable[[int], None]):
+    def __init__(
+        self,
+        file: InputFile,
+        text_field: str,
+        advance: Callable[[int], None],
+        start: Position | None = None,
+    ):
         self._file = file
         self._text_field = text_field
         self._advance = advance
+        self._start = start
+        self._raw: HashingFile | None = None
+        self._offset = start.offset if start else 0
+        self._line = start.line if start else 0
         self.xxh3 = ""
+
+    def position(self) -> Position:
+        """The place behind the document given last."""
+        assert self._raw is not None
+        return Position(self._offset, self._line, *self._raw.so_far())
 
     def __iter__(self) -> Iterator[Document | Problem]:
         """Documents and problems in order.
 
-        Raises DamagedFile when the file cannot be decompressed to its end, and DataError when it
-        cannot be opened or is not the file it was when the work was planned.
+        Raises DamagedFile when the file cannot be unpacked to its end, and DataError when it cannot
+        be opened or is not the file it was when the work was planned.
         """
         try:
-            raw = _HashingFile(self._file.name, self._advance)
+            raw = HashingFile(self._file.name, self._advance)
         except OSError as error:
             raise DataError(f"{self._file.name}: cannot be opened: {error.strerror}") from None
-        with raw, io.BufferedReader(raw, _READ_BYTES) as buffered:
+        self._raw = raw
+        if self._start:
+            raw.expect(self._start.raw_bytes, self._start.raw_xxh3)
+        with raw, io.BufferedReader(raw, READ_BYTES) as buffered:
             try:
                 yield from self._documents(buffered)
             except DamagedFile:
@@ -107,7 +103,7 @@ class InputReader:
                 raise
             self._finish(raw)
 
-    def _finish(self, raw: _HashingFile) -> None:
+    def _finish(self, raw: HashingFile) -> None:
         self.xxh3 = raw.drain()
         if raw.size != self._file.size:
             raise DataError(
@@ -116,20 +112,46 @@ class InputReader:
             )
 
     def _documents(self, buffered: io.BufferedReader) -> Iterator[Document | Problem]:
-        zipped = is_gzip(self._file.name)
-        if zipped and self._file.size == 0:
-            raise DamagedFile(1, "damaged gzip: the file is empty")
-        stream = gzip.GzipFile(fileobj=buffered) if zipped else buffered
-        line = 0
+        name, packing = self._file.name, packing_of(self._file.name)
+        if packing and self._file.size == 0:
+            raise DamagedFile(1, f"damaged {packing}: the file is empty")
+        if kind_of(name) == "parquet":
+            assert self._raw is not None
+            self._raw.drain()  # the table is read out of order
+            yield from self._rows()
+            return
+        stream = unpack(buffered, name)
         try:
-            if kind_of(self._file.name) == "text":
+            if kind_of(name) == "text":
                 yield _whole(stream.read())
                 return
-            for line, data in enumerate(stream, 1):
+            left = self._offset
+            while left and (block := stream.read(min(left, READ_BYTES))):
+                left -= len(block)
+            for data in stream:
+                self._line += 1
+                self._offset += len(data)
                 if data.strip():
-                    yield _from_json(data, line, self._text_field)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DamagedFile(line + 1, f"damaged gzip: {one_line(error)}") from None
+                    yield _from_json(data, self._line, self._text_field)
+        except DamagedStream as error:
+            line, reason = self._line + 1, str(error)
+            if packing == "gzip":
+                line, reason = damage_of_gzip(name)
+            raise DamagedFile(line, f"damaged {packing}: {reason}") from None
+
+    def _rows(self) -> Iterator[Document | Problem]:
+        from data_prep.parquet import DamagedTable, read_column
+
+        try:
+            for value in read_column(self._file.name, self._text_field, self._offset):
+                self._line += 1
+                self._offset += 1
+                if value is None:
+                    yield Problem(self._line, f"column {self._text_field!r} is null here")
+                else:
+                    yield Document(value, value.encode(), self._line)
+        except DamagedTable as error:
+            raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
 
 def _whole(data: bytes) -> Document | Problem:

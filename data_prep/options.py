@@ -69,7 +69,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="GLOB",
         help="files, directories or quoted globs (** crosses directories): text and source files "
-        "(a document each), .jsonl, .json.gz, .jsonl.gz (a document a line)",
+        "(a document each), .jsonl, .jsonl.gz, .jsonl.zst (a document a line), .parquet (a row); "
+        "@FILE: the inputs that FILE lists, one a line",
     )
     parser.add_argument(
         "--exclude",
@@ -94,7 +95,9 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     """How text becomes token arrays."""
     from data_prep.sources import UNIT_BYTES
 
-    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="a tokenizer.json or .model"
+    )
     parser.add_argument(
         "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
     )

@@ -16,24 +16,27 @@ from typing import Literal
 
 from optimus.errors import DataError
 
-Kind = Literal["text", "jsonl"]
+Kind = Literal["text", "jsonl", "parquet"]
 
 UNIT_BYTES = 4 << 20
 """Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
 smaller ones share one, so that a million source files do not become a million arrays, each with a
 tail."""
 
-_JSON_LINES = (".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
+_JSON_LINES = (
+    *(".jsonl", ".ndjson"),
+    *(kind + packing for kind in (".json", ".jsonl", ".ndjson") for packing in (".gz", ".zst")),
+)
 _REFUSED = {
     ".json": "rename it to .jsonl if it holds one JSON object a line",
-    ".zst": "unpack it with zstd -d first",
+    ".tar.zst": "unpack it first",
+    ".tzst": "unpack it first",
     ".bz2": "unpack it with bunzip2 first",
     ".xz": "unpack it with unxz first",
     ".zip": "unpack it first",
     ".tar": "unpack it first",
     ".tar.gz": "unpack it first",
     ".tgz": "unpack it first",
-    ".parquet": "convert it to .jsonl.gz first",
 }
 
 
@@ -51,14 +54,15 @@ def find_inputs(
     """Every file that `patterns` name and `exclude` does not, once, sorted by name.
 
     A pattern is a file, a directory (all files below it) or a glob, in which `**` crosses
-    directories and names that begin with a dot are left out. `exclude` patterns are matched
-    against whole names, and their `*` crosses directories. Links are followed; a file that several
-    names reach counts once, under the shortest path. Files below `out`, our own output, are no
-    input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
+    directories and names that begin with a dot are left out. `@FILE` stands for the patterns in
+    FILE, one a line, without empty ones and those that begin with #. `exclude` patterns are
+    matched against whole names, and their `*` crosses directories. Links are followed; a file that
+    several names reach counts once, under the shortest path. Files below `out`, our own output, are
+    no input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
     read yet.
     """
     names: set[str] = set()
-    for pattern in patterns:
+    for pattern in _with_lists(patterns):
         found = {name for name in _expand(pattern) if os.path.isfile(name)}
         if not found:
             raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
@@ -70,6 +74,21 @@ def find_inputs(
     for name in kept:
         kind_of(name)
     return tuple(InputFile(name, os.path.getsize(name)) for name in kept)
+
+
+def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
+    for pattern in patterns:
+        if not pattern.startswith("@"):
+            yield pattern
+            continue
+        try:
+            text = require_file(pattern[1:], "--input @").read_text("utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"--input {pattern!r}: the list is not UTF-8 text") from None
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        if not lines:
+            raise DataError(f"--input {pattern!r}: the list names nothing; one path or glob a line")
+        yield from lines
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
@@ -102,15 +121,20 @@ def kind_of(name: str) -> Kind:
     lower = name.lower()
     if lower.endswith(_JSON_LINES):
         return "jsonl"
+    if lower.endswith(".parquet"):
+        return "parquet"
     for ending, remedy in _REFUSED.items():
         if lower.endswith(ending):
             raise DataError(f"{name}: {ending} files are not read; {remedy}, or --exclude it")
     return "text"
 
 
-def is_gzip(name: str) -> bool:
-    """Whether a file is read through gzip, by the end of its name."""
-    return name.lower().endswith(".gz")
+def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
+    """What a file is unpacked with, by the end of its name."""
+    lower = name.lower()
+    if lower.endswith(".gz"):
+        return "gzip"
+    return "zstd" if lower.endswith(".zst") else None
 
 
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:

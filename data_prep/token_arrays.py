@@ -44,6 +44,7 @@ class TokenArrayWriter:
         self._file = file
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
+        self._taken = (0, 0)  # tokens and document values that `take` gave
         self.tokens = 0
         file.write(bytes(HEADER_BYTES))  # replaced by `finish`, when the length is known
 
@@ -75,9 +76,31 @@ class TokenArrayWriter:
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
-        size = HEADER_BYTES + self.tokens * little_endian(self._dtype).itemsize
-        self._file.seek(size)
+        self._taken = (0, 0)
+        self._file.seek(self._offset(self.tokens))
         self._file.truncate()
+
+    def _offset(self, tokens: int) -> int:
+        return HEADER_BYTES + tokens * little_endian(self._dtype).itemsize
+
+    def take(self) -> list[bytes]:
+        """Tokens and document rows since the last `take`, for a checkpoint."""
+        tokens, values = self._taken
+        self._file.flush()
+        first, stop = self._offset(tokens), self._offset(self.tokens)
+        with open(self._file.name, "rb") as written:
+            written.seek(first)
+            ids = written.read(stop - first)
+        assert len(ids) == stop - first
+        self._taken = (self.tokens, len(self._docs))
+        return [ids, np.array(self._docs[values:], little_endian("int64")).tobytes()]
+
+    def restore(self, ids: bytes, rows: bytes) -> None:
+        """Append what `take` gave."""
+        self._file.write(ids)
+        self._docs.extend(np.frombuffer(rows, little_endian("int64")).tolist())
+        self.tokens += len(ids) // little_endian(self._dtype).itemsize
+        self._taken = (self.tokens, len(self._docs))
 
     def finish(self) -> dict[str, Any]:
         """Write the header; size and hash of the file, for the sidecar."""

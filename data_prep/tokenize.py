@@ -17,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from data_prep import layout
-from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep import layout, segments
+from data_prep.documents import DamagedFile, Document, InputReader, Position, Problem
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.sources import InputFile, group_units
@@ -129,10 +129,13 @@ def tokenize_all(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+    tokens_dir = parts_dirs(work.out, work.plan)[PARTS[0]]
+    checkpoints = segments.Segments(tokens_dir, unit, work.plan_xxh3)
     if (records := _complete(work, unit)) is None:
-        _tokenize_unit(work, unit, advance)
+        _tokenize_unit(work, unit, checkpoints, advance)
     else:
         _check_inputs(work, unit, records, advance)
+    checkpoints.remove()
 
 
 def is_complete(work: TokenizeWork, unit: int) -> bool:
@@ -153,16 +156,23 @@ def _check_inputs(
     work: TokenizeWork, unit: int, records: dict[str, Any], advance: Callable[[int], None]
 ) -> None:
     first, stop = work.plan.units[unit]
-    for file, xxh3 in zip(work.plan.inputs[first:stop], records["inputs"], strict=True):
-        if files.xxh3_file(file.name) != xxh3:
-            raise DataError(
-                f"{file.name}: changed since {work.out} was begun; choose another --out, or remove "
-                f"{work.out} to start again"
-            )
-        advance(file.size)
+    for source, xxh3 in zip(range(first, stop), records["inputs"], strict=True):
+        _check_unchanged(work, source, xxh3, advance)
     if records["set_aside"] and not work.quarantine:
         item = records["set_aside"][0]
         raise DataError(_complaint(work.plan, item["input"], Problem(item["line"], item["reason"])))
+
+
+def _check_unchanged(
+    work: TokenizeWork, source: int, xxh3: str, advance: Callable[[int], None]
+) -> None:
+    file = work.plan.inputs[source]
+    if files.xxh3_file(file.name) != xxh3:
+        raise DataError(
+            f"{file.name}: changed since {work.out} was begun; choose another --out, or remove "
+            f"{work.out} to start again"
+        )
+    advance(file.size)
 
 
 def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
@@ -202,20 +212,55 @@ def read_unit(
 
 
 class _UnitWriter:
-    """Batches a unit's documents, encodes them, and deals them to the parts."""
+    """Batches a unit's documents, encodes them, deals them to the parts, and keeps checkpoints."""
 
-    def __init__(self, work: TokenizeWork, writers: dict[str, TokenArrayWriter]):
+    def __init__(
+        self,
+        work: TokenizeWork,
+        writers: dict[str, TokenArrayWriter],
+        checkpoints: segments.Segments,
+        first: int,
+    ):
         self._encoder = shared_encoder(str(work.tokenizer_file))
         self._below = held_out_below(work.plan.eval_fraction)
         self._writers = writers
+        self._checkpoints = checkpoints
         self._pending: list[tuple[int, Document]] = []
-        self._pending_bytes = 0
+        self._pending_bytes = self._unsaved_bytes = 0
+        self.source, self.start = first, None
+        self.hashes: list[str] = []
+        self.set_aside: list[dict[str, Any]] = []
+        for state, blobs in checkpoints.read():
+            for index, writer in enumerate(writers.values()):
+                writer.restore(*blobs[2 * index : 2 * index + 2])
+            self.source, self.hashes = state["source"], state["hashes"]
+            self.start = Position(**state["start"]) if state["start"] else None
+            self.set_aside = state["set_aside"]
 
     def add(self, source: int, document: Document) -> None:
         self._pending.append((source, document))
         self._pending_bytes += len(document.data)
+        self._unsaved_bytes += len(document.data)
         if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
             self.flush()
+
+    @property
+    def due(self) -> bool:
+        """Whether enough text came since the last checkpoint for another."""
+        return self._unsaved_bytes >= segments.SEGMENT_BYTES
+
+    def save(self, source: int, start: Position | None) -> None:
+        """A checkpoint from which reading goes on in this input, at this place in it."""
+        self.flush()
+        state = {
+            "source": source,
+            "start": dataclasses.asdict(start) if start else None,
+            "hashes": self.hashes,
+            "set_aside": self.set_aside,
+        }
+        blobs = [blob for writer in self._writers.values() for blob in writer.take()]
+        self._checkpoints.save(state, blobs)
+        self._unsaved_bytes = 0
 
     def flush(self) -> None:
         encoded = self._encoder.encode([document.text for _, document in self._pending])
@@ -229,15 +274,24 @@ class _UnitWriter:
                 self._writers[part].append([encoded[i] for i in indices], sources)
         self._pending, self._pending_bytes = [], 0
 
-    def drop_input(self, source: int) -> None:
+    def set_input_aside(self, source: int, problem: Problem) -> None:
         """Take back what the input gave: it turned out to be damaged."""
         self._pending = [item for item in self._pending if item[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document in self._pending)
         for writer in self._writers.values():
             writer.drop_input(source)
+        self._checkpoints.remove()  # they may hold some of it
+        self.set_aside = [item for item in self.set_aside if item["input"] != source]
+        self.note(source, problem)
+
+    def note(self, source: int, problem: Problem) -> None:
+        """List a document as set aside."""
+        self.set_aside.append({"input": source, **dataclasses.asdict(problem)})
 
 
-def _tokenize_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+def _tokenize_unit(
+    work: TokenizeWork, unit: int, checkpoints: segments.Segments, advance: Callable[[int], None]
+) -> None:
     plan, folders = work.plan, parts_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
@@ -250,12 +304,14 @@ def _tokenize_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]
             )
             for part, folder in folders.items()
         }
-        unit_writer = _UnitWriter(work, writers)
-        hashes, set_aside = [], []
-        for source in range(first, stop):
-            xxh3, problems = _read_input(work, source, unit_writer, advance)
-            hashes.append(xxh3)
-            set_aside += [{"input": source, **dataclasses.asdict(item)} for item in problems]
+        unit_writer = _UnitWriter(work, writers, checkpoints, first)
+        for source in range(first, unit_writer.source):
+            _check_unchanged(work, source, unit_writer.hashes[source - first], advance)
+        for source in range(unit_writer.source, stop):
+            start = unit_writer.start if source == unit_writer.source else None
+            unit_writer.hashes.append(_read_input(work, source, start, unit_writer, advance))
+            if unit_writer.due and source + 1 < stop:
+                unit_writer.save(source + 1, None)
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
     for part in reversed(plan.parts):  # the training part's sidecar last
@@ -271,32 +327,36 @@ def _tokenize_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]
             "documents": writer.documents,
             "array": arrays[part],
             "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
-            "inputs": hashes,
-            "set_aside": set_aside if part == PARTS[0] else [],
+            "inputs": unit_writer.hashes,
+            "set_aside": unit_writer.set_aside if part == PARTS[0] else [],
         }
         layout.write_checked_json(sidecar_path(folders[part], unit), record)
 
 
 def _read_input(
-    work: TokenizeWork, source: int, unit_writer: _UnitWriter, advance: Callable[[int], None]
-) -> tuple[str, list[Problem]]:
-    """Write an input's documents; its hash, and what had to be set aside."""
-    reader = InputReader(work.plan.inputs[source], work.plan.text_field, advance)
-    problems: list[Problem] = []
+    work: TokenizeWork,
+    source: int,
+    start: Position | None,
+    unit_writer: _UnitWriter,
+    advance: Callable[[int], None],
+) -> str:
+    """Write an input's documents from `start` on; the hash of the whole input."""
+    reader = InputReader(work.plan.inputs[source], work.plan.text_field, advance, start)
     try:
         for item in reader:
             if isinstance(item, Document):
                 unit_writer.add(source, item)
+                if unit_writer.due and item.line:  # line 0: the file is one document
+                    unit_writer.save(source, reader.position())
             elif work.quarantine:
-                problems.append(item)
+                unit_writer.note(source, item)
             else:
                 raise DataError(_complaint(work.plan, source, item))
     except DamagedFile as error:
         if not work.quarantine:
             raise DataError(_complaint(work.plan, source, error.problem)) from None
-        unit_writer.drop_input(source)
-        problems = [error.problem]
-    return reader.xxh3, problems
+        unit_writer.set_input_aside(source, error.problem)
+    return reader.xxh3
 
 
 def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.pretokenize import recognise
+from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
 from optimus.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -36,8 +40,10 @@ class TokenizerFacts:
     eos_id: int
 
 
-def open_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenizer:
     """The library's tokenizer, set so that a text gives all its ids and no others."""
+    if is_sentencepiece(path):
+        return SentencePieceTokenizer(path)
     from tokenizers import Tokenizer
 
     try:
@@ -56,6 +62,8 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
     Raises DataError where there is no such token, several, or one that plain text could produce.
     """
     tokenizer = open_tokenizer(path)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _sentencepiece_facts(path, tokenizer, eos)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     special = {
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
@@ -69,11 +77,26 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
     if eos not in special:
         raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
     return TokenizerFacts(
-        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        sha256=_sha256(path),
         vocab_size=max(ids.values()) + 1,
         eos_token=eos,
         eos_id=ids[eos],
     )
+
+
+def _sentencepiece_facts(
+    path: str | os.PathLike, tokenizer: SentencePieceTokenizer, eos: str | None
+) -> TokenizerFacts:
+    name = eos or tokenizer.default_eos
+    if name is None:
+        raise DataError(f"{path}: has no end-of-sentence symbol; name a control symbol with --eos")
+    if (eos_id := tokenizer.control_id(name)) is None:
+        raise DataError(f"{path}: --eos {name!r} is not one of its control symbols")
+    return TokenizerFacts(_sha256(path), tokenizer.vocab_size, name, eos_id)
+
+
+def _sha256(path: str | os.PathLike) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 class Encoder:
@@ -82,11 +105,26 @@ class Encoder:
     def __init__(self, path: str | os.PathLike):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = open_tokenizer(path)
+        self._memo: MemoEncoder | None = None
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            return
+        recipe = recognise(json.loads(Path(path).read_text("utf-8")))
+        if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
+            memo = MemoEncoder(self._tokenizer, recipe)
+            self._memo = memo if memo.agrees() else None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether pieces are remembered, and not everything given to the library."""
+        return self._memo is not None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32 [T], without any special token."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        if self._memo is not None:
+            return self._memo.encode(texts)
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            return self._tokenizer.encode(texts)
+        return reference_encode(self._tokenizer, texts)
 
 
 @functools.lru_cache(maxsize=1)

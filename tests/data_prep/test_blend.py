@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from data_prep.blend import largest_total, parse_weight, quotas
+from data_prep.blend import parse_weight
 from data_prep.cli import main
+from data_prep.mixing import Mixing, integer_weights
 from data_prep.permutation import Permutation
 from data_prep.shuffle import read_order
 from data_prep.token_arrays import array_path
@@ -19,34 +18,22 @@ from optimus.errors import ConfigError
 from tests.data_prep.corpus import train_arguments, tree, write_corpus
 
 
+def mixing_of(*weights: str) -> Mixing:
+    return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
+
+
 @pytest.mark.parametrize(
     ("weights", "total", "expected"),
     [
-        (["1", "1", "1"], 10, [4, 3, 3]),  # ties to the first
-        (["0.5", "0.25", "0.25"], 8, [4, 2, 2]),
-        (["0.5", "0.25", "0.25"], 7, [3, 2, 2]),  # 3.5, 1.75, 1.75
-        (["0.1", "0.2", "0.7"], 1, [0, 0, 1]),
-        (["3", "7"], 0, [0, 0]),
-        (["0.1", "0.1", "0.1"], 3 * 10**17, [10**17] * 3),  # floats would miss
+        (["1", "1", "1"], 10, (4, 3, 3)),  # ties to the first
+        (["0.5", "0.25", "0.25"], 8, (4, 2, 2)),
+        (["0.1", "0.2", "0.7"], 1, (0, 0, 1)),
+        (["3", "7"], 0, (0, 0)),
+        (["0.1", "0.1", "0.1"], 3 * 10**17, (10**17,) * 3),  # floats would miss
     ],
 )
 def test_quotas(weights, total, expected):
-    assert quotas([parse_weight(weight) for weight in weights], total) == expected
-
-
-def test_quotas_are_exact_and_fit():
-    rng = random.Random(0)
-    for _ in range(500):
-        count = rng.randint(1, 6)
-        weights = [Fraction(rng.randint(1, 1000), rng.randint(1, 1000)) for _ in range(count)]
-        available = [rng.randint(1, 10**12) for _ in range(count)]
-        total = largest_total(weights, available)
-        found = quotas(weights, total)
-        assert sum(found) == total
-        for quota, weight, n in zip(found, weights, available, strict=True):
-            assert abs(quota - total * weight / sum(weights)) < 1 and quota <= n
-        over = [(total + 1) * w > n * sum(weights) for w, n in zip(weights, available, strict=True)]
-        assert any(over)
+    assert mixing_of(*weights).quotas(total) == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
@@ -93,9 +80,10 @@ def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
         whole = [source] * (quota // size)
         parts.append(np.concatenate([*whole, source[last.apply(np.arange(quota % size))]]))
     total = manifest["num_instances"]
-    assert [len(part) for part in parts] == quotas([Fraction(7, 10), Fraction(3, 10)], total)
+    mixing = mixing_of("0.7", "0.3")
+    assert tuple(len(part) for part in parts) == mixing.quotas(total)
     available = [source["instances"] for source in manifest["blend"]]
-    assert total == (instances or largest_total([Fraction(7), Fraction(3)], available))
+    assert total == (instances or mixing.before_repeating(available))
     expected = np.concatenate(parts)[Permutation(total, 4).apply(np.arange(total))]
     stored = [np.load(out / shard["name"]) for shard in manifest["shards"]]
     assert np.array_equal(np.concatenate(stored), expected)

@@ -1,0 +1,77 @@
+"""Checkpoints of a unit: what it wrote since the last one, so that a kill costs seconds.
+
+A unit that takes long commits `unit-*.part-NNNN` after every 16 MiB of text: the tokens and
+document rows since the one before, and where reading goes on. A rerun puts the parts together and
+goes on behind the last; a complete unit has none. Where a part ends depends on the text alone, so
+that two runs at once write the same parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.layout import unit_name
+from optimus import files
+
+SEGMENT_BYTES = 16 << 20
+"""Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""
+_HASH_BYTES = 16
+
+
+class Segments:
+    """The checkpoints of one unit."""
+
+    def __init__(self, tokens_dir: Path, unit: int, plan_xxh3: str):
+        self._dir, self._unit = tokens_dir, unit
+        self._identity = {"plan": plan_xxh3, "unit": unit}
+        self._next = 0
+
+    def _path(self, number: int) -> Path:
+        return self._dir / f"{unit_name(self._unit)}.part-{number:04d}"
+
+    def read(self) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+        """State and blobs of each whole checkpoint, in order; `save` goes on behind the last."""
+        while (found := self._read(self._next)) is not None:
+            self._next += 1
+            yield found
+
+    def _read(self, number: int) -> tuple[dict[str, Any], list[bytes]] | None:
+        try:
+            data = self._path(number).read_bytes()
+        except FileNotFoundError:
+            return None
+        body = memoryview(data)[:-_HASH_BYTES]
+        if data[-_HASH_BYTES:] != files.xxh3_bytes(body).encode():
+            return None
+        size = int.from_bytes(body[:8], "little")
+        head = json.loads(bytes(body[8 : 8 + size]))
+        if head["identity"] != {**self._identity, "number": number}:
+            return None
+        blobs, start = [], 8 + size
+        for length in head["blobs"]:
+            blobs.append(bytes(body[start : start + length]))
+            start += length
+        return head["state"], blobs
+
+    def save(self, state: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        """Commit what came since the last checkpoint, and where to go on."""
+        identity = {**self._identity, "number": self._next}
+        head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
+        text = json.dumps(head).encode()
+        data = b"".join([len(text).to_bytes(8, "little"), text, *blobs])
+        files.write_bytes(self._path(self._next), data + files.xxh3_bytes(data).encode())
+        self._next += 1
+
+    def remove(self) -> None:
+        """Forget every checkpoint."""
+        number = 0
+        while number < self._next or self._path(number).exists():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(number))
+            number += 1
+        self._next = 0

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Tokens per CPU-second of `optimus-data tokenize` and of its peers on one corpus and tokenizer.
+
+    python scripts/bench/data_tokenize.py --corpus corpus.jsonl --tokenizer tokenizer.json \
+        --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
+        --peer megatron=VENV/bin/python
+
+Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`,
+`dolma`, `torch==2.13.0 megatron-core tokenizers`). Rounds are interleaved: each in turn, one
+process each; CPU seconds are the children's, start-up included. `bare` is the loop that reads
+the same file and only encodes. The ids of every contestant are compared with the bare loop's; peers take special-token
+text for the token itself, so the corpus should not spell one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BARE = """
+import json, sys
+import numpy as np
+from tokenizers import Tokenizer
+corpus, tokenizer, out, eos = sys.argv[1:]
+t = Tokenizer.from_file(tokenizer)
+t.encode_special_tokens = True
+with open(corpus, "rb") as file, open(out + "/ids.bin", "wb") as ids:
+    batch = []
+    def flush():
+        for one in t.encode_batch_fast(batch, add_special_tokens=False):
+            ids.write(np.array([*one.ids, int(eos)], np.uint16).tobytes())
+        batch.clear()
+    for line in file:
+        batch.append(json.loads(line)["text"])
+        if len(batch) == 128:
+            flush()
+    flush()
+"""
+DATATROVE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+import os
+corpus, tokenizer, out, eos = sys.argv[1:]
+folder, name = os.path.split(corpus)
+LocalPipelineExecutor(
+    pipeline=[
+        JsonlReader(folder, glob_pattern=name),
+        DocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token="<|endoftext|>",
+                          shuffle_documents=False, max_tokens_per_file=10**12),
+    ],
+    logging_dir=out + "/logs",
+).run()
+"""
+DOLMA = """
+import os, sys
+corpus, tokenizer, out, eos = sys.argv[1:]
+from dolma.cli.main import main
+main(["tokens", "--documents", corpus, "--destination", out, "--tokenizer.name_or_path", tokenizer,
+      "--tokenizer.eos_token_id", eos, "--tokenizer.pad_token_id", eos, "--dtype", "uint16",
+      "--processes", "1", "--ring_size", "1", "--batch_size", "10000"])
+"""
+MEGATRON = """
+import json, sys
+import numpy, torch
+from tokenizers import Tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+corpus, tokenizer, out, eos = sys.argv[1:]
+t = Tokenizer.from_file(tokenizer)
+builder = IndexedDatasetBuilder(out + "/ids.bin", dtype=numpy.uint16)
+with open(corpus, encoding="utf-8") as file:
+    for line in file:
+        ids = t.encode(json.loads(line)["text"]).ids + [int(eos)]
+        builder.add_document(torch.IntTensor(ids), [len(ids)])
+builder.finalize(out + "/ids.idx")
+"""
+OURS = "import sys; from data_prep.cli import main; sys.exit(main(sys.argv[1:]))"
+PEERS = {"datatrove": DATATROVE, "dolma": DOLMA, "megatron": MEGATRON}
+
+
+def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
+    """How a contestant is run on the corpus."""
+    corpus, tokenizer = str(args.corpus.resolve()), str(args.tokenizer.resolve())
+    if name == "optimus-data":
+        given = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
+        return [python, "-c", OURS, *given, "--workers", "1"]
+    code = {"bare": BARE, **PEERS}[name]
+    return [python, "-c", code, corpus, tokenizer, str(out), str(eos)]
+
+
+def run_once(
+    name: str, python: str, args: argparse.Namespace, eos: int
+) -> tuple[float, float, Path]:
+    """CPU seconds, wall seconds, and the folder of the output."""
+    out = args.work / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    environment = os.environ | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAYON_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if name in ("optimus-data", "bare"):
+        environment["PYTHONPATH"] = str(ROOT)
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        command(name, python, args, out, eos), env=environment, capture_output=True, text=True
+    )
+    wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu, wall, out
+
+
+def ids_of(name: str, out: Path) -> np.ndarray:
+    """The ids a contestant wrote, in its order."""
+    if name == "optimus-data":
+        return np.load(next((out / "tokens").glob("unit-?????.npy")))
+    pattern = {"datatrove": "*.ds", "dolma": "*.npy"}.get(name, "ids.bin")
+    found = sorted(out.rglob(pattern))
+    return np.concatenate([np.fromfile(file, np.uint16) for file in found])
+
+
+def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
+    """`equal`, or how the ids differ: dolma orders documents otherwise."""
+    if np.array_equal(ids, expected):
+        return "equal"
+    ours, theirs = (
+        sorted(part.tobytes() for part in np.split(a, np.flatnonzero(a == eos) + 1))
+        for a in (ids, expected)
+    )
+    if ours == theirs:
+        return "equal, other order"
+    return f"DIFFER ({len(ids)} ids against {len(expected)})"
+
+
+def version_of(python: str, names: tuple[str, ...]) -> str:
+    """Installed versions of these packages, as that interpreter sees them."""
+    code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
+    done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True)
+    return ", ".join(done.stdout.split("\n")[:-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
+    args = parser.parse_args()
+    from tokenizers import Tokenizer
+
+    eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
+    pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
+    pythons |= dict(peer.split("=", 1) for peer in args.peer)
+    packages = {
+        "megatron": ("megatron-core", "torch", "tokenizers"),
+        "bare": ("tokenizers", "numpy"),
+    }
+    print(platform.platform(), "Python", platform.python_version(), os.cpu_count(), "cores")
+    for name in ("bare", *(name for name in pythons if name in PEERS)):
+        print(name, version_of(pythons[name], packages.get(name, (name, "tokenizers"))))
+    spent: dict[str, list[float]] = {name: [] for name in pythons}
+    expected, answers = None, {}
+    for _ in range(args.rounds):
+        for name, python in pythons.items():
+            cpu, wall, out = run_once(name, python, args, eos)
+            ids = ids_of(name, out)
+            expected = ids if expected is None else expected
+            answers[name] = same_ids(name, ids, expected, eos)
+            spent[name].append(cpu)
+            print(f"# {name} {cpu:.2f} CPU-s {wall:.2f} s {answers[name]}", flush=True)
+    tokens, size = len(expected), args.corpus.stat().st_size
+    print(f"{size / 1e6:.1f} MB, {tokens} tokens, {args.rounds} rounds interleaved")
+    best = max((tokens / statistics.median(spent[n]) for n in pythons if n in PEERS), default=None)
+    for name, seconds in spent.items():
+        rates = sorted(tokens / second / 1e6 for second in seconds)
+        middle = tokens / statistics.median(seconds)
+        ratio = f"{middle / best:.2f}x the best peer" if best else ""
+        print(
+            f"{name:13} {middle / 1e6:6.3f} Mtok/CPU-s ({rates[0]:.3f}-{rates[-1]:.3f})  {ratio:22}"
+            f" ids {answers[name]}"
+        )
+    print(json.dumps({"tokens": tokens, "cpu_s": spent}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The fast encoder gives the library's ids, on text made to trip it, or leaves text to it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from data_prep import encoder as encoder_module
+from data_prep import pretokenize
+from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.tokenizer import Encoder, open_tokenizer
+from optimus.errors import OptimusError
+
+SPACES = [" " * count for count in range(2, 25)]
+KINDS = {
+    "gpt2": (None, None, []),
+    "gpt-neox": (None, normalizers.NFC(), SPACES),
+    "llama3": (1, None, []),
+    "olmo2": (1, normalizers.NFC(), ["return x"]),
+    "qwen2": (2, normalizers.NFC(), []),
+}
+
+
+def make(path: Path, base: Path, kind: str) -> Path:
+    pattern, normalizer, added = KINDS[kind]
+    tokenizer = Tokenizer.from_file(str(base))
+    if pattern is not None:
+        split = pre_tokenizers.Split(Regex(list(pretokenize._TEMPLATES)[pattern]), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    if added:
+        tokenizer.add_tokens(added)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(params=KINDS)
+def path(request, made, tmp_path) -> Path:
+    return make(tmp_path / "tokenizer.json", made.tokenizer, request.param)
+
+
+def nasty(rng: random.Random) -> str:
+    """Text of pieces that pre-tokenizers and normalizers divide or join."""
+    stock = [*" \n\t\r'_-.\x1c\x85\u00a0\u2003\u3000\u200b", "  ", "    ", "'s", "'LL", "'\u017f"]
+    stock += [*"aZé漢한ก٣½²Ⅷ🙂𐐀𝟘", "12345", "<|endoftext|>", "return x", "\U00020000"]
+    stock += [*"\u0301\u0327\u1161\u11ab\u212b\u0344\u0378", "word", " The"]
+    return "".join(rng.choices(stock, k=rng.randint(1, 60)))
+
+
+def assert_equal(path: Path, texts: list[str]) -> None:
+    encoder, library = Encoder(path), open_tokenizer(path)
+    assert encoder.is_fast
+    expected = reference_encode(library, texts)
+    for text, ours, theirs in zip(texts, encoder.encode(texts), expected, strict=True):
+        assert ours.tolist() == theirs.tolist(), repr(text)
+
+
+def test_equal_on_nasty_text(path):
+    rng = random.Random(3)
+    assert_equal(path, [nasty(rng) for _ in range(1500)])
+
+
+@pytest.mark.parametrize("path", ["gpt2", "olmo2"], indirect=True)
+def test_equal_on_every_code_point(path):
+    codes = [code for code in range(0x20100) if not 0xD800 <= code < 0xE000]
+    chars = [chr(code) for code in codes]
+    texts = ["".join(chars[i : i + 64]) for i in range(0, len(chars), 64)]
+    texts += [f"a{' '.join(chars[i : i + 64])}1" for i in range(0, 0x3100, 64)]
+    assert_equal(path, texts)
+
+
+def test_equal_through_windows_and_a_full_memo(path, monkeypatch):
+    monkeypatch.setattr(encoder_module, "_WINDOW_CHARS", 5)
+    monkeypatch.setattr(encoder_module, "_MEMO_PIECES", 20)
+    monkeypatch.setattr(encoder_module, "_MEMO_CHARS", 3)
+    rng = random.Random(4)
+    assert_equal(path, [nasty(rng) + " and" + nasty(rng) for _ in range(300)])
+
+
+@pytest.mark.parametrize("path", ["gpt-neox", "olmo2"], indirect=True)
+def test_long_runs_of_one_character(path):
+    assert_equal(path, [" " * 1_000_000, "a" * 20_000, "\n" * 20_000 + "x"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": None},
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
+    ],
+)
+def test_what_is_not_recognised_goes_to_the_library(made, tmp_path, change):
+    config = json.loads(made.tokenizer.read_text()) | change
+    (tmp_path / "t.json").write_text(json.dumps(config))
+    encoder = Encoder(tmp_path / "t.json")
+    assert not encoder.is_fast
+    texts = ["some text, x1", "", "  é"]
+    expected = reference_encode(open_tokenizer(tmp_path / "t.json"), texts)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == [ids.tolist() for ids in expected]
+
+
+def test_samples_keep_a_wrong_recipe_out(made, monkeypatch):
+    wrong = pretokenize._GPT2.replace(" ?[{N}]+", "[{N}]+")
+    monkeypatch.setattr(pretokenize, "_GPT2", wrong)
+    assert not Encoder(made.tokenizer).is_fast
+
+
+def test_a_difference_found_later_is_an_error(made):
+    tokenizer = open_tokenizer(made.tokenizer)
+    recipe = pretokenize.recognise(json.loads(made.tokenizer.read_text()))
+    memo = MemoEncoder(tokenizer, recipe)
+    memo._memo["wrong"] = np.uint32(7).tobytes()
+    with pytest.raises(OptimusError, match=f"{REFERENCE_ONLY}=reference"):
+        memo.encode(["wrong"])
+
+
+def test_the_library_can_be_asked_for(made, monkeypatch):
+    monkeypatch.setenv(REFERENCE_ONLY, "reference")
+    assert not Encoder(made.tokenizer).is_fast
