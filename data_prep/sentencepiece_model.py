@@ -16,8 +16,15 @@ from optimus.errors import DataError, one_line
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
-    with open(path, "rb") as file:
+    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does.
+
+    A file that cannot be read is none; whoever opens it says so.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except OSError:
+        return False
+    with file:
         return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
 
 
