@@ -8,8 +8,8 @@
 Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`,
 `dolma`, `torch==2.13.0 megatron-core tokenizers`). Rounds are interleaved: each in turn, one
 process each; CPU seconds are the children's, start-up included. `bare` is the loop that reads
-the same file and only encodes. The ids of every contestant are compared with the bare loop's; peers take special-token
-text for the token itself, so the corpus should not spell one.
+the same file and only encodes. The ids of every contestant are compared with the bare loop's;
+peers take special-token text for the token itself, so the corpus should not spell one.
 """
 
 from __future__ import annotations
