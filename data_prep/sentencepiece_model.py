@@ -17,8 +17,11 @@ from optimus.errors import DataError, one_line
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
     """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
-    with open(path, "rb") as file:
-        return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
+    try:
+        with open(path, "rb") as file:
+            return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
+    except OSError:
+        return False  # whoever reads it as JSON says so
 
 
 class SentencePieceTokenizer:
