@@ -16,16 +16,12 @@ from optimus.errors import DataError, one_line
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does.
-
-    A file that cannot be read is none; whoever opens it says so.
-    """
+    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
+        with open(path, "rb") as file:
+            return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
     except OSError:
-        return False
-    with file:
-        return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
+        return False  # whoever reads it as JSON says so
 
 
 class SentencePieceTokenizer:

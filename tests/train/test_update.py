@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optimus.config import make_config
+from optimus.data.loader import Microbatch
 from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -67,7 +68,8 @@ def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     states = ModelStates(model, torch.float32, config.optim, world.size)
     plan = plan_batch(config, world.size)
     updater = Updater(config, world, model, states, plan)
-    result = updater.run(1, MICROBATCHES[world.rank :: world.size])
+    own = [Microbatch(tokens) for tokens in MICROBATCHES[world.rank :: world.size]]
+    result = updater.run(1, own)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return weights, result.loss, result.grad_norm
 
