@@ -12,8 +12,9 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
+from optimus.data.tokenizer import TextTokenizer
 from optimus.dist.collectives import Group
-from optimus.errors import ConfigError, DataError, one_line
+from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.load_model import load_model
@@ -59,8 +60,6 @@ def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
     """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights."""
-    from tokenizers import Tokenizer
-
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     if not 0 <= seed < 1 << 63:
@@ -68,12 +67,8 @@ def continue_text(
     file = Path(manager.resolve(checkpoint)) / _TOKENIZER
     if not file.is_file():
         raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise DataError(f"{file}: not a readable tokenizer: {one_line(error)}") from None
-    tokenizer.encode_special_tokens = True
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    tokenizer = TextTokenizer(file)
+    ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("--prompt is empty; give some text to continue")
     device = platform.pick_device(0)
@@ -87,4 +82,4 @@ def continue_text(
         top_k=top_k,
         seed=seed,
     )
-    return tokenizer.decode([*ids, *new.tolist()], skip_special_tokens=False)
+    return tokenizer.decode([*ids, *new.tolist()])

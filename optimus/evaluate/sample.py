@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from optimus.data.dataset import TokenDataset
+from optimus.data.tokenizer import TextTokenizer
 from optimus.evaluate.generate import generate
 
 _PROMPT_TOKENS = 16
@@ -27,6 +28,4 @@ def decode(tokenizer_file: str | None, ids: list[int]) -> str:
     """Text of token ids, by the tokenizer file beside a data set or in a checkpoint."""
     if tokenizer_file is None:
         return " ".join(map(str, ids))
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(tokenizer_file)).decode(ids, skip_special_tokens=False)
+    return TextTokenizer(tokenizer_file).decode(ids)
