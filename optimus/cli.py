@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from optimus.errors import ConfigError, OptimusError, one_line
 
 _FIRST_RANK_SPEAKS_S = 1.5
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(error)
         return error.exit_code
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in _DISK_TROUBLE:
             raise
-        _tell(OptimusError(f"{error.filename}: {error.strerror}"))
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        _tell(OptimusError(f"{what}; mend it and give the same command again to go on"))
         return OptimusError.exit_code
     except KeyboardInterrupt:
         print("optimus: interrupted", file=sys.stderr)

@@ -97,6 +97,11 @@ def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
     if not is_checkpoint(path):
         return Start(load, path=path)
     manifest = read_manifest(path)
+    if manifest.kind == "model" and _is_own(path, run_dir):
+        raise CheckpointError(
+            f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
+            f"checkpoint.load=model@{manifest.step}, or begin anew in another train.run_dir"
+        )
     full = manifest if manifest.kind == "full" else None
     return Start(load, manifest.step if full else 0, manifest.tokens if full else 0, path, full)
 
@@ -126,15 +131,12 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     directory = checkpoints_dir(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
-        if files.is_temporary(path):
+        if files.is_temporary(path) and path.is_dir():
             shutil.rmtree(path)
-    begun_at = start.path.resolve() if start.path is not None else None
     left_behind = [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
-    goes_on = start.full is not None and begun_at.parent == directory.resolve()
+    goes_on = start.full is not None and _is_own(start.path, run_dir)
     left_behind += [p for p in _of_kind(run_dir, "step") if not goes_on or _step_of(p) > start.step]
     for path in left_behind:
-        if path.resolve() == begun_at:
-            continue
         aside = directory / "set-aside"
         aside.mkdir(exist_ok=True)
         target = files.temporary_name(aside / path.name).with_suffix("")
@@ -150,6 +152,11 @@ def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
     if keep_models:
         for path in _of_kind(run_dir, "model")[:-keep_models]:
             shutil.rmtree(path)
+
+
+def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:
+    """Whether a checkpoint, however its path is spelt, lies among those of the run."""
+    return path.resolve().parent == checkpoints_dir(run_dir).resolve()
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:

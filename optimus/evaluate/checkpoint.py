@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from optimus.dist.collectives import Group
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import held_out_loss
-from optimus.evaluate.load_model import load_model
+from optimus.evaluate.load_model import load_resolved
 
 _TOKENIZER = "tokenizer.json"
 
@@ -32,10 +31,10 @@ def evaluate_checkpoint(
     """
     if batch_size < 1 or instances < 0:
         raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
-    source = Path(manager.resolve(checkpoint))
+    source = manager.resolve(checkpoint)
     dataset = TokenDataset(data)
     device = platform.pick_device(0)
-    model = load_model(checkpoint, device=device)
+    model = load_resolved(source, device=device)
     vocab_size = model.config.vocab_size
     if dataset.vocab_size > vocab_size:
         raise DataError(
@@ -64,7 +63,8 @@ def continue_text(
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
-    file = Path(manager.resolve(checkpoint)) / _TOKENIZER
+    source = manager.resolve(checkpoint)
+    file = source / _TOKENIZER
     if not file.is_file():
         raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
     tokenizer = TextTokenizer(file)
@@ -72,7 +72,7 @@ def continue_text(
     if not ids:
         raise ConfigError("--prompt is empty; give some text to continue")
     device = platform.pick_device(0)
-    model = load_model(checkpoint, device=device)
+    model = load_resolved(source, device=device)
     new = generate(
         model,
         torch.tensor(ids, device=device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,13 @@ def load_model(
     `model(tokens[B, S]) -> logits[B, S, V]`, tokens int64, logits in `dtype`. Raises
     CheckpointError if there is no usable model.
     """
-    source = manager.resolve(path)
+    return load_resolved(manager.resolve(path), dtype, device)
+
+
+def load_resolved(
+    source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Transformer:
+    """The same for a directory that `manager.resolve` has given and so checked."""
     config = model_config_of(source)
     with torch.device(device):
         model = Transformer(config).to(dtype)

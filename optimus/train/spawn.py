@@ -94,14 +94,16 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 def _watch(ranks: list[subprocess.Popen]) -> int:
     failed_at = None
     while any(rank.poll() is None for rank in ranks):
-        now = time.monotonic()
         if failed_at is None and any(rank.returncode for rank in ranks):
-            failed_at = now
-        if failed_at is not None and now - failed_at > _GRACE_S:
-            _send(ranks, signal.SIGKILL)
+            failed_at = time.monotonic()
+        refused = any(rank.returncode == 2 for rank in ranks)  # nobody else knows more
+        if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
             break
         time.sleep(_POLL_S)
     ended_alone = [rank.poll() for rank in ranks]
+    _send(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
     for number, status in enumerate(ended_alone):
         if status is not None and status < 0:
             name = signal.Signals(-status).name

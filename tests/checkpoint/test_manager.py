@@ -118,12 +118,18 @@ def test_a_run_may_start_from_its_own_checkpoint_by_path(tmp_path, monkeypatch, 
     assert set(names("run")) - {"set-aside"} == kept
 
 
-def test_a_run_may_start_from_its_own_model_by_path(tmp_path):
+def test_a_run_goes_back_to_its_own_model_by_step_not_by_path(tmp_path):
     model = save(tmp_path, 4, "model")
-    save(tmp_path, 8)
-    start = manager.decide_start(tmp_path, str(model.path))
-    manager.prepare_directory(tmp_path, start)
-    assert start.step == 0 and names(tmp_path) == ["model-00000004", "set-aside"]
+    with pytest.raises(CheckpointError, match=r"checkpoint.load=model@4"):
+        manager.decide_start(tmp_path, str(model.path))
+    assert manager.decide_start(tmp_path / "another", str(model.path)).path == model.path
+
+
+def test_a_stray_file_with_a_temporary_name_blocks_nothing(tmp_path):
+    save(tmp_path, 3)
+    (manager.checkpoints_dir(tmp_path) / ".step-9.1.ab.tmp").touch()
+    manager.prepare_directory(tmp_path, manager.decide_start(tmp_path, "auto"))
+    assert "step-00000003" in names(tmp_path)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(tmp_path):

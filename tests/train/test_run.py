@@ -289,3 +289,12 @@ def test_a_run_may_become_deterministic(ranks, tiny_data, tmp_path):
     train_on(ranks, 1, fast)
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path, train__stop_at_step=4))
     assert len(metrics_of(tmp_path)) == 4
+
+
+def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(
+        tiny_data, tmp_path, train__max_steps=4, train__eval_interval=2, train__eval_instances=3
+    )
+    train_on(ranks, 2, tree)
+    lines = read_json_lines(tmp_path / "eval.jsonl")
+    assert [(line["step"], line["tokens"]) for line in lines] == [(2, 3 * 32), (4, 3 * 32)]

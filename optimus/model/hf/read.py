@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping
@@ -124,12 +123,18 @@ class _TensorFiles:
         return set(self._file_of)
 
     def dtype(self, name: str, parameter: Tensor) -> torch.dtype:
-        """The dtype that holds every tensor of our parameter without loss."""
+        """The dtype of our parameter's tensors on disk; experts of a layer must share one."""
         theirs = [theirs for theirs, _ in pieces(name, parameter)]
         stored = [self.meta(t).dtype for t in ([hf_name(name), *theirs]) if t in self]
         if not stored:
             raise CheckpointError(f"{self.path}: tensor {theirs[0]} is missing")
-        return functools.reduce(torch.promote_types, stored)
+        if len(set(stored)) > 1:
+            raise CheckpointError(
+                f"{self.path}: the experts of one layer are of several types "
+                f"({', '.join(sorted({str(dtype) for dtype in stored}))}), such as {theirs[0]}; "
+                "bring them to one type first"
+            )
+        return stored[0]
 
     def meta(self, name: str) -> Tensor:
         """A tensor's shape and dtype, from the file's header."""

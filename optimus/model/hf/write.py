@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.errors import CheckpointError, ConfigError
+from optimus.errors import CheckpointError, ConfigError, OptimusError, one_line
 from optimus.files import commit, temporary_name, write_json
 from optimus.model.hf.config import config_to_hf
 from optimus.model.hf.names import pieces
@@ -122,6 +123,9 @@ def _write_shard(
                 )
             parts = list(pieces(ours, value))
         tensors[their_name] = parts[number][1].to("cpu", expected[ours].dtype).contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OptimusError(f"{file.name} not written: {one_line(error)}") from None
     with open(file, "rb") as written:
         os.fsync(written.fileno())
