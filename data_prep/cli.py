@@ -40,12 +40,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+_SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
+_WHOLE_RUN = (
+    options.add_inputs,
+    options.add_tokenize,
+    options.add_shuffle,
+    options.add_out,
+    options.add_fused,
+    *_SHARDING,
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = options.Parser(
         prog="optimus-data", description="Text into shuffled shards of tokens.", allow_abbrev=False
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_makers(commands)
+    _add_steps(commands)
+    _add_readers(commands)
+    return parser
 
+
+def _add_makers(commands: Any) -> None:
+    """What makes a whole data set, and what comes before."""
     add = _add(commands, "train-tokenizer", _train_tokenizer, "Train a byte-level BPE tokenizer.")
     options.add_inputs(add)
     add.add_argument(
@@ -53,18 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
 
-    sharding = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
     add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
-    for group in (
-        options.add_inputs,
-        options.add_tokenize,
-        options.add_shuffle,
-        options.add_out,
-        options.add_fused,
-        *sharding,
-    ):
+    for group in _WHOLE_RUN:
         group(add)
 
+    add = _add(commands, "plan", _plan, "What a run will take: disk, memory and time.")
+    for group in _WHOLE_RUN:
+        group(add)
+
+    add = _add(commands, "blend", _blend, "Several sources in one data set, by exact shares.")
+    for group in (options.add_blend, options.add_shuffle, options.add_out, *_SHARDING):
+        group(add)
+
+
+def _add_steps(commands: Any) -> None:
+    """The steps of `run`, each by itself."""
     add = _add(commands, "tokenize", _tokenize, "The first step of run: text into token arrays.")
     for group in (
         options.add_inputs,
@@ -90,24 +111,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add = _add(commands, "shard", _shard, "The third step: shards and manifest, in that order.")
     add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
-    for group in sharding:
+    for group in _SHARDING:
         group(add)
 
-    add = _add(commands, "blend", _blend, "Several sources in one data set, by exact shares.")
-    for group in (options.add_blend, options.add_shuffle, options.add_out, *sharding):
-        group(add)
 
-    add = _add(commands, "plan", _plan, "What a run will take: disk, memory and time.")
-    for group in (
-        options.add_inputs,
-        options.add_tokenize,
-        options.add_shuffle,
-        options.add_out,
-        options.add_fused,
-        *sharding,
-    ):
-        group(add)
-
+def _add_readers(commands: Any) -> None:
+    """What looks at a finished data set."""
     add = _add(
         commands, "verify", _verify, "Read everything; exit status 1 if anything is damaged."
     )
@@ -122,7 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--eval", metavar="DIR", help="measure the losses on this data set (DIR/eval if it exists)"
     )
-    return parser
 
 
 def _add(
