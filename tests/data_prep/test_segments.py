@@ -24,7 +24,7 @@ def text(tmp_path, monkeypatch) -> Path:
     rng = random.Random(6)
     folder = tmp_path / "text"
     folder.mkdir()
-    lines = [json.dumps({"text": words(rng, rng.randint(1, 60))}) + "\n" for _ in range(150)]
+    lines = [json.dumps({"text": words(rng, rng.randint(1, 60))}) + "\n" for _ in range(200)]
     (folder / "a.jsonl").write_text("".join(lines))
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
         file.write("\n".join(lines[::-1]))
@@ -49,7 +49,7 @@ def test_kills_at_every_commit_change_no_byte(made, text, tmp_path, capfd):
     while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
         kills += 1
         most = max(most, len(parts(out)))
-    assert kills >= 16 and most >= 5
+    assert kills > 20 and most >= 5
     assert main(given) == 0
     assert tree(out) == tree(whole)
     capfd.readouterr()
