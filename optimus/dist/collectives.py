@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ class Group:
     size: int
     rank: int
     handle: Any = None
-    axes: str = "all ranks"
+    axes: str = field(default="all ranks", compare=False)
     """The axes along which its ranks differ, for messages."""
 
 
@@ -147,6 +147,10 @@ class Transfer:
 
     def __init__(self, tensor: torch.Tensor, work: Any, group: Group, what: str) -> None:
         self.tensor, self._work, self._group, self._what = tensor, work, group, what
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it has come or may be used again. Raises LostPeerError."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from optimus.config import ModelConfig
-from optimus.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    import torch
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -13,6 +15,10 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
     Counted on the meta device, with one layer standing for all: milliseconds for the largest.
     """
+    import torch  # here, so that a launcher can count operations without it
+
+    from optimus.model.transformer import Transformer
+
     with torch.device("meta"):
         model = Transformer(config.model_copy(update={"num_layers": 1}))
     layer = _count(model.blocks)
@@ -31,7 +37,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     scores over the whole square as PaLM counts them (arXiv 2204.02311, appendix B), since kernels
     differ in how much of the causal half they skip. Look-ups, norms and recomputation are left out.
     """
-    hidden, layers = config.hidden_size, config.num_layers
+    layers = config.num_layers * layer_multiply_adds(config, seq_len)
+    return 3.0 * 2.0 * (layers + head_multiply_adds(config))
+
+
+def layer_multiply_adds(config: ModelConfig, seq_len: int) -> int:
+    """Forward multiply-adds of one token in one layer, counted as `flops_per_token` does."""
+    hidden = config.hidden_size
     head_dim = config.head_dim or hidden // config.num_attention_heads
     q_size = config.num_attention_heads * head_dim
     kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
@@ -39,9 +51,12 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     scores = 2 * seq_len * q_size
     swiglu = 3 * hidden * config.intermediate_size * max(1, config.num_experts_per_tok)
     router = hidden * config.num_experts
-    head = hidden * config.vocab_size
-    multiply_adds = layers * (projections + scores + swiglu + router) + head
-    return 3.0 * 2.0 * multiply_adds
+    return projections + scores + swiglu + router
+
+
+def head_multiply_adds(config: ModelConfig) -> int:
+    """Forward multiply-adds of one token in the output head."""
+    return config.hidden_size * config.vocab_size
 
 
 def _count(module: torch.nn.Module) -> int:

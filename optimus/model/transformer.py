@@ -5,6 +5,7 @@ Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,7 @@ from optimus.model.layers import MLP, Embedding, make_norm
 from optimus.model.loss import cross_entropy_sum
 from optimus.model.moe import FastSparseMoE
 from optimus.model.rope import Rotary
-from optimus.model.router import (
-    Routing,
-    hf_load_balancing_loss,
-    load_balancing_loss,
-    z_loss,
-)
+from optimus.model.router import Routing, layer_losses
 
 
 class LossTerms(NamedTuple):
@@ -101,13 +97,19 @@ class Transformer(nn.Module):
         return LossTerms(ce_sum, num_targets, *self.router_losses(routings))
 
     def run_blocks(
-        self, x: Tensor, document_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        document_ids: Tensor | None = None,
+        layers: Collection[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """x [B, S, D] through all blocks that are here, with what their routers said."""
+        """x [B, S, D] through the blocks of these layers (None: all that are here), with what
+        their routers said."""
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
-        for block in self.blocks.values():
+        for number, block in self.blocks.items():
+            if layers is not None and int(number) not in layers:
+                continue
             x, routing = block(x, rope, documents)
             if routing is not None:
                 routings.append(routing)
@@ -136,12 +138,8 @@ class Transformer(nn.Module):
         if not routings:
             zero = torch.zeros((), device=self._device())
             return zero, zero, torch.zeros(0, 0, dtype=torch.int64, device=self._device())
-        if self.config.aux_loss_form == "hf":
-            aux = hf_load_balancing_loss(routings, self.config.num_experts_per_tok)
-        else:
-            aux = load_balancing_loss(routings, layers)
-        counts = torch.stack([routing.counts for routing in routings])
-        return aux, z_loss(routings, layers), counts
+        aux, z, counts = layer_losses(self.config, routings)
+        return aux.sum() / layers, z.sum() / layers, torch.stack(counts)
 
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a leaf of its own over the same storage.
@@ -150,7 +148,7 @@ class Transformer(nn.Module):
         (CONTRACT.md, "Deterministic mode"). Call it once the weights have their place; casting and
         moving the model afterwards keeps it. Whoever clears or reduces gradients minds `tied_uses`.
         """
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
