@@ -8,8 +8,7 @@ from optimus.config import Config
 from optimus.dist.mesh import Mesh, Place
 from optimus.model.transformer import Transformer
 from optimus.parallel.pipeline.actions import Schedule
-from optimus.parallel.pipeline.schedules import make_schedule
-from optimus.parallel.pipeline.stages import plan_stages
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.parallel.placement import Placement, place_parameters, whole_model
 
 
@@ -57,19 +56,6 @@ def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int)
         schedule=schedule_of(config, mesh, num_microbatches),
         layers=(layers := plan_stages(config, mesh.pp)),
         placements=_placements_here(config, model, mesh, place, layers),
-    )
-
-
-def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
-    """The schedule that a configuration asks for; for a single stage all are the same."""
-    parallel = config.parallel
-    several = mesh.pp * parallel.virtual_stages > 1
-    return make_schedule(
-        parallel.schedule if several else "1f1b",
-        mesh.pp,
-        parallel.virtual_stages,
-        num_microbatches,
-        reduce_each=config.train.deterministic,
     )
 
 

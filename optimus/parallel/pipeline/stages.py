@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optimus.config import Config
 from optimus.errors import ConfigError
-from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 
 
 def assign_layers(
@@ -64,13 +62,3 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
         stages.append(range(start, start + count))
         start += count
     return tuple(stages)
-
-
-def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
-    """The layers of every stage of a run; ConfigError where they cannot be divided so."""
-    parallel, model = config.parallel, config.model
-    num_stages = num_ranks * parallel.virtual_stages
-    if parallel.stage_layers:
-        return layers_by_hand(parallel.stage_layers, model.num_layers, num_stages)
-    layer = layer_multiply_adds(model, config.train.seq_len or model.max_position_embeddings)
-    return assign_layers([layer] * model.num_layers, num_stages, 0.0, head_multiply_adds(model))
