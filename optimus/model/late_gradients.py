@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 _in_force: list[WeightGradients] = []
@@ -28,6 +29,7 @@ class WeightGradients:
     def __exit__(self, *_: object) -> None:
         _in_force.pop()
 
+    @torch.no_grad()
     def compute(self) -> None:
         """Do the work and add the gradients, in the order in which backward left it."""
         for weight, gradient in self._work:
