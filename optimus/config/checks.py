@@ -163,10 +163,7 @@ def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
     defaults = Config(model=config.model)
     for section, key in (
-        ("parallel", "ep"),
-        ("parallel", "tp"),
         ("parallel", "ep_dispatch"),
-        ("parallel", "sequence_parallel"),
         ("optim", "sharding"),
         ("recompute", "modules"),
         ("checkpoint", "async_save"),

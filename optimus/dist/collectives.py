@@ -92,6 +92,19 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
 
 
 @_collective
+def all_to_all_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: Group
+) -> torch.Tensor:
+    """Unequal pieces: the first sent[0] rows [sum(sent), ...] go to rank 0 and so on; returns
+    [sum(received), ...], by rank."""
+    if group.size == 1:
+        return rows.clone()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    distributed.all_to_all_single(out, rows, received, sent, group=group.handle)
+    return out
+
+
+@_collective
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
     """Fill `out` [n, ...] with this rank's part of the sum over the group of `whole` [size * n,
     ...]."""

@@ -81,6 +81,8 @@ class Transformer(nn.Module):
         if not config.tie_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cross_entropy = cross_entropy_sum
+        self.sequence_shards = 1
+        """Ranks over which the sequence is divided between blocks (sequence parallelism)."""
         self._tied_head: Tensor | None = None
 
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -104,7 +106,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[Routing]]:
         """x [B, S, D] through the blocks of these layers (None: all that are here), with what
         their routers said."""
-        rope = self.rotary(x.shape[1], x.device)
+        rope = self.rotary(x.shape[1] * self.sequence_shards, x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
         for number, block in self.blocks.items():
@@ -117,7 +119,9 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., D] from the last block -> [..., V]."""
-        x = self.final_norm(x)
+        return self._head(self.final_norm(x))
+
+    def _head(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)
         weight = self.embed.weight
@@ -129,7 +133,8 @@ class Transformer(nn.Module):
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
         """Cross-entropy of x [B, S, D] from the last block, summed, and its number of targets."""
         targets = tokens[:, 1:].flatten()
-        logits = self.logits(x[:, :-1].flatten(0, 1))
+        x = self.final_norm(x)  # before the cut: its result may be gathered along the sequence
+        logits = self._head(x[:, :-1].flatten(0, 1))
         return self.cross_entropy(logits, targets), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,9 +21,11 @@ import torch
 from optimus.config import Config
 from optimus.dist.groups import Groups
 from optimus.model.transformer import Transformer
+from optimus.parallel.expert import wire_expert_parallel
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.split import split_linears
-from optimus.parallel.placement import keep_stage, materialise, whole_model
+from optimus.parallel.placement import keep_stage, materialise, share, whole_model
+from optimus.parallel.tensor import wire_tensor_parallel
 
 
 def build_model(
@@ -34,6 +36,12 @@ def build_model(
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     keep_stage(model, layers, layout.has_first, layout.has_last)
     materialise(model, layout.placements, device)
+    parallel, mesh = config.parallel, layout.mesh
+    if mesh.tp > 1:
+        vocabulary = range(*share(config.model.vocab_size, layout.place.tp, mesh.tp))
+        wire_tensor_parallel(model, groups.tp, vocabulary, parallel.sequence_parallel)
+    if mesh.ep > 1:
+        wire_expert_parallel(model, groups.ep, config.model.num_experts, "allgather")
     if layout.schedule.splits_backward:
         split_linears(model)
     return model

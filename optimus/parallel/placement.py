@@ -115,45 +115,45 @@ def _divided(model: nn.Module, mesh: Mesh, place: Place):
     """(name, (kind, {dim: intervals})) of every parameter that tp or ep divides."""
     for prefix, module in model.named_modules():
         for name, kind, dims in _rules(module, mesh, place):
-            yield f"{prefix}.{name}", (kind, dims)
+            yield f"{prefix}.{name}" if prefix else name, (kind, dims)
 
 
 def _rules(module: nn.Module, mesh: Mesh, place: Place):
     """Megatron's division: columns of what opens a block, rows of what closes it."""
     slice_of = ParameterKind(divided_by_tp=mesh.tp > 1)
 
-    def share(size: int) -> Intervals:
-        return (_share(size, place.tp, mesh.tp),)
+    def columns(size: int) -> Intervals:
+        return (share(size, place.tp, mesh.tp),)
 
     if isinstance(module, Attention):
         for name in ("q_proj", "k_proj", "v_proj"):
             linear = getattr(module, name)
-            yield f"{name}.weight", slice_of, {0: share(linear.out_features)}
+            yield f"{name}.weight", slice_of, {0: columns(linear.out_features)}
             if linear.bias is not None:
-                yield f"{name}.bias", slice_of, {0: share(linear.out_features)}
-        yield "o_proj.weight", slice_of, {1: share(module.o_proj.in_features)}
+                yield f"{name}.bias", slice_of, {0: columns(linear.out_features)}
+        yield "o_proj.weight", slice_of, {1: columns(module.o_proj.in_features)}
         for name in ("q_norm", "k_norm"):
             for inner, parameter in getattr(module, name).named_parameters():
-                yield f"{name}.{inner}", slice_of, {0: share(len(parameter))}
+                yield f"{name}.{inner}", slice_of, {0: columns(len(parameter))}
     elif isinstance(module, MLP):
         for name in ("gate_proj", "up_proj"):
-            yield f"{name}.weight", slice_of, {0: share(getattr(module, name).out_features)}
-        yield "down_proj.weight", slice_of, {1: share(module.down_proj.in_features)}
+            yield f"{name}.weight", slice_of, {0: columns(getattr(module, name).out_features)}
+        yield "down_proj.weight", slice_of, {1: columns(module.down_proj.in_features)}
     elif isinstance(module, Experts):
         kind = ParameterKind(expert=True, divided_by_tp=mesh.tp > 1)
-        held = (_share(module.gate_up.shape[0], place.ep, mesh.ep),)
+        held = (share(module.gate_up.shape[0], place.ep, mesh.ep),)
         inner = module.down.shape[2]
-        start, stop = _share(inner, place.tp, mesh.tp)
+        start, stop = share(inner, place.tp, mesh.tp)
         both = ((start, stop), (inner + start, inner + stop))  # gate rows, then up rows
         yield "gate_up", kind, {0: held, 1: both if mesh.tp > 1 else ((0, 2 * inner),)}
         yield "down", kind, {0: held, 2: ((start, stop),)}
     elif isinstance(module, Embedding):
-        yield "weight", slice_of, {0: share(module.weight.shape[0])}
+        yield "weight", slice_of, {0: columns(module.weight.shape[0])}
     elif isinstance(module, Transformer) and module.head is not None:
-        yield "head.weight", slice_of, {0: share(module.head.out_features)}
+        yield "head.weight", slice_of, {0: columns(module.head.out_features)}
 
 
-def _share(size: int, index: int, count: int) -> tuple[int, int]:
+def share(size: int, index: int, count: int) -> tuple[int, int]:
     """The range of `size` that part `index` of `count` takes; parts differ by one at most."""
     return size * index // count, size * (index + 1) // count
 

@@ -14,7 +14,10 @@ class SplitLinear(nn.Linear):
     """nn.Linear whose weight gradient can be put off. The bias's is cheap and comes at once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return _Linear.apply(x, self.weight, bias)
 
 
 class _Linear(torch.autograd.Function):
