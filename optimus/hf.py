@@ -1,9 +1,9 @@
 """FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` and the model stays what it was.
 
-transformers has laid experts out in two ways. From version 5 on they are merged, `experts` holding
-gate_up_proj [E, 2F, D] and down_proj [E, D, F]: those parameters are taken over as they are. Before,
-`experts` was a list of modules, one an expert: their weights are copied into merged parameters, and
-state dicts keep the names of old.
+transformers has laid experts out in two ways. From version 5 on they are merged: `experts` holds
+gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are taken over as they are. Before, `experts`
+was a list of modules, one an expert: their weights are copied into merged parameters, and state
+dicts keep the names of old.
 
 Nothing here imports transformers; classes are known by their names and looked at before a change.
 

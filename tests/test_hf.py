@@ -111,12 +111,20 @@ def test_bf16_blocks_are_theirs():
             assert relative(found[name].float(), value.float()) < 1e-2, name
 
 
-def test_bf16_model_is_as_near_to_fp32_as_theirs():
-    """transformers' own bf16 is 1e-2 from fp32 here, so that is what ours is held to."""
+def test_bf16_model_is_theirs_where_tokens_go_to_the_same_experts():
+    """Rounding tips a near-tie of the router one way or the other; those few tokens are set aside.
+
+    transformers' own bf16 differs in as many tokens from fp32.
+    """
     theirs, ours = twins(torch.bfloat16)
-    exact = olmoe(torch.bfloat16).float()(**batch()).logits
-    far = [relative(model(**batch()).logits.float(), exact) for model in (theirs, ours)]
-    assert far[1] < 1.1 * far[0]
+    a, b = (model(**batch(), output_router_logits=True) for model in (theirs, ours))
+    alike = torch.ones(48, dtype=torch.bool)
+    for mine, expected in zip(b.router_logits, a.router_logits, strict=True):
+        routes = [logits.topk(2).indices.sort().values for logits in (mine, expected)]
+        alike &= (routes[0] == routes[1]).all(1)
+    assert alike.sum() >= 46
+    found, expected = (out.logits.flatten(0, 1)[alike].float() for out in (b, a))
+    assert relative(found, expected) < 1e-2
 
 
 def test_router_logits_and_auxiliary_loss_stay():
