@@ -244,20 +244,45 @@ def _report(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "bench", _bench, "Measure a part of Optimus against its plain form.")
-    parser.add_argument(
-        "name", choices=("step",), help="step: an update against a plain torch loop"
+    text = "Measure a part of Optimus against other forms of it."
+    parser = commands.add_parser("bench", help=text, description=text)
+    parts = parser.add_subparsers(metavar="PART", required=True)
+    step = _add(parts, "step", _bench_step, "An update against a plain torch loop.")
+    _add_config(step)
+    step.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
+    step.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    moe = _add(parts, "moe", _bench_moe, "The MoE block against other MoE blocks.")
+    moe.add_argument(
+        "--case", action="append", default=[], metavar="SHAPE-DTYPE", help="such as small-bf16"
     )
-    _add_config(parser)
-    parser.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    moe.add_argument("--peers", default="", metavar="A,B", help="only these (all that can run)")
+    moe.add_argument("--rounds", type=int, default=5, help="timed passes of each block")
+    moe.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
+    moe.add_argument("--tokens", type=int, default=0, help="in a batch (0: by case and device)")
+    moe.add_argument("--device", default="auto", help="cpu, cuda, xpu (the best there is)")
+    moe.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
-def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
+def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.bench.step import bench_step, format_result
     from optimus.config import load_config
 
     result = bench_step(load_config(args.config, args.overrides), args.steps)
+    print(json.dumps(result) if args.json else format_result(result))
+    return 0
+
+
+def _bench_moe(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench.moe import bench_moe, format_result
+
+    result = bench_moe(
+        args.case,
+        [name for name in args.peers.split(",") if name],
+        args.threads or (1, 2),
+        args.rounds,
+        args.tokens,
+        args.device,
+    )
     print(json.dumps(result) if args.json else format_result(result))
     return 0
 
