@@ -11,7 +11,6 @@ import ctypes
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,11 +77,11 @@ def active(device: torch.device | str) -> Backend:
     return found
 
 
-def find(kind: str, may_build: bool | None = None) -> Backend:
+def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
     """As `active`, without remembering or saying anything.
 
     `may_build`: compile what is not there; by default up to MAX_BUILDING_WORLD ranks do so, one of
-    them at a time.
+    them at a time. `key` names the library to prefer where several fit.
     """
     name, origin = chosen()
     own = _BACKEND_OF.get(kind)
@@ -95,7 +94,7 @@ def find(kind: str, may_build: bool | None = None) -> Backend:
         )
     assert own is not None
     try:
-        entry = obtain(own, _may_build() if may_build is None else may_build)
+        entry = obtain(own, _may_build() if may_build is None else may_build, key)
         return Backend(own, entry.key, load(entry))
     except KernelError as error:
         if name != "auto":
@@ -103,18 +102,30 @@ def find(kind: str, may_build: bool | None = None) -> Backend:
         return Backend("torch", why_not=f"{own} kernels cannot be had: {error}")
 
 
-def obtain(backend: str, may_build: bool) -> Entry:
-    """A compiled library that fits: prebuilt, or else built now. Raises KernelError."""
-    entry = build.prebuilt(backend)
+def use(kind: str, backend: Backend) -> None:
+    """Make `backend` the active one of a device: what all ranks have agreed on."""
+    _active[kind] = backend
+
+
+def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
+    """A compiled library: this machine's compiler's, built now if need be, or one that came from
+    elsewhere and fits. Raises KernelError."""
+    failure = ""
+    if may_build:
+        try:
+            return build.build(backend)
+        except KernelError as error:
+            failure = str(error)
+    entry = build.prebuilt(backend, key)
     if entry is not None:
         return entry
-    if may_build:
-        return build.build(backend)
+    if failure:
+        raise KernelError(failure)
     others = [f"{entry.key} is {build.fits(entry)}" for entry in cache.entries(backend)]
     hint = f" ({others[0]})" if others else ""
     raise KernelError(
-        f"none is built in {cache.cache_dir()}{hint}, and more than {MAX_BUILDING_WORLD} ranks "
-        "compile nothing; run `optimus kernels build` once"
+        f"none is built in {cache.cache_dir()}{hint}; run `optimus kernels build` once, since "
+        f"a run of more than {MAX_BUILDING_WORLD} ranks compiles nothing"
     )
 
 

@@ -26,9 +26,15 @@ from optimus_kernels.cache import Entry, KernelError
 BACKENDS = ("sycl", "cuda", "cpu")
 SUFFIX = {"sycl": ".sycl", "cuda": ".cu", "cpu": ".cpp"}
 
-CPU_FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp-simd -fno-math-errno -ffp-contract=fast"
-).split()
+CPU_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+]
 # Runtime dispatch: a file named *_avx2.cpp or *_avx512.cpp is compiled for such machines and called
 # only there; on another architecture it is left out.
 CPU_FILE_FLAGS = {
@@ -36,7 +42,7 @@ CPU_FILE_FLAGS = {
     "_avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 CUDA_ARCHS = ("80", "90")
-CUDA_FLAGS = "-std=c++17 -O3 -shared -cudart static -Xcompiler -fPIC".split()
+CUDA_FLAGS = ["-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC"]
 _COMPILE_S = 1800.0
 
 
@@ -116,10 +122,10 @@ def fits(entry: Entry) -> str:
     return ""
 
 
-def prebuilt(backend: str) -> Entry | None:
-    """The newest compiled library that fits; the newest of this very compiler where it is here."""
+def prebuilt(backend: str, key: str = "") -> Entry | None:
+    """A compiled library that fits, of whatever compiler: the one named `key`, or the newest."""
     fitting = [entry for entry in cache.entries(backend) if not fits(entry)]
-    return fitting[0] if fitting else None
+    return next((entry for entry in fitting if entry.key == key), next(iter(fitting), None))
 
 
 def build(backend: str) -> Entry:

@@ -93,6 +93,9 @@ def install(name: str, compile_into: Callable[[Path], Path], info: dict[str, Any
     """
     root = cache_dir()
     started = time.time()
+    entry = read_entry(root / name)
+    if entry is not None:
+        return entry
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock"):
