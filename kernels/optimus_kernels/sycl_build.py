@@ -105,7 +105,7 @@ def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str
         "name": NAME,
         "sources": copies,
         "include_dirs": [include, *sorted({str(Path(source).parent) for source in sources})],
-        "extra_compile_args": {"cxx": ["-fsycl", *FLAGS, ahead[0]]},
+        "extra_compile_args": {"cxx": [*FLAGS, ahead[0]]},  # it adds -fsycl itself
         "extra_link_args": ["-fsycl", *ahead],
     }
 
