@@ -31,8 +31,9 @@ CPU_FLAGS = [
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fopenmp-simd",
+    "-fopenmp",
     "-fno-math-errno",
+    "-fno-trapping-math",
     "-ffp-contract=fast",
 ]
 # Runtime dispatch: a file named *_avx2.cpp or *_avx512.cpp is compiled for such machines and called
@@ -208,8 +209,24 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
         _run([*compiler, *CPU_FLAGS, *_file_flags(source), *include, "-c", str(source), "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
-    _run([*compiler, *CPU_FLAGS, "-shared", *objects, "-o", library])
+    # Not -fopenmp: it would name the system's OpenMP, and two in a process are two thread pools.
+    _run([*compiler, "-shared", *objects, *torch_openmp(), "-o", library])
     return library
+
+
+def torch_openmp() -> list[Path]:
+    """The OpenMP runtime that torch has loaded: linked by its own name (wheels rename it), so that
+    kernels run on torch's threads. Raises KernelError where torch has none."""
+    folder = Path(torch.__file__).parent
+    found = sorted({*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*")})
+    if found:
+        return found[:1]
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    mapped = {line.split()[-1] for line in lines if re.search(r"/lib[a-z]*omp[^/]*\.so", line)}
+    if not mapped:
+        raise KernelError("torch has no OpenMP runtime whose threads the kernels could use")
+    return [Path(min(mapped))]
 
 
 def _compile_cuda(compiler: Sequence[str], work: Path) -> Path:
