@@ -58,7 +58,7 @@ class Target:
     """The devices compiled for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """First line of its --version."""
+    """What it calls itself, and the flags that CXX or NVCC holds beside its name."""
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ def plan(backend: str) -> tuple[Target, list[str]]:
         machine=platform.machine(),
         arch=arch(backend),
         flags=flags(backend, is_clang(version)),
-        compiler=version,
+        compiler=" ".join([version, *compiler[1:]]),
     )
     return target, compiler
 
