@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus import platform
-from optimus.config import Config
+from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World, end_world, start_world
@@ -19,6 +20,7 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.transformer import Transformer
+from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves, first_weights
@@ -39,6 +41,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
         directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+    fix_arithmetic(config, world)
+    config, flight = settle_kernels(config, world, flight)
     if world.is_first:
         say_start(flight)
     Run(config, world, flight, directory).go()
@@ -55,6 +59,16 @@ def fix_arithmetic(config: Config, world: World) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
+    """Rows of the emptiest and of the fullest expert, in units of their layer's mean."""
+    loads = []
+    numbers = [number for number in model.experts_by_layer if number]
+    for rows, experts in zip(expert_rows.double(), numbers, strict=True):
+        loads.append(rows[:experts] / rows[:experts].mean())
+    every = torch.cat(loads)
+    return float(every.min()), float(every.max())
+
+
 class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
@@ -64,7 +78,6 @@ class Run:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
-        fix_arithmetic(config, world)
         self.directory = directory
         with world.device:
             self.model = Transformer(config.model)
@@ -167,11 +180,9 @@ class Run:
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
-            rows = result.expert_rows.double()
-            load = rows / rows.mean(dim=1, keepdim=True)
             record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
-            record["expert_load_max"] = float(load.max())
-            record["expert_load_min"] = float(load.min())
+            low, high = expert_load(result.expert_rows, model)
+            record["expert_load_min"], record["expert_load_max"] = low, high
         return record
 
     def _find_peak(self) -> float:
