@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import optimus_kernels as kernels
 from optimus.errors import ConfigError
-from optimus.model.moe import _Experts, _row_multiple, sort_by_expert
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -85,7 +85,8 @@ class FastExperts(nn.Module):
         operands = (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
         with torch.autocast(device, enabled=False):
             x, weights, gate_up, down = (operand.to(dtype) for operand in operands)
-            out = _compute(x, weights, top_k_index, gate_up, down)
+            rows = kernels.route(top_k_index, 0, self.num_experts)
+            out = kernels.experts(x, weights, gate_up, down, rows)
         return out.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
@@ -160,11 +161,6 @@ class FastBlock(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self.experts(x, chosen, weights.to(x.dtype))
         return out.view(hidden_states.shape), router_logits
-
-
-def _compute(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    rows = sort_by_expert(chosen, 0, len(gate_up), _row_multiple(x))
-    return _Experts.apply(x, weights, gate_up, down, rows)
 
 
 def _experts(module: nn.Module) -> object:
