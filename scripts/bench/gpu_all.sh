@@ -82,7 +82,7 @@ part() {
 step=("$PYTHON" scripts/bench/moe_step.py --device "$device" --json)
 if [[ $device == cuda ]]; then
   part build 180 "${optimus[@]}" kernels build cuda
-  part tests 150 "$PYTHON" -m pytest -q -k cuda tests/kernels
+  part tests 150 "$PYTHON" -m pytest -q -k "not sycl" tests/kernels tests/model/test_moe.py
   part moe_7b 90 "${optimus[@]}" bench moe --device cuda --case mula-7b-a1b-bf16 --rounds 10 --json
   part moe_7b_32k 60 "${optimus[@]}" bench moe --device cuda --case mula-7b-a1b-bf16 \
     --tokens 32768 --rounds 10 --json
@@ -97,7 +97,7 @@ if [[ $device == cuda ]]; then
     --case mula-100b-a7b-bf16 --case mula-220b-a10b-bf16 --rounds 5 --json
 else
   part build 120 "${optimus[@]}" kernels build cpu
-  part tests 200 "$PYTHON" -m pytest -q -k cpu tests/kernels
+  part tests 200 "$PYTHON" -m pytest -q -k "not sycl" tests/kernels tests/model/test_moe.py
   part moe_small 60 "${optimus[@]}" bench moe --device cpu --case small-bf16 --tokens 128 \
     --rounds 2 --threads 1 --json
   part pass_demo 60 "${step[@]}" --model configs/model/demo.toml --layers 1 --batch 1 --rounds 2
