@@ -37,6 +37,10 @@ optimus=("$PYTHON" -m optimus.cli)
 if ((!dry_run)); then
   mkdir -p "$out"
   rm -f "$out"/*.json "$out"/*.log "$out"/parts.tsv
+  if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+    echo "gpu_all.sh: $PYTHON has no torch; name another in PYTHON, or run make setup" >&2
+    exit 2
+  fi
   if [[ $device == cuda ]] &&
     ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_all.sh: torch of $PYTHON finds no CUDA device; --rehearse runs on the CPU" >&2
@@ -98,10 +102,10 @@ if [[ $device == cuda ]]; then
 else
   part build 120 "${optimus[@]}" kernels build cpu
   part tests 200 "$PYTHON" -m pytest -q -k "not sycl" tests/kernels tests/model/test_moe.py
-  part moe_small 60 "${optimus[@]}" bench moe --device cpu --case small-bf16 --tokens 128 \
+  part moe_small 150 "${optimus[@]}" bench moe --device cpu --case small-bf16 --tokens 128 \
     --rounds 2 --threads 1 --json
-  part pass_demo 60 "${step[@]}" --model configs/model/demo.toml --layers 1 --batch 1 --rounds 2
-  part step 60 "${optimus[@]}" bench step configs/run/demo.toml train.device=cpu \
+  part pass_demo 120 "${step[@]}" --model configs/model/demo.toml --layers 1 --batch 1 --rounds 2
+  part step 120 "${optimus[@]}" bench step configs/run/demo.toml train.device=cpu \
     train.global_batch_tokens=512 train.microbatch_size=2 --steps 4 --json
 fi
 
