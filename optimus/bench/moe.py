@@ -210,8 +210,8 @@ def _check(case, weights, blocks, x, grad, absent) -> tuple[dict[str, float], di
 
 
 def _seconds(block: nn.Module, x: Tensor, grad: Tensor) -> float:
-    """Wall clock of a pass. Not of the first one, in which Triton may compile and tune."""
-    return clocked(functools.partial(block, x), x.device, grad)[1][0]
+    """A pass in seconds, on a CPU of the processor. Not the first, in which Triton may compile."""
+    return clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
 
 
 def _outputs(block: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
