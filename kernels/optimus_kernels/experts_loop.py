@@ -60,7 +60,11 @@ def forward(
         swiglu_into(h, at, a, count)
         torch.mm(a.narrow(0, 0, padded), to_y[e], out=y.narrow(0, start, padded))
     out = reduce_rows(y, weights, rows.row, rows.slot)
-    return out, h if keep else x.new_empty(0)
+    if not keep:
+        return out, x.new_empty(0)
+    last = parts[-1][1] + parts[-1][2] if parts else 0
+    h[last:] = 0  # nobody reads them, but an op's results are not left to chance
+    return out, h
 
 
 def backward(
