@@ -41,20 +41,20 @@ class _Buffer:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.last = 0
 
+    def count(self) -> int:
+        """References to the memory, tensors' and our own."""
+        return sys.getrefcount(self.memory)
+
     def free(self) -> bool:
-        return sys.getrefcount(self.memory) == _FREE_COUNT
+        return self.count() == _OWN_REFERENCES
 
 
-def _count_when_free() -> int:
-    return sys.getrefcount(_Probe().memory)
+def _own_references() -> int:
+    unused = _Buffer(mmap.PAGESIZE)
+    return unused.count()
 
 
-class _Probe:
-    def __init__(self) -> None:
-        self.memory = bytearray(1)
-
-
-_FREE_COUNT = _count_when_free()
+_OWN_REFERENCES = _own_references()
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
