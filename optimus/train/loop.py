@@ -84,14 +84,15 @@ class Run:
         if world.is_first:
             first_weights(config, flight, self.model)
         dtype = platform.dtype_of(config.train.dtype)
-        self.states = ModelStates(self.model, dtype, config.optim, world.size)
+        compiled = config.train.compile
+        self.states = ModelStates(self.model, dtype, config.optim, world.size, compiled)
         self.saves = SaveAndLoad(config, world, flight, self.states)
         self.saves.load()
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
             self.peak_flops = self._find_peak()
-        if config.train.compile:
+        if compiled:
             self.model.compile_blocks()
         self.updater = Updater(config, world, self.model, self.states, flight.plan)
         self.loader = Loader(

@@ -1,7 +1,7 @@
 """`train.compile`: the same losses and gradients, no break in the graph, nothing else changed.
 
-Most tests keep torch.compile's front (dynamo, the joint graph of forward and backward) and leave out
-the C++ compiler behind it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
+Most tests keep torch.compile's front (dynamo, the joint graph of forward and backward) and leave
+out the C++ compiler behind it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
 """
 
 from __future__ import annotations
