@@ -29,7 +29,7 @@ test: setup ## Run the tests (TESTS=path for some of them)
 	$(BIN)/python -m pytest $(TESTS)
 
 test-compat: ## Run the tests on the oldest stack, torch 2.8 with Intel's extension (8 GB of packages)
-	@VENV='$(if $(filter file,$(origin VENV)),,$(VENV))' PYTHON='$(PYTHON)' TESTS='$(TESTS)' scripts/test_compat.sh
+	@VENV='$(VENV)-compat' PYTHON='$(PYTHON)' TESTS='$(TESTS)' scripts/test_compat.sh
 
 lint: setup ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
