@@ -31,16 +31,13 @@ CPU_FLAGS = [
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fopenmp",
     "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
+    "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
-# Runtime dispatch: a file named *_avx2.cpp or *_avx512.cpp is compiled for such machines and called
-# only there; on another architecture it is left out.
-CPU_FILE_FLAGS = {
-    "_avx2": ("-march=x86-64-v3",),
-    "_avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+# A file named *_avx2.cpp is compiled for such machines alone; dispatch.cpp chooses when it runs.
+CPU_ISAS = {
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 CUDA_ARCHS = ("80", "90")
 CUDA_FLAGS = ["-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC"]
@@ -61,7 +58,7 @@ class Target:
     """The devices compiled for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """First line of its --version."""
+    """What it calls itself, and the flags that CXX or NVCC holds beside its name."""
 
     @property
     def name(self) -> str:
@@ -78,8 +75,6 @@ def csrc() -> Path:
 def sources(backend: str) -> list[Path]:
     """The backend's own files to compile. Raises KernelError if there are none."""
     files = sorted((csrc() / backend).glob(f"*{SUFFIX[backend]}"))
-    if backend == "cpu" and platform.machine() not in ("x86_64", "AMD64"):
-        files = [file for file in files if not _file_flags(file)]
     if not files:
         raise KernelError(f"{csrc() / backend} holds no *{SUFFIX[backend]} files")
     return files
@@ -109,17 +104,18 @@ def source_hash(backend: str) -> str:
 def fits(entry: Entry) -> str:
     """Why a compiled library cannot be used here; "" if it can. The compiler is left aside: a
     library may come from another machine."""
-    own = {
-        "sources": (source_hash(entry.info["backend"]), "other kernel sources"),
-        "torch": (torch.__version__, f"torch {entry.info.get('torch')}, this is"),
-        "machine": (platform.machine(), f"{entry.info.get('machine')} processors, this is"),
-        "arch": (arch(entry.info["backend"]), f"{entry.info.get('arch')}, wanted is"),
-        "flags": (flags(entry.info["backend"]), "other compiler flags"),
-    }
-    for field, (here, text) in own.items():
-        if entry.info.get(field) != here:
-            shown = f" {here}" if field in ("torch", "machine", "arch") else ""
-            return f"built for {text}{shown}" if shown else f"built from {text}"
+    backend, info = entry.info["backend"], entry.info
+    for field, here in (
+        ("torch", torch.__version__),
+        ("machine", platform.machine()),
+        ("arch", arch(backend)),
+    ):
+        if info.get(field) != here:
+            return f"built for {field} {info.get(field)}, this is {here}"
+    if info.get("sources") != source_hash(backend):
+        return "built from other sources"
+    if info.get("flags") not in (flags(backend, clang=False), flags(backend, clang=True)):
+        return "built with other compiler flags"
     return ""
 
 
@@ -141,30 +137,64 @@ def plan(backend: str) -> tuple[Target, list[str]]:
     """What `build` would make here, and the compiler's command. Raises KernelError."""
     compiler = find_compiler(backend)
     sources(backend)
+    version = compiler_version(tuple(compiler))
     target = Target(
         backend=backend,
         sources=source_hash(backend),
         torch=torch.__version__,
         machine=platform.machine(),
         arch=arch(backend),
-        flags=flags(backend),
-        compiler=compiler_version(tuple(compiler)),
+        flags=flags(backend, is_clang(version)),
+        compiler=" ".join([version, *compiler[1:]]),
     )
     return target, compiler
 
 
 def arch(backend: str) -> str:
-    """The devices that a library is compiled for."""
+    """The devices, or instruction sets, that a library is compiled for."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
-    return sycl_build.arch_list() if backend == "sycl" else "generic"
+    return sycl_build.arch_list() if backend == "sycl" else ",".join(["portable", *_cpu_isas()])
 
 
-def flags(backend: str) -> str:
-    """The flags in one string, for the key."""
+def flags(backend: str, clang: bool) -> str:
+    """Everything that a command says beyond its files, for the key."""
     if backend == "cpu":
-        return " ".join([*CPU_FLAGS, *(f for part in CPU_FILE_FLAGS.values() for f in part)])
+        every = [*CPU_FLAGS, *(flag for more in _cpu_isas().values() for flag in more)]
+        return " ".join([*every, *_openmp_flags(clang), Path(openmp_runtime()).name])
     return " ".join(CUDA_FLAGS if backend == "cuda" else sycl_build.FLAGS)
+
+
+def is_clang(version: str) -> bool:
+    """By a compiler's first line of --version; Intel's compilers are clang, too."""
+    return "clang" in version.lower() or "oneapi" in version.lower()
+
+
+@functools.cache
+def openmp_runtime() -> str:
+    """The file of the OpenMP runtime that torch has loaded, so that no second pool of threads is
+    made and torch.set_num_threads holds for our kernels; "" where there is none."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+    found = set(re.findall(r"\S*/(?:libgomp|libiomp5|libomp)[-.]\S*", maps))
+    # Other packages may have brought runtimes of their own; torch's stands in its own folders.
+    own = str(Path(torch.__file__).parent)
+    return min(found, key=lambda path: (not path.startswith(own), path), default="")
+
+
+def _openmp_flags(clang: bool) -> list[str]:
+    """What makes `omp parallel` work on torch's runtime: clang's code wants LLVM's or Intel's,
+    g++'s runs on any. Otherwise loops are vectorised only, on one thread."""
+    runtime = openmp_runtime()
+    if not runtime or (clang and "libgomp" in Path(runtime).name):
+        return ["-fopenmp-simd"]
+    return ["-fopenmp"]
+
+
+def _cpu_isas() -> dict[str, tuple[str, ...]]:
+    return CPU_ISAS if platform.machine() in ("x86_64", "AMD64") else {}
 
 
 def find_compiler(backend: str) -> list[str]:
@@ -202,31 +232,21 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
+    openmp = _openmp_flags(is_clang(compiler_version(tuple(compiler))))
+    common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
     objects = []
     for source in sources("cpu"):
+        isa = source.stem.rpartition("_")[2]
+        if isa in CPU_ISAS and isa not in _cpu_isas():
+            continue
         out = work / f"{source.stem}.o"
-        include = ("-I", str(csrc() / "include"))
-        _run([*compiler, *CPU_FLAGS, *_file_flags(source), *include, "-c", str(source), "-o", out])
+        _run([*common, *CPU_ISAS.get(isa, ()), "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
-    # Not -fopenmp: it would name the system's OpenMP, and two in a process are two thread pools.
-    _run([*compiler, "-shared", *objects, *torch_openmp(), "-o", library])
+    # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.
+    runtime = [openmp_runtime()] if "-fopenmp" in openmp else []
+    _run([*compiler, "-shared", *objects, *runtime, "-o", library])
     return library
-
-
-def torch_openmp() -> list[Path]:
-    """The OpenMP runtime that torch has loaded: linked by its own name (wheels rename it), so that
-    kernels run on torch's threads. Raises KernelError where torch has none."""
-    folder = Path(torch.__file__).parent
-    found = sorted({*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*")})
-    if found:
-        return found[:1]
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    mapped = {line.split()[-1] for line in lines if re.search(r"/lib[a-z]*omp[^/]*\.so", line)}
-    if not mapped:
-        raise KernelError("torch has no OpenMP runtime whose threads the kernels could use")
-    return [Path(min(mapped))]
 
 
 def _compile_cuda(compiler: Sequence[str], work: Path) -> Path:
@@ -243,13 +263,6 @@ def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
     command, environ = sycl_build.command(sources("sycl"), csrc() / "include", work)
     _run(command, environ=environ)
     return sycl_build.built_library(work)
-
-
-def _file_flags(source: Path) -> tuple[str, ...]:
-    for suffix, more in CPU_FILE_FLAGS.items():
-        if source.stem.endswith(suffix):
-            return more
-    return ()
 
 
 def _run(

@@ -20,12 +20,13 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.transformer import Transformer
+from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves, first_weights
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
-from optimus.train.update import Updater, UpdateResult
+from optimus.train.update import Updater, UpdateResult, uncompiled
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -40,6 +41,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
         directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+    fix_arithmetic(config, world)
+    config, flight = settle_kernels(config, world, flight)
     if world.is_first:
         say_start(flight)
     Run(config, world, flight, directory).go()
@@ -75,20 +78,22 @@ class Run:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
-        fix_arithmetic(config, world)
         self.directory = directory
         with world.device:
             self.model = Transformer(config.model)
         if world.is_first:
             first_weights(config, flight, self.model)
         dtype = platform.dtype_of(config.train.dtype)
-        self.states = ModelStates(self.model, dtype, config.optim, world.size)
+        compiled = config.train.compile
+        self.states = ModelStates(self.model, dtype, config.optim, world.size, compiled)
         self.saves = SaveAndLoad(config, world, flight, self.states)
         self.saves.load()
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
             self.peak_flops = self._find_peak()
+        if compiled:
+            self.model.compile_blocks()
         self.updater = Updater(config, world, self.model, self.states, flight.plan)
         self.loader = Loader(
             flight.dataset,
@@ -140,15 +145,16 @@ class Run:
         if dataset is None or not due:
             return
         group, device = self.world.everyone, self.world.device
-        held_out = held_out_loss(
-            self.model,
-            dataset,
-            train.microbatch_size,
-            group,
-            device,
-            train.eval_instances,
-            self.config.data.document_mask,
-        )
+        with uncompiled(self.config):
+            held_out = held_out_loss(
+                self.model,
+                dataset,
+                train.microbatch_size,
+                group,
+                device,
+                train.eval_instances,
+                self.config.data.document_mask,
+            )
         if self.directory is not None:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
@@ -158,7 +164,8 @@ class Run:
         if self.directory is None or not train.sample_interval or step % train.sample_interval:
             return
         dataset = self.flight.eval_dataset or self.flight.dataset
-        text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
+        with uncompiled(self.config):
+            text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
         self.directory.say(f"sample at step {step}: {text!r}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
