@@ -227,9 +227,21 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return float(torch.linalg.vector_norm(value - reference, dtype=torch.float32) / size)
 
 
+def _batch(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    values = torch.empty_like(like, requires_grad=False).normal_(generator=generator)
+    return values.requires_grad_()
+
+
 def _race(case, blocks, first, rounds, x, grad, device) -> tuple[dict, list]:
     """By block and round (wall, cpu) of forward and of the whole pass; FLOPs and (wall, cpu) of
-    the peak's product."""
+    the peak's product.
+
+    Every round has a batch of its own, and before it each block passes over another one untimed:
+    oneDNN compiles for shapes, and in training each step routes differently. With one batch for
+    all rounds the unrounded shapes of the peers would be compiled once, and blocks would push
+    each other's out of its cache.
+    """
     peak = Peak(x.dtype, device)
     times: dict[str, list] = {name: [] for name in blocks}
     peaks = []
@@ -239,7 +251,10 @@ def _race(case, blocks, first, rounds, x, grad, device) -> tuple[dict, list]:
         for name in turn:
             if first[name] > _SLOW_S and number != 1:
                 continue
-            forward, whole = clocked(functools.partial(blocks[name], x), device, grad)
+            blocks[name](_batch(x, 2 * number)).backward(grad)
+            forget(blocks[name], x)
+            timed = _batch(x, 2 * number + 1)
+            forward, whole = clocked(functools.partial(blocks[name], timed), device, grad)
             forget(blocks[name], x)
             if number:  # the first round warms up
                 times[name].append((forward, whole))

@@ -22,9 +22,11 @@ from optimus.dist.world import World
 from optimus.errors import ConfigError, one_line
 from optimus.model.moe import Experts
 from optimus.train.preflight import Preflight
-from optimus_kernels import backend, forms
+from optimus_kernels import backend
 from optimus_kernels.backend import Backend
 from optimus_kernels.cache import KernelError
+from optimus_kernels.grouped_mm import form as form_in_force
+from optimus_kernels.grouped_mm import set_form
 
 _TIMED = 3
 _MEASURED_TOKENS = 4096
@@ -141,12 +143,28 @@ def _agree_on_form(config: Config, world: World, flight: Preflight) -> str:
     if form == "auto":
         stored = flight.start.full.settings if flight.start.full is not None else {}
         form = stored.get("kernels.grouped_gemm", "auto")
+        form = "auto" if _cannot_have(form, config, world) else form  # from another machine
     if form == "auto":
         form = broadcast_object(
             measure_grouped_gemm(config, world.device) if world.is_first else "", world.everyone
         )
-    forms.use_grouped_gemm(form)
+    if trouble := _cannot_have(form, config, world):
+        raise ConfigError(f"kernels.{trouble}", on_every_rank=True)
+    set_form(form)
     return form
+
+
+def _cannot_have(form: str, config: Config, world: World) -> str:
+    """Why this form does not exist for the run's device and dtype; "" if it does."""
+    like = torch.empty(0, dtype=platform.dtype_of(config.train.dtype), device=world.device)
+    try:
+        set_form(form)
+        form_in_force(like)
+    except ValueError as error:
+        return str(error)
+    finally:
+        set_form("auto")
+    return ""
 
 
 def measure_grouped_gemm(config: Config, device: torch.device) -> str:
@@ -157,19 +175,17 @@ def measure_grouped_gemm(config: Config, device: torch.device) -> str:
     model, train = config.model, config.train
     layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
     tokens = min(train.microbatch_size * train.seq_len, _MEASURED_TOKENS)
-    dtype = platform.dtype_of(train.dtype)
-    before = forms.grouped_gemm()
+    run = _experts_pass(layer, tokens, platform.dtype_of(train.dtype), device)
     seconds = {}
     try:
-        run = _experts_pass(layer, tokens, dtype, device)
-        for form in forms.FORMS:
-            forms.use_grouped_gemm(form)
+        for form in ("torch", "loop"):
+            set_form(form)
             try:
                 seconds[form] = _best(run, device)
-            except (RuntimeError, NotImplementedError) as error:
-                _say(f"grouped products: no form {form!r} here: {one_line(error)[:200]}")
+            except ValueError as error:
+                _say(one_line(error))
     finally:
-        forms.use_grouped_gemm(before)
+        set_form("auto")
     _say(
         f"grouped products of {layer.num_experts} experts, {tokens} tokens: "
         + ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())

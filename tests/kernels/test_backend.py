@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from optimus_kernels import backend, build, forms
+from optimus_kernels import backend, build
 from optimus_kernels.cache import KernelError
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -85,12 +85,3 @@ def test_status_says_what_is_built_for_what_and_why_not(small_csrc):
     assert cpu["usable"] and cpu["library"] == str(entry.library)
     assert cpu["built_for"]["torch"] == torch.__version__
     assert list(cpu["refused"].values()) == ["built from other sources"]
-
-
-def test_forms_of_grouped_products():
-    before = forms.grouped_gemm()
-    forms.use_grouped_gemm("torch")
-    assert forms.grouped_gemm() == "torch"
-    with pytest.raises(KernelError, match="'fast': it is one of torch, loop"):
-        forms.use_grouped_gemm("fast")
-    forms.use_grouped_gemm(before)
