@@ -62,6 +62,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_generate,
         _add_report,
         _add_bench,
+        _add_kernels,
+        _add_doctor,
     ):
         add(commands)
     args, rest = parser.parse_known_args(arguments)
@@ -259,6 +261,45 @@ def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
 
     result = bench_step(load_config(args.config, args.overrides), args.steps)
     print(json.dumps(result) if args.json else format_result(result))
+    return 0
+
+
+def _add_kernels(commands: argparse._SubParsersAction) -> None:
+    parser = _add(
+        commands, "kernels", _kernels, "Compile kernels ahead of time, or list what is compiled."
+    )
+    parser.add_argument("action", choices=("build", "status"))
+    parser.add_argument(
+        "backends",
+        nargs="*",
+        metavar="BACKEND",
+        help="build: sycl, cuda or cpu; without one, those whose compiler is here",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.doctor import build_kernels, format_status, kernels_status
+
+    if args.action == "status" and args.backends:
+        raise ConfigError(f"kernels status {args.backends[0]}: it lists them all; leave it out")
+    if args.action == "build":
+        build_kernels(args.backends)
+    status = kernels_status()
+    print(json.dumps(status) if args.json else format_status(status))
+    return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "doctor", _doctor, "What this machine and installation offer a run.")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _doctor(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.doctor import examine, format_examination
+
+    found = examine()
+    print(json.dumps(found) if args.json else format_examination(found))
     return 0
 
 

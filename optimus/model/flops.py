@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from optimus.config import ModelConfig
-from optimus.model.transformer import Transformer
+from optimus.model.transformer import Block, Transformer
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Parameters in all, and those a token passes through: K of E experts, everything else.
 
-    Counted on the meta device, with one layer standing for all: milliseconds for the largest.
+    Counted on the meta device, with one layer standing for all that have as many experts:
+    milliseconds for the largest.
     """
     with torch.device("meta"):
-        model = Transformer(config.model_copy(update={"num_layers": 1}))
-    layer = _count(model.blocks)
-    total = _count(model) + (config.num_layers - 1) * layer
-    if not config.num_experts:
-        return total, total
-    expert = _count(model.blocks["0"].mlp.experts) // config.num_experts
-    idle = config.num_experts - config.num_experts_per_tok
-    return total, total - config.num_layers * idle * expert
+        outside = Transformer(config.model_copy(update={"num_layers": 0, "num_experts": 0}))
+    total = active = _count(outside)
+    for experts, layers in Counter(config.experts_by_layer).items():
+        with torch.device("meta"):
+            block = Block(config.layer(config.experts_by_layer.index(experts)))
+        total += layers * _count(block)
+        idle = 0
+        if experts:
+            idle = _count(block.mlp.experts) // experts * (experts - config.num_experts_per_tok)
+        active += layers * (_count(block) - idle)
+    return total, active
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -37,10 +43,12 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
     projections = 2 * hidden * (q_size + kv_size)
     scores = 2 * seq_len * q_size
-    swiglu = 3 * hidden * config.intermediate_size * max(1, config.num_experts_per_tok)
-    router = hidden * config.num_experts
-    head = hidden * config.vocab_size
-    multiply_adds = layers * (projections + scores + swiglu + router) + head
+    multiply_adds = layers * (projections + scores) + hidden * config.vocab_size
+    for number, experts in enumerate(config.experts_by_layer):
+        swiglu = 3 * hidden * config.layer(number).intermediate_size
+        if experts:
+            swiglu *= config.num_experts_per_tok
+        multiply_adds += swiglu + hidden * experts
     return 3.0 * 2.0 * multiply_adds
 
 

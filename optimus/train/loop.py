@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus import platform
-from optimus.config import Config
+from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World, end_world, start_world
@@ -53,6 +54,16 @@ def fix_arithmetic(config: Config, world: World) -> None:
         # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
         torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
+    """Rows of the emptiest and of the fullest expert, in units of their layer's mean."""
+    loads = []
+    numbers = [number for number in model.experts_by_layer if number]
+    for rows, experts in zip(expert_rows.double(), numbers, strict=True):
+        loads.append(rows[:experts] / rows[:experts].mean())
+    every = torch.cat(loads)
+    return float(every.min()), float(every.max())
 
 
 class Run:
@@ -167,11 +178,9 @@ class Run:
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
-            rows = result.expert_rows.double()
-            load = rows / rows.mean(dim=1, keepdim=True)
             record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
-            record["expert_load_max"] = float(load.max())
-            record["expert_load_min"] = float(load.min())
+            low, high = expert_load(result.expert_rows, model)
+            record["expert_load_min"], record["expert_load_max"] = low, high
         return record
 
     def _find_peak(self) -> float:

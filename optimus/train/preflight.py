@@ -17,7 +17,7 @@ from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
-from optimus.model.identity import FREE_IN_LOGITS
+from optimus.model.identity import FREE_IN_LOGITS, experts_setting
 from optimus.train.batch import BatchPlan, plan_batch
 
 FROZEN = (
@@ -98,6 +98,7 @@ def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> d
     model = config.model
     flat["model.num_key_value_heads"] = model.num_key_value_heads or model.num_attention_heads
     flat["model.head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
+    flat["model.num_experts"] = experts_setting(model)
     return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
 
 

@@ -33,7 +33,7 @@ class UpdateResult:
     grad_norm: float
     lr: float
     expert_rows: Tensor
-    """int64 [MoE layers, E]: rows routed to each expert by all ranks."""
+    """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
 
 
 class Updater:
