@@ -1,9 +1,9 @@
-// The CUDA backend: how a functor of ../gpu runs on warps. nvcc compiles this file alone; it needs
+// The CUDA backend: how a functor of ../include/gpu runs on warps. nvcc compiles this file alone; it needs
 // no header of torch. `stream` is a cudaStream_t of the current device.
 
 #include <cuda_runtime.h>
 
-#include "../gpu/kernels.h"
+#include "../include/gpu/kernels.h"
 
 namespace optimus {
 
@@ -53,4 +53,4 @@ int launch(Stream stream, int64_t groups, const Kernel& kernel) {
 
 }  // namespace optimus
 
-#include "../gpu/launchers.h"
+#include "../include/gpu/launchers.h"

@@ -1,10 +1,10 @@
-// Where a SYCL functor runs: `Item` of ../gpu/kernels.h over a work-item of a one-dimensional range.
+// Where a SYCL functor runs: `Item` of ../include/gpu/kernels.h over a work-item of a one-dimensional range.
 
 #pragma once
 
 #include <sycl/sycl.hpp>
 
-#include "../gpu/kernels.h"
+#include "../include/gpu/kernels.h"
 
 namespace optimus {
 

@@ -1,4 +1,4 @@
-// The launchers of ../include/interface.h for a GPU. A backend includes its launch.h first, for
+// The launchers of ../interface.h for a GPU. A backend includes its launch.h first, for
 //
 //   using Stream;                                        what `void* stream` is
 //   constexpr int64_t kLanes;                            the fewest lanes of a sub-group
@@ -10,7 +10,7 @@
 
 #include <initializer_list>
 
-#include "../include/interface.h"
+#include "../interface.h"
 #include "kernels.h"
 #include "route.h"
 
@@ -163,7 +163,8 @@ int optimus_reduce_backward(int dtype, const void* dout, const void* y, const vo
                             const int32_t* row_slot, int64_t rows, int64_t top_k, int64_t hidden,
                             void* dy, float* dweights, void* stream) {
   using namespace optimus;
-  if (rows < 0 || top_k < 1 || hidden < 0) return OPTIMUS_BAD_SIZE;
+  if (rows < 0 || top_k < 0 || hidden < 0) return OPTIMUS_BAD_SIZE;
+  if (rows > 0 && top_k == 0) return OPTIMUS_BAD_SIZE;
   return with_type(dtype, [&](auto element) {
     using T = decltype(element);
     return with_width<T>(hidden, {dout, y, dy}, [&](auto width) {

@@ -1,0 +1,163 @@
+"""The SYCL kernels on Intel's CPU device: real DPC++, real sub-groups, against the twins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from optimus_kernels import build, library
+
+from tests.helpers import kernel_checks as checks
+from tests.helpers import sycl_cpu
+
+PREFIX = sycl_cpu.find_wheels()
+pytestmark = pytest.mark.skipif(isinstance(PREFIX, str), reason=str(PREFIX))
+
+SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
+
+
+@pytest.fixture(scope="module")
+def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
+    """The launchers with their functors built, which takes half a minute."""
+    proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
+    proof.build(proof.source)
+    return proof
+
+
+@pytest.fixture(params=sycl_cpu.LANES)
+def lanes(request, sycl, monkeypatch) -> Iterator[int]:
+    """Every op runs csrc/sycl, in sub-groups of this many lanes."""
+    sycl.use(sycl.source, request.param)
+    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    return request.param
+
+
+def test_the_device_is_a_cpu_and_every_functor_is_there(sycl):
+    # 3 dtypes, 2 widths: gather, swiglu and reduce, forward and backward; 3 kernels of route.
+    assert sycl.num_functors == 3 * 2 * 5 + 3
+    assert "Intel" in sycl.device
+
+
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+def test_route(lanes, routing):
+    checks.check_route(routing, "cpu")
+
+
+def test_route_leaves_numbers_from_elsewhere_alone(lanes):
+    checks.check_numbers_from_elsewhere("cpu")
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize("size", checks.SIZES)
+def test_rows_of_every_size(lanes, size, dtype):
+    for routing in SMALL:
+        checks.check_gather(routing, size, dtype, "cpu")
+        checks.check_reduce(routing, size, dtype, True, "cpu")
+        checks.check_reduce(routing, size, dtype, False, "cpu")
+        checks.check_reduce_backward(routing, size, dtype, "cpu")
+        checks.check_swiglu_backward(routing, size, dtype, "cpu")
+    for rows in (0, 1, 131):
+        checks.check_swiglu(rows, size, dtype, "cpu")
+
+
+def test_what_is_not_finite(lanes):
+    checks.check_what_is_not_finite("cpu")
+
+
+def test_sizes_that_cannot_be_are_refused(lanes, sycl):
+    with pytest.raises(RuntimeError, match="-2"):
+        sycl.call("gather", None, 0, None, None, -1, 4, None)
+    with pytest.raises(RuntimeError, match="-1"):
+        sycl.call("gather", None, 9, None, None, 1, 4, None)
+    with pytest.raises(RuntimeError, match="-2"):
+        sycl.call("route", None, 2**30, 2, 0, 4, *[None] * 5, 2**40)
+
+
+def test_the_file_compiles_as_it_stands(sycl):
+    sycl.compile(sycl.source)
+
+
+def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:
+    """kernels.sycl of a copy of csrc in which one place of one header reads otherwise."""
+    shutil.copytree(build.csrc(), tmp_path / "csrc")
+    header = tmp_path / "csrc" / name
+    text = header.read_text()
+    assert text.count(old) >= 1, f"{name} does not hold {old!r}"
+    header.write_text(text.replace(old, new))
+    return tmp_path / "csrc/sycl/kernels.sycl"
+
+
+MANY = checks.ROUTINGS[-1]
+PRIMES = checks.ROUTINGS[1]
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "functor", "check"),
+    [
+        (
+            "include/gpu/route.h",
+            "item.barrier();",
+            "",
+            "Route",
+            lambda: checks.check_route(MANY, "cpu"),
+        ),
+        (
+            "include/gpu/route.h",
+            "before += item.sum(value);",
+            "before += value;",
+            "Route",
+            lambda: checks.check_route(MANY, "cpu"),
+        ),
+        (
+            "include/gpu/kernels.h",
+            "token * top_k;",
+            "token * top_k + 1;",
+            "Reduce<float",
+            lambda: checks.check_reduce(PRIMES, 64, FP32, True, "cpu"),
+        ),
+        (
+            "include/gpu/kernels.h",
+            "part * item.lanes() + item.lane()",
+            "item.lane()",
+            "Gather<float",
+            lambda: checks.check_gather(PRIMES, 1056, FP32, "cpu"),
+        ),
+        (
+            "sycl/item.h",
+            "step = lanes() / 2",
+            "step = lanes() / 4",
+            "SwigluBackward<float",
+            lambda: checks.check_swiglu_backward(PRIMES, 521, FP32, "cpu"),
+        ),
+    ],
+    ids=["no barrier", "lanes disagree", "next token's slots", "part forgotten", "half of the sum"],
+)
+def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, name, old, new, functor, check):
+    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    sycl.use(sycl.source, 16)
+    check()
+    planted = changed(tmp_path, name, old, new)
+    sycl.build(planted, functor)
+    sycl.use(planted, 16)
+    with pytest.raises(AssertionError, match="wrong|offsets|token|row|slot|equal"):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ("throw 1;", "exception"),
+        ("outside();", "outside"),
+        ("std::vector<int> list(3);", "vector"),
+    ],
+    ids=["an exception", "an unknown call", "a host's class"],
+)
+def test_code_that_no_device_can_run_is_refused(sycl, tmp_path, new, words):
+    old = "const int64_t pieces = route_pieces(slots);"
+    planted = changed(tmp_path, "include/gpu/route.h", old, f"{old} {new}")
+    with pytest.raises(sycl_cpu.DeviceCodeError, match=words):
+        sycl.compile(planted)
