@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from optimus_kernels import gather, reduction, route, swiglu
+from optimus_kernels.gather import gather
+from optimus_kernels.gather import reference as gather_twin
+from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
+from optimus_kernels.reduction import reference as reduce_twin
+from optimus_kernels.reduction import reference_backward as reduce_backward_twin
+from optimus_kernels.route import Rows, route
+from optimus_kernels.route import reference as route_twin
+from optimus_kernels.swiglu import reference as swiglu_twin
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
+from optimus_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,9 +76,9 @@ SIZES = (1, 7, 64, 136, 521, 1056)
 """Of a row: narrower than a sub-group, odd, whole packs of 16 bytes, and several sub-groups a row."""
 
 
-def case(routing: Routing, device: str) -> route.Rows:
+def case(routing: Routing, device: str) -> Rows:
     """The rows by the twin, so that ops are checked apart from each other."""
-    return route.reference(routing.chosen(device), routing.first, routing.num_experts)
+    return route_twin(routing.chosen(device), routing.first, routing.num_experts)
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -100,7 +109,7 @@ def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -
 
 def check_route(routing: Routing, device: str) -> None:
     """Exactly the twin's, entry by entry."""
-    actual = route.route(routing.chosen(device), routing.first, routing.num_experts)
+    actual = route(routing.chosen(device), routing.first, routing.num_experts)
     for name, ours, theirs in zip(actual._fields, actual, case(routing, device), strict=True):
         assert ours.dtype is torch.int32
         assert torch.equal(ours, theirs), f"{name}: {ours} for {theirs}"
@@ -111,15 +120,15 @@ def check_gather(routing: Routing, size: int, dtype: torch.dtype, device: str) -
     rows = case(routing, device)
     x = random(routing.tokens, size, dtype=dtype, device=device)
     for given in (x, off_by_one(x)):
-        actual = gather.gather(given, rows.token, rows.row)
-        assert torch.equal(actual, gather.reference(x, rows.token, rows.row))
+        actual = gather(given, rows.token, rows.row)
+        assert torch.equal(actual, gather_twin(x, rows.token, rows.row))
 
 
 def check_swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     h = 3 * random(rows, 2 * size, dtype=dtype, device=device)
-    exact = swiglu.reference(h.double())
+    exact = swiglu_twin(h.double())
     for given in (h, off_by_one(h)):
-        assert_close(swiglu.swiglu(given), exact, exact, roundings=6)
+        assert_close(swiglu(given), exact, exact, roundings=6)
 
 
 def check_swiglu_backward(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
@@ -128,15 +137,15 @@ def check_swiglu_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     da = random(len(rows.slot), size, dtype=dtype, device=device, seed=1)
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     wide = h.double(), da.double(), w.double()
-    exact = swiglu.reference_backward(*wide, rows.slot)
+    exact = swiglu_backward_twin(*wide, rows.slot)
     # s + silu (1 - s) may cancel: its terms' sizes bound its error.
     (g, u), weight = wide[0].chunk(2, dim=1), _of_rows(wide[2], rows.slot)
     s = g.sigmoid()
     slope = (weight * wide[1] * u).abs() * (s + (g * s).abs())
     scale_dh = torch.cat([slope, exact[0][:, size:].abs()], dim=1)
-    terms = _to_slots((wide[1] * swiglu.reference(wide[0])).abs().sum(1), rows.slot, w)
+    terms = _to_slots((wide[1] * swiglu_twin(wide[0])).abs().sum(1), rows.slot, w)
     for give in (lambda t: t, off_by_one):
-        actual = swiglu.swiglu_backward(give(h), give(da), w, rows.slot)
+        actual = swiglu_backward(give(h), give(da), w, rows.slot)
         assert_close(actual[0], exact[0], scale_dh, roundings=8)
         assert_close(actual[1], exact[1], exact[1], roundings=7)
         assert actual[2].dtype is torch.float32
@@ -151,11 +160,11 @@ def check_reduce(
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     w = w if weighted else None
     exact, scale = (
-        reduction.reference(change(y), w if w is None else change(w), rows.row, rows.slot)
+        reduce_twin(change(y), w if w is None else change(w), rows.row, rows.slot)
         for change in (Tensor.double, lambda t: t.double().abs())
     )
     for given in (y, off_by_one(y)):
-        actual = reduction.reduce_rows(given, w, rows.row, rows.slot)
+        actual = reduce_rows(given, w, rows.row, rows.slot)
         assert_close(actual, exact, scale, roundings=1 + routing.top_k)
 
 
@@ -165,10 +174,10 @@ def check_reduce_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     grad = random(routing.tokens, size, dtype=dtype, device=device, seed=1)
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     wide = grad.double(), y.double(), w.double()
-    exact = reduction.reference_backward(*wide, rows.slot)
-    terms = reduction.reference_backward(wide[0].abs(), wide[1].abs(), wide[2], rows.slot)[1]
+    exact = reduce_backward_twin(*wide, rows.slot)
+    terms = reduce_backward_twin(wide[0].abs(), wide[1].abs(), wide[2], rows.slot)[1]
     for give in (lambda t: t, off_by_one):
-        actual = reduction.reduce_rows_backward(give(grad), give(y), w, rows.slot)
+        actual = reduce_rows_backward(give(grad), give(y), w, rows.slot)
         assert_close(actual[0], exact[0], exact[0], roundings=1)
         assert_close(actual[1], exact[1], terms, roundings=2 + size.bit_length())
 
@@ -177,7 +186,7 @@ def check_what_is_not_finite(device: str) -> None:
     """NaN and infinities come out where they belong, and nowhere else."""
     h = random(5, 2 * 64, dtype=torch.float32, device=device)
     h[1, 3], h[2, 4], h[3, 5] = torch.nan, torch.inf, -torch.inf
-    actual, twin = swiglu.swiglu(h), swiglu.reference(h)
+    actual, twin = swiglu(h), swiglu_twin(h)
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
         assert torch.equal(kind(actual), kind(twin))
 
@@ -185,7 +194,7 @@ def check_what_is_not_finite(device: str) -> None:
 def check_numbers_from_elsewhere(device: str) -> None:
     """Experts out of range, however far, get no row and touch no memory."""
     chosen = torch.tensor([[0, 2], [-1, 1], [2**62, -(2**63)], [3, 2**63 - 1]], device=device)
-    rows, twin = route.route(chosen, 1, 2), route.reference(chosen, 1, 2)
+    rows, twin = route(chosen, 1, 2), route_twin(chosen, 1, 2)
     assert all(map(torch.equal, rows, twin))
     assert rows.offsets.tolist() == [0, 1, 2]
 
