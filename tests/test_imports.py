@@ -32,6 +32,7 @@ ARROWS = {
     "config": GROUND,
     "platform": f"{GROUND} config",
     # The rooms.
+    "doctor": f"{COMMON} kernels",
     "dist": COMMON,
     "model": f"{COMMON} kernels",
     "data": f"{COMMON} data_prep",

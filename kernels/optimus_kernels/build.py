@@ -34,9 +34,8 @@ CPU_FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
-# kernels.cpp is compiled for each instruction set, and dispatch.cpp chooses when it runs.
+# A file named *_avx2.cpp is compiled for such machines alone; dispatch.cpp chooses when it runs.
 CPU_ISAS = {
-    "portable": (),
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
@@ -59,7 +58,7 @@ class Target:
     """The devices compiled for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """First line of its --version."""
+    """What it calls itself, and the flags that CXX or NVCC holds beside its name."""
 
     @property
     def name(self) -> str:
@@ -146,7 +145,7 @@ def plan(backend: str) -> tuple[Target, list[str]]:
         machine=platform.machine(),
         arch=arch(backend),
         flags=flags(backend, is_clang(version)),
-        compiler=version,
+        compiler=" ".join([version, *compiler[1:]]),
     )
     return target, compiler
 
@@ -155,7 +154,7 @@ def arch(backend: str) -> str:
     """The devices, or instruction sets, that a library is compiled for."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
-    return sycl_build.arch_list() if backend == "sycl" else ",".join(_cpu_isas())
+    return sycl_build.arch_list() if backend == "sycl" else ",".join(["portable", *_cpu_isas()])
 
 
 def flags(backend: str, clang: bool) -> str:
@@ -195,8 +194,7 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 
 def _cpu_isas() -> dict[str, tuple[str, ...]]:
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return CPU_ISAS if x86 else {"portable": ()}
+    return CPU_ISAS if platform.machine() in ("x86_64", "AMD64") else {}
 
 
 def find_compiler(backend: str) -> list[str]:
@@ -238,12 +236,12 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
     common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
     objects = []
     for source in sources("cpu"):
-        versions = _cpu_isas() if source.stem == "kernels" else {"": ()}
-        for isa, more in versions.items():
-            out = work / f"{source.stem}{isa}.o"
-            define = [f"-DOPTIMUS_ISA={isa}_kernels"] if isa else []
-            _run([*common, *define, *more, "-c", source, "-o", out])
-            objects.append(out)
+        isa = source.stem.rpartition("_")[2]
+        if isa in CPU_ISAS and isa not in _cpu_isas():
+            continue
+        out = work / f"{source.stem}.o"
+        _run([*common, *CPU_ISAS.get(isa, ()), "-c", source, "-o", out])
+        objects.append(out)
     library = work / "liboptimus_cpu.so"
     # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.
     runtime = [openmp_runtime()] if "-fopenmp" in openmp else []

@@ -20,6 +20,7 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.transformer import Transformer
+from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves, first_weights
@@ -40,6 +41,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
         directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+    fix_arithmetic(config, world)
+    config, flight = settle_kernels(config, world, flight)
     if world.is_first:
         say_start(flight)
     Run(config, world, flight, directory).go()
@@ -75,7 +78,6 @@ class Run:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
-        fix_arithmetic(config, world)
         self.directory = directory
         with world.device:
             self.model = Transformer(config.model)

@@ -35,6 +35,8 @@ FROZEN = (
 CHANGEABLE = (*FROZEN, "train.threads", *(f"model.{key}" for key in FREE_IN_LOGITS))
 """Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
 
+# Settled later, once devices are known: `optimus.train.kernels` compares them.
+_SETTLED_LATER = ("kernels.backend", "kernels.grouped_gemm")
 _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
 
 
@@ -109,7 +111,7 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     stored, free = start.full.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
     for key in sorted(set(stored) & set(settings)):
-        if stored[key] == settings[key] or key in _PER_LAUNCH:
+        if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER):
             continue
         change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)

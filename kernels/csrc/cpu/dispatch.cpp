@@ -1,11 +1,7 @@
 // The CPU's interface.h: checks sizes and calls the kernels of the best instruction set at hand.
 //
-// kernels.cpp is compiled for each, with -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden
-// -fno-math-errno -fno-trapping-math (never -ffast-math: it breaks NaN) and
-//   -DOPTIMUS_ISA=portable_kernels
-//   -DOPTIMUS_ISA=avx2_kernels    -march=x86-64-v3                               (x86-64 alone)
-//   -DOPTIMUS_ISA=avx512_kernels  -march=x86-64-v4 -mprefer-vector-width=512     (x86-64 alone)
-// this file with no -march. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
+// This file is compiled for the plain architecture, kernels_avx2.cpp and kernels_avx512.cpp for x86-64
+// versions 3 and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
 
 #include <cstdlib>
 #include <cstring>
