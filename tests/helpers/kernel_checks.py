@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from optimus_kernels.gather import gather
 from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
@@ -20,7 +22,6 @@ from optimus_kernels.route import reference as route_twin
 from optimus_kernels.swiglu import reference as swiglu_twin
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
 from optimus_kernels.swiglu import swiglu, swiglu_backward
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative; and the smallest steps of subnormal numbers, halved.
@@ -73,7 +74,7 @@ ROUTINGS = (
 """Odd, empty and lopsided cases. The last has 33 pieces of 512 slots, and more than 64 experts."""
 
 SIZES = (1, 7, 64, 136, 521, 1056)
-"""Of a row: narrower than a sub-group, odd, whole packs of 16 bytes, and several sub-groups a row."""
+"""Of a row: narrower than a sub-group, odd, whole packs of 16 bytes, several sub-groups a row."""
 
 
 def case(routing: Routing, device: str) -> Rows:
@@ -94,7 +95,7 @@ def off_by_one(tensor: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:
-    """`actual` is `exact` (fp64) rounded to its dtype, but for that many fp32 roundings of `scale`."""
+    """`actual` is `exact` (fp64) rounded to its dtype, but for fp32 roundings of `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
     # Twice: an fp32 error may tip a value to the other neighbour.

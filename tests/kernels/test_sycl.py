@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from optimus_kernels import build, library
 
+from optimus_kernels import library
 from tests.helpers import kernel_checks as checks
 from tests.helpers import sycl_cpu
+from tests.kernels.planted import BUGS, Bug
 
 PREFIX = sycl_cpu.find_wheels()
-pytestmark = pytest.mark.skipif(isinstance(PREFIX, str), reason=str(PREFIX))
+pytestmark = [
+    pytest.mark.skipif(isinstance(PREFIX, str), reason=str(PREFIX)),
+    pytest.mark.usefixtures("filled"),
+]
 
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
@@ -80,71 +81,16 @@ def test_the_file_compiles_as_it_stands(sycl):
     sycl.compile(sycl.source)
 
 
-def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:
-    """kernels.sycl of a copy of csrc in which one place of one header reads otherwise."""
-    shutil.copytree(build.csrc(), tmp_path / "csrc")
-    header = tmp_path / "csrc" / name
-    text = header.read_text()
-    assert text.count(old) >= 1, f"{name} does not hold {old!r}"
-    header.write_text(text.replace(old, new))
-    return tmp_path / "csrc/sycl/kernels.sycl"
-
-
-MANY = checks.ROUTINGS[-1]
-PRIMES = checks.ROUTINGS[1]
-FP32 = torch.float32
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "functor", "check"),
-    [
-        (
-            "include/gpu/route.h",
-            "item.barrier();",
-            "",
-            "Route",
-            lambda: checks.check_route(MANY, "cpu"),
-        ),
-        (
-            "include/gpu/route.h",
-            "before += item.sum(value);",
-            "before += value;",
-            "Route",
-            lambda: checks.check_route(MANY, "cpu"),
-        ),
-        (
-            "include/gpu/kernels.h",
-            "token * top_k;",
-            "token * top_k + 1;",
-            "Reduce<float",
-            lambda: checks.check_reduce(PRIMES, 64, FP32, True, "cpu"),
-        ),
-        (
-            "include/gpu/kernels.h",
-            "part * item.lanes() + item.lane()",
-            "item.lane()",
-            "Gather<float",
-            lambda: checks.check_gather(PRIMES, 1056, FP32, "cpu"),
-        ),
-        (
-            "sycl/item.h",
-            "step = lanes() / 2",
-            "step = lanes() / 4",
-            "SwigluBackward<float",
-            lambda: checks.check_swiglu_backward(PRIMES, 521, FP32, "cpu"),
-        ),
-    ],
-    ids=["no barrier", "lanes disagree", "next token's slots", "part forgotten", "half of the sum"],
-)
-def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, name, old, new, functor, check):
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
     monkeypatch.setattr(library, "native", lambda tensor: sycl)
     sycl.use(sycl.source, 16)
-    check()
-    planted = changed(tmp_path, name, old, new)
-    sycl.build(planted, functor)
+    bug.check(sycl)
+    planted = bug.plant(tmp_path) / "sycl/kernels.sycl"
+    sycl.build(planted, bug.functor)
     sycl.use(planted, 16)
-    with pytest.raises(AssertionError, match="wrong|offsets|token|row|slot|equal"):
-        check()
+    with pytest.raises(AssertionError):
+        bug.check(sycl)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +104,6 @@ def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, name, old, new, fun
 )
 def test_code_that_no_device_can_run_is_refused(sycl, tmp_path, new, words):
     old = "const int64_t pieces = route_pieces(slots);"
-    planted = changed(tmp_path, "include/gpu/route.h", old, f"{old} {new}")
+    bug = Bug("", "include/gpu/route.h", old, f"{old} {new}", "", lambda native: None)
     with pytest.raises(sycl_cpu.DeviceCodeError, match=words):
-        sycl.compile(planted)
+        sycl.compile(bug.plant(tmp_path) / "sycl/kernels.sycl")

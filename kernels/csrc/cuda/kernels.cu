@@ -47,8 +47,11 @@ __global__ void __launch_bounds__(kGroup) run(const Kernel kernel) {
 
 template <class Kernel>
 int launch(Stream stream, int64_t groups, const Kernel& kernel) {
-  run<<<static_cast<unsigned>(groups), static_cast<unsigned>(kGroup), 0, stream>>>(kernel);
-  return static_cast<int>(cudaGetLastError());
+  Kernel copy = kernel;
+  void* arguments[] = {&copy};
+  return static_cast<int>(cudaLaunchKernel(run<Kernel>, dim3(static_cast<unsigned>(groups)),
+                                           dim3(static_cast<unsigned>(kGroup)), arguments, 0,
+                                           stream));
 }
 
 }  // namespace optimus
