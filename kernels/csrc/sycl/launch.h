@@ -4,6 +4,9 @@
 #pragma once
 
 #include "item.h"
+#if defined(OPTIMUS_SYCL_ESIMD)
+#include "reduce_esimd.h"
+#endif
 
 namespace optimus {
 
@@ -12,6 +15,9 @@ constexpr int kSyclFailed = 1;
 template <class Kernel>
 int launch(Stream stream, int64_t groups, const Kernel& kernel) {
   try {
+#if defined(OPTIMUS_SYCL_ESIMD)
+    if (launch_esimd(stream, groups, kernel)) return 0;
+#endif
     stream->parallel_for(sycl::nd_range<1>(groups * kGroup, kGroup), Functor<Kernel>{kernel});
     return 0;
   } catch (const sycl::exception&) {
