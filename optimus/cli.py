@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OptimusError as error:
         _tell(error)
         return error.exit_code
+    except _kernel_errors() as error:
+        _tell(ConfigError(str(error)))
+        return ConfigError.exit_code
     except OSError as error:
         if error.filename is None and error.errno not in _DISK_TROUBLE:
             raise
@@ -34,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("optimus: interrupted", file=sys.stderr)
         return 130
+
+
+def _kernel_errors() -> tuple[type[Exception], ...]:
+    """What the ops raise where a backend asked for by name cannot be had, if they were loaded."""
+    module = sys.modules.get("optimus_kernels.cache")
+    return () if module is None else (module.KernelError,)
 
 
 def _tell(error: OptimusError) -> None:

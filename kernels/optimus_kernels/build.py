@@ -66,10 +66,8 @@ class Target:
 
 
 def csrc() -> Path:
-    """The sources: beside the package in a checkout, inside it once installed."""
-    here = Path(__file__).resolve().parent
-    inside = here / "csrc"
-    return inside if inside.is_dir() else here.parent / "csrc"
+    """The sources, inside the package (in a checkout by a link)."""
+    return Path(__file__).resolve().parent / "csrc"
 
 
 def sources(backend: str) -> list[Path]:

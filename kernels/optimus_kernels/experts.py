@@ -1,9 +1,9 @@
-"""The experts of a mixture in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
+"""The experts in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
 
-T tokens, D hidden, F intermediate, E experts held, K experts a token, N = T*K slots, R rows. Saved for
-backward: x, the weights, the pre-activation h and the indices (or x alone); no gathered input,
-activation or output. The routing weight's gradient is <da, a> with da = dout Wd, which backward has
-at hand; nothing is divided by a weight (Optimus paper, section 3.1, stages 4 and 5).
+T tokens, D hidden, F intermediate, E experts held, K experts a token, N = T*K slots, R rows.
+Saved for backward: x, the weights, the pre-activation h and the indices (or x alone); no gathered
+input, activation or output. The routing weight's gradient is <da, a> with da = dout Wd, which
+backward has at hand; nothing is divided by a weight (Optimus paper, section 3.1, stages 4 and 5).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def experts(
     save_input_only: bool = False,
     weight_grads: Callable[[], WeightGrads] | None = None,
 ) -> Tensor:
-    """x [T, D], weights [T, K], gate_up [E, 2F, D] (gate above up), down [E, D, F], all of one dtype
-    on one device; rows of `route`. Returns [T, D]. A caller that knows R on the host may pass
+    """x [T, D], weights [T, K], gate_up [E, 2F, D] (gate above up), down [E, D, F], of one dtype
+    and device; rows of `route`. Returns [T, D]. A caller that knows R on the host may pass
     rows.token and rows.slot shortened to R.
 
     `save_input_only` computes h again in backward: 22 % more arithmetic, 4 KB instead of 36 KB a
@@ -51,9 +51,7 @@ def experts(
     weights' gradients go; autograd then gets none for them. Raises ValueError or TypeError.
     """
     _check(x, weights, gate_up, down, rows)
-    needed = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (x, weights, gate_up, down)
-    )
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))
     keep = needed and not save_input_only
     return _Experts.apply(x, weights, gate_up, down, *rows, keep, weight_grads)
 
@@ -128,9 +126,7 @@ def _fake_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
     return x.new_empty(x.shape), x.new_empty(h)
 
 
-def _run_backward(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights
-):
+def _run_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights):
     rows = Rows(offsets, token, slot, row)
     shapes = (gate_up, down) if with_weights else ()
     into = experts_loop.fresh_grads(shapes) if shapes else None
@@ -139,9 +135,7 @@ def _run_backward(
     return dx, dw.to(weights.dtype), *(into[:2] if into else (x.new_empty(0), x.new_empty(0)))
 
 
-def _fake_backward(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights
-):
+def _fake_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights):
     grads = (t.new_empty(t.shape if with_weights else (0,)) for t in (gate_up, down))
     return x.new_empty(x.shape), weights.new_empty(weights.shape), *grads
 
@@ -171,9 +165,7 @@ _SAVED = (
     "Tensor x, Tensor weights, Tensor gate_up, Tensor down, "
     "Tensor offsets, Tensor token, Tensor slot, Tensor row"
 )
-_forward = define(
-    f"experts({_SAVED}, bool keep) -> (Tensor, Tensor)", _run_forward, _fake_forward
-)
+_forward = define(f"experts({_SAVED}, bool keep) -> (Tensor, Tensor)", _run_forward, _fake_forward)
 _backward = define(
     f"experts_backward(Tensor grad, {_SAVED}, Tensor? h, bool with_weights)"
     " -> (Tensor, Tensor, Tensor, Tensor)",

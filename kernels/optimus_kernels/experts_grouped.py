@@ -51,5 +51,3 @@ def backward(
 def _hidden(x: Tensor, gate_up: Tensor, rows: Rows) -> Tensor:
     copies: Tensor = gather(x, rows.token, rows.row)
     return grouped_mm(copies, gate_up.mT, rows.offsets)
-
-

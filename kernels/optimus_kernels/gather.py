@@ -39,17 +39,21 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
     _check(x, token)
     if library.native(x) is None:
         return reference(x, token, row)
-    return gather_into(x, token, x.new_empty(len(token), x.shape[1]))
+    x, token = x.contiguous(), token.contiguous()
+    return gather_into(x, token, 0, x.new_empty(token.shape[0], x.shape[1]))
 
 
-def gather_into(x: Tensor, token: Tensor, out: Tensor) -> Tensor:
-    """The same into dense memory that is there, without a check; compiled kernels where built."""
+def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
+    """out[:count] = copies for rows start to start + count - 1, by default all of `out`; dense
+    tensors, unchecked. With addresses instead of views: a view costs as much as the launch."""
+    count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:
-        return out.copy_(reference(x, token, token))
-    x = x.contiguous()
-    code, sizes = library.DTYPES[x.dtype], (len(token), x.shape[1])
-    kernels.call("gather", x, code, x.data_ptr(), token.data_ptr(), *sizes, out.data_ptr())
+        part = token[start : start + count]
+        out[:count] = reference(x, part, part)
+        return out
+    code, tokens = library.DTYPES[x.dtype], token.data_ptr() + 4 * start
+    kernels.call("gather", x, code, x.data_ptr(), tokens, count, x.shape[1], out.data_ptr())
     return out
 
 
@@ -67,4 +71,6 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.optimus.reduce_rows(grad, None, row, token * row.shape[1]), None, None
 
 
-_gather = define("gather(Tensor x, Tensor token, Tensor row) -> Tensor", _run, _fake, _backward, _save)
+_gather = define(
+    "gather(Tensor x, Tensor token, Tensor row) -> Tensor", _run, _fake, _backward, _save
+)

@@ -115,9 +115,7 @@ def _check_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> N
         )
 
 
-def _run_backward(
-    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
+def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     _check_backward(grad, y, weights, slot)
     kernels = library.native(y)
     if kernels is None:
@@ -131,9 +129,7 @@ def _run_backward(
     return dy, dweights
 
 
-def _fake_backward(
-    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     _check_backward(grad, y, weights, slot)
     return y.new_empty(y.shape), weights.new_empty(weights.shape, dtype=compute_dtype(y.dtype))
 

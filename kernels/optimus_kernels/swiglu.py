@@ -66,17 +66,18 @@ def _run(h: Tensor) -> Tensor:
     _check(h)
     if library.native(h) is None:
         return reference(h)
-    return swiglu_into(h, _fake(h))
+    return swiglu_into(h.contiguous(), 0, _fake(h), h.shape[0])
 
 
-def swiglu_into(h: Tensor, out: Tensor) -> Tensor:
-    """The same into dense memory that is there, without a check; compiled kernels where built."""
+def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
+    """out[:count] from rows start to start + count - 1 of h; dense tensors, unchecked."""
     kernels = library.native(h)
     if kernels is None:
-        return out.copy_(reference(h))
-    h = h.contiguous()
-    code, sizes = library.DTYPES[h.dtype], (len(h), h.shape[1] // 2)
-    kernels.call("swiglu", h, code, h.data_ptr(), *sizes, out.data_ptr())
+        out[:count] = reference(h[start : start + count])
+        return out
+    inner = h.shape[1] // 2
+    rows = h.data_ptr() + start * 2 * inner * h.element_size()
+    kernels.call("swiglu", h, library.DTYPES[h.dtype], rows, count, inner, out.data_ptr())
     return out
 
 
@@ -117,34 +118,39 @@ def _run_backward(
     _check_backward(h, da, weights, slot)
     if library.native(h) is None:
         return reference_backward(h, da, weights, slot)
-    dh, scaled, dweights = _fake_backward(h, da, weights, slot)
-    swiglu_backward_into(h, da, weights.contiguous(), slot, dh, scaled, dweights.zero_())
-    return dh, scaled, dweights
+    outs = _fake_backward(h, da, weights, slot)
+    outs[2].zero_()
+    h, da, weights, slot = (t.contiguous() for t in (h, da, weights, slot))
+    swiglu_backward_into(h, 0, da, weights, slot, 0, h.shape[0], outs)
+    return outs
 
 
 def swiglu_backward_into(
     h: Tensor,
+    start: int,
     da: Tensor,
     weights: Tensor,
     slot: Tensor,
-    dh: Tensor,
-    scaled: Tensor,
-    dweights: Tensor,
+    first: int,
+    count: int,
+    outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """The same into dense memory that is there, without a check. `scaled` may be da itself;
-    dweights [T, K] is written at these rows' slots alone."""
+    """The rows h[start:], da[:count], slot[first:] into the first rows of outs = dh, scaled and
+    dweights; dense tensors, unchecked. `scaled` may be da itself; dweights [T, K], zero before, is
+    written at these rows' slots alone."""
     kernels = library.native(h)
     if kernels is None:
-        new_dh, new_scaled, new_dweights = reference_backward(h, da, weights, slot)
-        dh.copy_(new_dh)
-        scaled.copy_(new_scaled)
-        dweights.add_(new_dweights)
+        part = slice(start, start + count), slot[first : first + count]
+        new = reference_backward(h[part[0]], da[:count], weights, part[1])
+        for out, value in zip(outs[:2], new[:2], strict=True):
+            out[:count] = value
+        outs[2].add_(new[2])
         return
-    code, sizes = library.DTYPES[h.dtype], (len(h), h.shape[1] // 2)
-    h, da = h.contiguous(), da.contiguous()
-    ins = (t.data_ptr() for t in (h, da, weights, slot))
-    outs = (t.data_ptr() for t in (dh, scaled, dweights))
-    kernels.call("swiglu_backward", h, code, *ins, *sizes, *outs)
+    inner = h.shape[1] // 2
+    rows = h.data_ptr() + start * 2 * inner * h.element_size()
+    ins = (rows, da.data_ptr(), weights.data_ptr(), slot.data_ptr() + 4 * first)
+    code, addresses = library.DTYPES[h.dtype], [t.data_ptr() for t in outs]
+    kernels.call("swiglu_backward", h, code, *ins, count, inner, *addresses)
 
 
 def _fake_backward(

@@ -148,6 +148,12 @@ class Transformer(nn.Module):
         counts = torch.stack([F.pad(r.counts, (0, max(experts) - len(r.counts))) for r in routings])
         return aux, z_loss(routings, layers), counts
 
+    def compile_blocks(self) -> None:
+        """Let torch.compile make each block's passes, as one graph without breaks, at their first
+        call. Blocks of the same settings share the code; names and parameters stay as they are."""
+        for block in self.blocks.values():
+            block.compile(fullgraph=True)
+
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a leaf of its own over the same storage.
 

@@ -26,7 +26,7 @@ from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves, first_weights
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
-from optimus.train.update import Updater, UpdateResult
+from optimus.train.update import Updater, UpdateResult, uncompiled
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -84,13 +84,16 @@ class Run:
         if world.is_first:
             first_weights(config, flight, self.model)
         dtype = platform.dtype_of(config.train.dtype)
-        self.states = ModelStates(self.model, dtype, config.optim, world.size)
+        compiled = config.train.compile
+        self.states = ModelStates(self.model, dtype, config.optim, world.size, compiled)
         self.saves = SaveAndLoad(config, world, flight, self.states)
         self.saves.load()
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
             self.peak_flops = self._find_peak()
+        if compiled:
+            self.model.compile_blocks()
         self.updater = Updater(config, world, self.model, self.states, flight.plan)
         self.loader = Loader(
             flight.dataset,
@@ -142,15 +145,16 @@ class Run:
         if dataset is None or not due:
             return
         group, device = self.world.everyone, self.world.device
-        held_out = held_out_loss(
-            self.model,
-            dataset,
-            train.microbatch_size,
-            group,
-            device,
-            train.eval_instances,
-            self.config.data.document_mask,
-        )
+        with uncompiled(self.config):
+            held_out = held_out_loss(
+                self.model,
+                dataset,
+                train.microbatch_size,
+                group,
+                device,
+                train.eval_instances,
+                self.config.data.document_mask,
+            )
         if self.directory is not None:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
@@ -160,7 +164,8 @@ class Run:
         if self.directory is None or not train.sample_interval or step % train.sample_interval:
             return
         dataset = self.flight.eval_dataset or self.flight.dataset
-        text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
+        with uncompiled(self.config):
+            text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
         self.directory.say(f"sample at step {step}: {text!r}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:

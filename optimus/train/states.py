@@ -47,8 +47,15 @@ class ModelStates:
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, optim: OptimConfig, num_shards: int = 1
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        optim: OptimConfig,
+        num_shards: int = 1,
+        compiled: bool = False,
     ) -> None:
+        """`compiled`: torch.compile will trace the model; it takes no parameter whose gradient is
+        of another dtype, so that each is widened in a hook as on older torch."""
         named = dict(model.named_parameters())
         self.slots = _lay_out({name: p.shape for name, p in named.items()}, 0)
         size = _round_up(self.slots[-1].end, ALIGNMENT)
@@ -73,7 +80,7 @@ class ModelStates:
             _round_up(end, ALIGNMENT * num_shards), dtype=torch.float32, device=device
         )
         self._leaves = {**named, **aliases}
-        self._accumulates_natively = dtype is torch.float32 or _WIDENS_NATIVELY
+        self._accumulates_natively = dtype is torch.float32 or (_WIDENS_NATIVELY and not compiled)
         if not self._accumulates_natively:
             for name, leaf in self._leaves.items():
                 leaf.register_post_accumulate_grad_hook(self._widener(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,12 @@ class UpdateResult:
     lr: float
     expert_rows: Tensor
     """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
+
+
+def uncompiled(config: Config) -> AbstractContextManager:
+    """Within it compiled blocks run as written: only updates are worth code of their own, while an
+    evaluation's last batch or a growing sample would be compiled anew for each shape."""
+    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
 
 
 class Updater:
@@ -136,9 +143,10 @@ class Updater:
 
     def _diagnose(self) -> str:
         states, host = self._states, socket.gethostname()
-        what = guards.diagnose(
-            self._model, states.named(states.params), states.named_gradients(), self._seen
-        )
+        with uncompiled(self._config):
+            what = guards.diagnose(
+                self._model, states.named(states.params), states.named_gradients(), self._seen
+            )
         clause = (
             f"non-finite values on rank {self._world.rank} ({host}) at step {self._step}: {what}"
         )

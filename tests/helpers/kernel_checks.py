@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimus_kernels.experts import experts
 from optimus_kernels.gather import gather
 from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
@@ -181,6 +182,42 @@ def check_reduce_backward(routing: Routing, size: int, dtype: torch.dtype, devic
         actual = reduce_rows_backward(give(grad), give(y), w, rows.slot)
         assert_close(actual[0], exact[0], exact[0], roundings=1)
         assert_close(actual[1], exact[1], terms, roundings=2 + size.bit_length())
+
+
+def experts_step(routing: Routing, dtype: torch.dtype, like: torch.dtype, device: str):
+    """A function of no argument: the experts' output and the gradients of x, weights, gate_up and
+    down, in `dtype`, of numbers that are exact in `like`. Its inputs are on the device before."""
+    hidden, inner, held = 128, 64, routing.num_experts
+    shapes = (
+        (routing.tokens, hidden),
+        (routing.tokens, routing.top_k),
+        (held, 2 * inner, hidden),
+        (held, hidden, inner),
+        (routing.tokens, hidden),
+    )
+    made = [
+        random(*shape, dtype=like, device=device, seed=seed) / (8 if len(shape) == 3 else 1)
+        for seed, shape in enumerate(shapes)
+    ]
+    *inputs, grad = (tensor.to(dtype) for tensor in made)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    chosen = routing.chosen(device)
+
+    def step() -> list[Tensor]:
+        rows = route(chosen, routing.first, routing.num_experts)
+        out = experts(*inputs, rows)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+    return step
+
+
+def assert_near(actual: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    """By relative norm, tensor by tensor."""
+    for one, other in zip(actual, exact, strict=True):
+        other = other.to(one.device)
+        error = (one.double() - other).norm() / other.norm()
+        assert error <= tolerance, f"{list(one.shape)}: off by {error:.2g}"
 
 
 def check_what_is_not_finite(device: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import shutil
 
 import pytest
@@ -17,6 +18,8 @@ from tests.helpers import kernel_checks as checks
 from tests.helpers.cuda_cpu import CudaOnCpu
 from tests.kernels.planted import BUGS
 
+# The package gives the op of this name; the module holds the form in use.
+GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
 
@@ -101,6 +104,22 @@ def test_rows_in_fibers(emulated, monkeypatch, dtype):
             run_rows(routing, size, dtype, "cpu")
 
 
+EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
+"""All experts held, and a share of them: rows beyond the last expert's hold anything."""
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
+def test_experts_in_fibers(emulated, monkeypatch, routing):
+    """The whole block as on a GPU: grouped products of torch between these kernels."""
+    exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
+    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(GROUPED, "_form", "torch")
+    actual = checks.experts_step(routing, torch.float32, torch.float32, "cpu")()
+    checks.assert_near(actual, exact, 1e-5)
+
+
 @needs_host_compiler
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -180,6 +199,21 @@ def test_nothing_waits_for_the_host_and_work_follows_the_stream(gpu):
     chosen.copy_(chosen.flip(0))
     graph.replay()
     assert all(map(torch.equal, replayed, step()))
+
+
+@needs_gpu
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
+def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
+    exact = checks.experts_step(routing, torch.float64, torch.bfloat16, "cpu")()
+    step = checks.experts_step(routing, torch.bfloat16, torch.bfloat16, gpu)
+    step()  # whatever is looked up once is looked up here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    checks.assert_near(actual, exact, 1e-2)
 
 
 @needs_gpu
