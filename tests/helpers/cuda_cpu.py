@@ -18,7 +18,7 @@ class CudaOnCpu(Native):
         library = work / "libcuda_on_cpu.so"
         # -Bsymbolic: several such libraries may be loaded, each with globals of its own.
         command = [
-            *("g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"),
             *("-Wall", "-Wextra", "-Werror", "-DOPTIMUS_NO_SIMD", "-fno-gnu-unique"),
             *("-Wl,-Bsymbolic", "-I", HERE, "-x", "c++", source, "-o", library),
         ]

@@ -1,4 +1,4 @@
-// Where a SYCL functor runs: `Item` of ../include/gpu/kernels.h over a work-item of a one-dimensional range.
+// Where a SYCL functor runs: `Item` of ../include/gpu/kernels.h, in a one-dimensional range.
 
 #pragma once
 
