@@ -33,8 +33,8 @@ std::map<std::string, Bundle>& bundles() {
 std::string file_in_use;
 int lanes_in_use = 16;
 
-// A lambda cannot be launched by name, a free function can. Functors are instantiated by name first:
-// DPC++ 2026.2 crashes on a kernel's parameter whose class template is not.
+// A lambda cannot be launched by name, a free function can. Functors are instantiated first: DPC++
+// 2026.2 crashes on a kernel's parameter whose class template is not.
 std::string source(const std::string& file, const std::vector<std::string>& wanted) {
   std::string text = "#include \"" + file + "\"\n";
   for (const std::string& name : wanted)
@@ -129,7 +129,8 @@ PROOF_API int proof_compile(const char* file, const char* const* options, int co
         queue().get_context(), syclex::source_language::sycl,
         "#include \"" + std::string(file) + "\"\n");
     const std::vector<std::string> flags(options, options + count);
-    syclex::compile(text, syclex::properties{syclex::save_log{&words}, syclex::build_options{flags}});
+    syclex::compile(
+        text, syclex::properties{syclex::save_log{&words}, syclex::build_options{flags}});
   });
 }
 

@@ -57,7 +57,8 @@ struct WidthTag {
 template <class T, class Body>
 int with_width(int64_t size, std::initializer_list<const void*> pointers, const Body& body) {
   bool wide = size % kWide<T> == 0;
-  for (const void* pointer : pointers) wide = wide && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+  for (const void* pointer : pointers)
+    wide = wide && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
   return wide ? body(WidthTag<kWide<T>>{}) : body(WidthTag<1>{});
 }
 
