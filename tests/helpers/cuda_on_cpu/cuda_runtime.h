@@ -1,8 +1,7 @@
 // Runs csrc/cuda on a CPU, for its logic alone: found by g++ in place of CUDA's own header.
 //
 // Each thread of a block is a fiber. It runs until it has to wait for its warp or its block, and a
-// warp runs as far ahead of the others as it can. A barrier or a shuffle that some threads skip ends
-// in a deadlock, which aborts.
+// warp runs as far ahead of the others as it can. Threads that wait for others in vain abort.
 
 #pragma once
 
