@@ -209,7 +209,7 @@ def test_dependencies_are_those_that_are_imported():
 def test_every_requirement_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], "setuptools"]
-    for extra in ("data", "test"):
+    for extra in ("data", "test", "sycl"):
         wanted += project["optional-dependencies"][extra]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from optimus_kernels import backend, build
 
@@ -36,3 +37,11 @@ def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
     build.source_hash.cache_clear()
     yield csrc
     build.source_hash.cache_clear()
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """New tensors hold NaN, so that what a kernel leaves out is not there by chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
