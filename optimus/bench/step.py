@@ -19,11 +19,13 @@ from torch import nn
 from optimus import platform
 from optimus.config import Config
 from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
 from optimus.dist.world import World, start_world
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
-from optimus.model.transformer import Transformer
 from optimus.train.batch import BatchPlan, plan_batch
+from optimus.train.shard import Shard
 from optimus.train.states import ModelStates
 from optimus.train.update import Updater
 
@@ -131,12 +133,13 @@ def _time(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
 def _contestants(
     config: Config, world: World, plan: BatchPlan
 ) -> tuple[Updater, PlainLoop, list[Microbatch]]:
-    with world.device:
-        model = Transformer(config.model)
-    initialise_(model, config.train.seed)
+    groups = join_groups(Mesh(), world)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, config.train.seed)
     dtype = platform.dtype_of(config.train.dtype)
-    plain = PlainLoop(config, copy.deepcopy(model).to(dtype), plan, world.device)
-    ours = Updater(config, world, model, ModelStates(model, dtype, config.optim), plan)
+    plain = PlainLoop(config, copy.deepcopy(shard.model).to(dtype), plan, world.device)
+    states = ModelStates(shard.model, dtype, config.optim, shard.home_of, groups.model)
+    ours = Updater(config, groups, shard, states, plan, world.device)
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (plan.microbatch_size, plan.seq_len)
     microbatches = [

@@ -1,4 +1,4 @@
-"""Writing and reading tensors of checkpoints, and sending loaded ones to all ranks."""
+"""Writing and reading tensors of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from optimus.dist.collectives import Group, broadcast
 from optimus.errors import CheckpointError, OptimusError, one_line
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-_BLOCK = 1 << 24
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -38,14 +36,14 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     Raises CheckpointError naming the first tensor that is missing, superfluous or of another shape.
     """
     check_tensors(path, into)
-    with _opened(path) as file:
+    with open_tensors(path) as file:
         for name, target in into.items():
             target.data.copy_(file.get_tensor(name))
 
 
 def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
     """Compare the names and shapes in a file's header with `expected`; refuse as `read_tensors`."""
-    with _opened(path) as file:
+    with open_tensors(path) as file:
         stored = set(file.keys())
         if odd := sorted(stored ^ set(expected)):
             where = (
@@ -62,7 +60,8 @@ def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """The file with its lazy `get_tensor(name)`; CheckpointError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -76,13 +75,6 @@ def read_all_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
-
-
-def share(flats: list[Tensor], group: Group) -> None:
-    """Model broadcasting: the first rank's flat buffers on every rank, block by block."""
-    for flat in flats:
-        for block in flat.split(_BLOCK):
-            broadcast(block, group)
 
 
 def moments(names: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

@@ -221,13 +221,7 @@ def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
     defaults = Config(model=config.model)
     for section, key in (
-        ("parallel", "pp"),
-        ("parallel", "ep"),
-        ("parallel", "tp"),
-        ("parallel", "schedule"),
-        ("parallel", "virtual_stages"),
         ("parallel", "ep_dispatch"),
-        ("parallel", "sequence_parallel"),
         ("optim", "sharding"),
         ("recompute", "modules"),
         ("checkpoint", "async_save"),

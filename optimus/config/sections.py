@@ -158,6 +158,11 @@ class ModelConfig(Section):
         numbers = set(self.experts_by_layer)
         return numbers.pop() if len(numbers) == 1 else None
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        return tuple(n for n, experts in enumerate(self.experts_by_layer) if experts)
+
     def layer(self, number: int) -> ModelConfig:
         """The settings that one layer is made from: num_experts is its own, intermediate_size that
         of its SwiGLU or of one of its experts."""
@@ -206,7 +211,10 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """Order of a pipeline's forward and backward passes."""
     virtual_stages: Count = 1
-    """Stages that one pipeline rank holds."""
+    """Stages that one pipeline rank holds; `1f1b` and `zb-h1` hold one."""
+    stage_layers: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    """Layers of each of the pp * virtual_stages stages, first to last; empty: evened out by cost,
+    the output head counted."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens reach the ranks that hold their experts."""
     sequence_parallel: bool = False

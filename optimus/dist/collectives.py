@@ -1,7 +1,7 @@
 """Collectives over a `Group`. In a group of one they cost nothing and change nothing.
 
 Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
-A peer that dies or a wait that runs out is raised as LostPeerError with the name of the operation.
+A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,23 +27,31 @@ class Group:
     size: int
     rank: int
     handle: Any = None
+    axes: str = field(default="all ranks", compare=False)
+    """The axes along which its ranks differ, for messages."""
+
+
+ALONE = Group(1, 0)
 
 
 @contextlib.contextmanager
-def _lost_peers(operation: str) -> Iterator[None]:
+def _lost_peers(operation: str, group: Group) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         text = one_line(error)
         waited = "timeout" in text.lower() or "timed out" in text.lower()
         why = "nobody answered within parallel.timeout_s" if waited else "another rank has ended"
-        raise LostPeerError(f"{operation} did not complete: {why}") from error
+        raise LostPeerError(f"{operation} over {group.axes} did not complete: {why}") from error
 
 
 def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _lost_peers(function.__name__):
+        group = kwargs.get("group") or next(arg for arg in args if isinstance(arg, Group))
+        if group.size == 1:
+            return function(*args, **kwargs)
+        with _lost_peers(function.__name__, group):
             return function(*args, **kwargs)
 
     return guarded
@@ -84,6 +92,33 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
 
 
 @_collective
+def all_to_all_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: Group
+) -> torch.Tensor:
+    """Unequal pieces: the first sent[0] rows [sum(sent), ...] go to rank 0 and so on; returns
+    [sum(received), ...], by rank."""
+    if group.size == 1:
+        return rows.clone()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    distributed.all_to_all_single(out, rows, received, sent, group=group.handle)
+    return out
+
+
+@_collective
+def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
+    """Fill `out` [n, ...] with this rank's part of the sum over the group of `whole` [size * n,
+    ...]."""
+    if group.size == 1:
+        if out.data_ptr() != whole.data_ptr():
+            out.copy_(whole)
+        return
+    scatter = (
+        getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    )
+    scatter(out, whole, distributed.ReduceOp.SUM, group=group.handle)
+
+
+@_collective
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """In place: `tensor` of the group's rank `source`, on every rank."""
     if group.size > 1:
@@ -118,3 +153,36 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
         distributed.barrier(group=group.handle)
+
+
+class Transfer:
+    """A message on its way between two ranks. Its tensor lives as long as it does."""
+
+    def __init__(self, tensor: torch.Tensor, work: Any, group: Group, what: str) -> None:
+        self.tensor, self._work, self._group, self._what = tensor, work, group, what
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has come or may be used again. Raises LostPeerError."""
+        if self._work is not None:
+            with _lost_peers(self._what, self._group):
+                self._work.wait()
+            self._work = None
+        return self.tensor
+
+
+@_collective
+def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
+    """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
+    peer = distributed.get_global_rank(group.handle, to)
+    return Transfer(tensor, distributed.isend(tensor, peer, group.handle), group, "send")
+
+
+@_collective
+def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
+    """Begin to receive into `tensor` from the group's rank `source`."""
+    peer = distributed.get_global_rank(group.handle, source)
+    return Transfer(tensor, distributed.irecv(tensor, peer, group.handle), group, "receive")

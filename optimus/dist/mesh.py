@@ -5,9 +5,24 @@ World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRAC
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from optimus.errors import ConfigError
+
+AXES = ("pp", "dp", "ep", "tp")
+"""From the outermost to the innermost."""
+
+
+class Place(NamedTuple):
+    """A rank's index along each axis."""
+
+    pp: int
+    dp: int
+    ep: int
+    tp: int
 
 
 @dataclass(frozen=True)
@@ -18,6 +33,10 @@ class Mesh:
     dp: int = 1
     ep: int = 1
     tp: int = 1
+
+    @property
+    def sizes(self) -> Place:
+        return Place(self.pp, self.dp, self.ep, self.tp)
 
     @property
     def world_size(self) -> int:
@@ -31,6 +50,40 @@ class Mesh:
     def data_rank(self, rank: int) -> int:
         """d = dp_index * ep + ep_index of a global rank."""
         return rank // self.tp % self.num_data_ranks
+
+    def place(self, rank: int) -> Place:
+        """Where a global rank lies along each axis."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        rank, tp = divmod(rank, self.tp)
+        rank, ep = divmod(rank, self.ep)
+        pp, dp = divmod(rank, self.dp)
+        return Place(pp, dp, ep, tp)
+
+    def rank_at(self, place: Place) -> int:
+        """The global rank at a place."""
+        return ((place.pp * self.dp + place.dp) * self.ep + place.ep) * self.tp + place.tp
+
+    def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The global ranks, ascending, that lie where `rank` lies but for the given axes.
+
+        A rank's number within such a group counts the given axes as ranks do, tp innermost: over
+        ("dp", "ep") it is the data rank.
+        """
+        assert set(axes) <= set(AXES), axes
+        place, sizes = self.place(rank), self.sizes
+        along = [
+            range(size) if axis in axes else (index,)
+            for axis, size, index in zip(AXES, sizes, place, strict=True)
+        ]
+        return tuple(self.rank_at(Place(*indices)) for indices in itertools.product(*along))
+
+    def partition(self, axes: Collection[str]) -> list[tuple[int, ...]]:
+        """All groups along the given axes, by their first rank: every rank lies in one of them."""
+        return [
+            group
+            for rank in range(self.world_size)
+            if (group := self.group_of(rank, axes))[0] == rank
+        ]
 
 
 def make_mesh(world_size: int, pp: int, dp: int, ep: int, tp: int) -> Mesh:

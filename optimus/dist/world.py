@@ -22,6 +22,8 @@ class World:
     device: torch.device
     backend: str
     everyone: Group
+    timeout_s: float = 600.0
+    """What bounds every wait for another rank."""
 
     @property
     def rank(self) -> int:
@@ -59,7 +61,7 @@ def start_world(
     )
     everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
-    return World(launch, own_device, backend, everyone)
+    return World(launch, own_device, backend, everyone, timeout_s)
 
 
 def end_world() -> None:

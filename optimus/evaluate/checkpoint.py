@@ -12,10 +12,10 @@ from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import ALONE
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
-from optimus.evaluate.held_out import held_out_loss
+from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.evaluate.load_model import load_resolved
 
 _TOKENIZER = "tokenizer.json"
@@ -49,7 +49,12 @@ def evaluate_checkpoint(
     own = source / CONFIG
     document_mask = own.is_file() and load_config(own).data.document_mask
     result = held_out_loss(
-        model, dataset, batch_size, Group(1, 0), device, instances, document_mask
+        by_model(model, device),
+        dataset,
+        batch_size,
+        ALONE,
+        max_instances=instances,
+        document_mask=document_mask,
     )
     told = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
     return {**told, **vars(result)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-
-import torch
+from typing import TYPE_CHECKING
 
 from optimus.config import ModelConfig
-from optimus.model.transformer import Block, Transformer
+
+if TYPE_CHECKING:
+    import torch
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -16,6 +17,10 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     Counted on the meta device, with one layer standing for all that have as many experts:
     milliseconds for the largest.
     """
+    import torch  # here, so that a launcher can count operations without it
+
+    from optimus.model.transformer import Block, Transformer
+
     with torch.device("meta"):
         outside = Transformer(config.model_copy(update={"num_layers": 0, "num_experts": 0}))
     total = active = _count(outside)
@@ -37,19 +42,28 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     scores over the whole square as PaLM counts them (arXiv 2204.02311, appendix B), since kernels
     differ in how much of the causal half they skip. Look-ups, norms and recomputation are left out.
     """
-    hidden, layers = config.hidden_size, config.num_layers
+    layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
+    return 3.0 * 2.0 * (layers + head_multiply_adds(config))
+
+
+def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
+    """Forward multiply-adds of one token in layer `number`, counted as `flops_per_token` does."""
+    hidden = config.hidden_size
     head_dim = config.head_dim or hidden // config.num_attention_heads
     q_size = config.num_attention_heads * head_dim
     kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
     projections = 2 * hidden * (q_size + kv_size)
     scores = 2 * seq_len * q_size
-    multiply_adds = layers * (projections + scores) + hidden * config.vocab_size
-    for number, experts in enumerate(config.experts_by_layer):
-        swiglu = 3 * hidden * config.layer(number).intermediate_size
-        if experts:
-            swiglu *= config.num_experts_per_tok
-        multiply_adds += swiglu + hidden * experts
-    return 3.0 * 2.0 * multiply_adds
+    experts = config.experts_by_layer[number]
+    swiglu = 3 * hidden * config.layer(number).intermediate_size
+    if experts:
+        swiglu *= config.num_experts_per_tok
+    return projections + scores + swiglu + hidden * experts
+
+
+def head_multiply_adds(config: ModelConfig) -> int:
+    """Forward multiply-adds of one token in the output head."""
+    return config.hidden_size * config.vocab_size
 
 
 def _count(module: torch.nn.Module) -> int:

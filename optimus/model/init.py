@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,27 +24,56 @@ _CUT = 3.0  # standard deviations
 _BLOCK = 1 << 20
 
 
-def initialise_(model: nn.Module, seed: int) -> None:
+class Part(Protocol):
+    """What a rank holds of a parameter."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+
+    def of_one(self) -> Part:
+        """The same for one entry of the first dim, such as an expert."""
+
+
+def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = None) -> None:
     """Fill all parameters in place: norm weights 1, biases 0, the rest a normal of standard
     deviation `init_std` cut at three of them, as OLMoE does. A padding token's row is 0.
 
-    `model` is a Transformer or a pipeline stage's part of one.
+    `model` is a Transformer or some ranks' part of one; `parts` names what it holds where
+    parameters are divided.
     """
-    std = model.config.init_std
+    std, parts = model.config.init_std, parts or {}
     with torch.no_grad():
         for prefix, module in model.named_modules():
-            if isinstance(module, Experts):
-                for name, parameter in module.named_parameters(recurse=False):
-                    for expert, part in enumerate(parameter, start=module.first_expert):
-                        part.copy_(draw(part.shape, std, seed, f"{prefix}.{name}", expert))
-                continue
             for name, parameter in module.named_parameters(recurse=False):
-                _fill(module, name, parameter, std, seed, f"{prefix}.{name}")
-            if isinstance(module, Embedding) and module.padding >= 0:
-                module.weight[module.padding] = 0
+                full_name = f"{prefix}.{name}"
+                part = parts.get(full_name) or _Whole(parameter.shape)
+                if isinstance(module, Experts):
+                    one = part.of_one()
+                    for expert, target in enumerate(parameter, start=module.first_expert):
+                        target.copy_(one.take(draw(one.shape, std, seed, full_name, expert)))
+                else:
+                    _fill(module, name, parameter, part, std, seed, full_name)
 
 
-def draw(shape: torch.Size, std: float, seed: int, name: str, expert: int | None = None) -> Tensor:
+class _Whole:
+    """A parameter that a rank holds whole."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = tuple(shape)
+
+    def take(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def of_one(self) -> _Whole:
+        return _Whole(torch.Size(self.shape[1:]))
+
+
+def draw(
+    shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
+) -> Tensor:
     """A parameter's initial value in fp32 on the CPU, of the shape it has in the whole model.
 
     A rank that holds a slice of a parameter draws it whole and keeps its slice.
@@ -60,7 +91,13 @@ def draw(shape: torch.Size, std: float, seed: int, name: str, expert: int | None
 
 
 def _fill(
-    module: nn.Module, name: str, parameter: Tensor, std: float, seed: int, full_name: str
+    module: nn.Module,
+    name: str,
+    parameter: Tensor,
+    part: Part,
+    std: float,
+    seed: int,
+    full_name: str,
 ) -> None:
     if isinstance(module, RMSNorm):
         parameter.fill_(1)
@@ -69,4 +106,7 @@ def _fill(
     else:
         known = isinstance(module, (nn.Linear, Embedding, Router))
         assert known, f"no initial value is known for {full_name}"
-        parameter.copy_(draw(parameter.shape, std, seed, full_name))
+        whole = draw(part.shape, std, seed, full_name)
+        if isinstance(module, Embedding) and module.padding >= 0:
+            whole[module.padding] = 0
+        parameter.copy_(part.take(whole))

@@ -84,9 +84,14 @@ class Embedding(nn.Module):
         self.padding = config.pad_token_id
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.look_up(tokens, self.padding)
+
+    def look_up(self, rows: Tensor, padding: int) -> Tensor:
+        """The given rows of the table; row `padding` receives no gradient, if it is one."""
         if self.weight.is_cpu and self.weight.dtype in (torch.bfloat16, torch.float16):
-            return _LookUp.apply(self.weight, tokens, self.padding)
-        return F.embedding(tokens, self.weight, self.padding if self.padding >= 0 else None)
+            return _LookUp.apply(self.weight, rows, padding)
+        within = 0 <= padding < len(self.weight)
+        return F.embedding(rows, self.weight, padding if within else None)
 
 
 class _LookUp(torch.autograd.Function):

@@ -66,6 +66,24 @@ def load_balancing_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:
     return torch.stack([_layer_balance(routing) for routing in routings]).sum() / num_layers
 
 
+def layer_losses(
+    config: ModelConfig, routings: Sequence[Routing]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Load-balancing and z-losses of each layer given, fp32 [layers], and its counts.
+
+    Their sums divided by the number of layers that have experts are the losses; a pipeline stage has
+    its layers' share. transformers' form has one value for all layers together.
+    """
+    if not routings:
+        return torch.zeros(0), torch.zeros(0), []
+    if config.aux_loss_form == "hf":
+        pooled = hf_load_balancing_loss(routings, config.num_experts_per_tok)
+        aux = (pooled * len(config.sparse_layers)).unsqueeze(0)
+    else:
+        aux = torch.stack([_layer_balance(routing) for routing in routings])
+    return aux, torch.stack([routing.z for routing in routings]), [r.counts for r in routings]
+
+
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     """transformers' form: layers are pooled before the product, and f_e is K times larger.
 

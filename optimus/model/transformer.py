@@ -5,6 +5,7 @@ Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,7 @@ from optimus.model.layers import MLP, Embedding, make_norm
 from optimus.model.loss import cross_entropy_sum
 from optimus.model.moe import FastSparseMoE
 from optimus.model.rope import Rotary
-from optimus.model.router import (
-    Routing,
-    hf_load_balancing_loss,
-    load_balancing_loss,
-    z_loss,
-)
+from optimus.model.router import Routing, layer_losses
 
 
 class LossTerms(NamedTuple):
@@ -89,6 +85,8 @@ class Transformer(nn.Module):
         if not config.tie_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cross_entropy = cross_entropy_sum
+        self.sequence_shards = 1
+        """Ranks over which the sequence is divided between blocks (sequence parallelism)."""
         self._tied_head: Tensor | None = None
 
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -105,13 +103,19 @@ class Transformer(nn.Module):
         return LossTerms(ce_sum, num_targets, *self.router_losses(routings))
 
     def run_blocks(
-        self, x: Tensor, document_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        document_ids: Tensor | None = None,
+        layers: Collection[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """x [B, S, D] through all blocks that are here, with what their routers said."""
-        rope = self.rotary(x.shape[1], x.device)
+        """x [B, S, D] through the blocks of these layers (None: all that are here), with what
+        their routers said."""
+        rope = self.rotary(x.shape[1] * self.sequence_shards, x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
-        for block in self.blocks.values():
+        for number, block in self.blocks.items():
+            if layers is not None and int(number) not in layers:
+                continue
             x, routing = block(x, rope, documents)
             if routing is not None:
                 routings.append(routing)
@@ -119,7 +123,9 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., D] from the last block -> [..., V]."""
-        x = self.final_norm(x)
+        return self._head(self.final_norm(x))
+
+    def _head(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)
         weight = self.embed.weight
@@ -131,7 +137,8 @@ class Transformer(nn.Module):
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
         """Cross-entropy of x [B, S, D] from the last block, summed, and its number of targets."""
         targets = tokens[:, 1:].flatten()
-        logits = self.logits(x[:, :-1].flatten(0, 1))
+        x = self.final_norm(x)  # before the cut: its result may be gathered along the sequence
+        logits = self._head(x[:, :-1].flatten(0, 1))
         return self.cross_entropy(logits, targets), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,12 +148,9 @@ class Transformer(nn.Module):
         if not routings:
             zero = torch.zeros((), device=self._device())
             return zero, zero, torch.zeros(0, 0, dtype=torch.int64, device=self._device())
-        if self.config.aux_loss_form == "hf":
-            aux = hf_load_balancing_loss(routings, self.config.num_experts_per_tok)
-        else:
-            aux = load_balancing_loss(routings, layers)
-        counts = torch.stack([F.pad(r.counts, (0, max(experts) - len(r.counts))) for r in routings])
-        return aux, z_loss(routings, layers), counts
+        aux, z, counts = layer_losses(self.config, routings)
+        padded = [F.pad(one, (0, max(experts) - len(one))) for one in counts]
+        return aux.sum() / layers, z.sum() / layers, torch.stack(padded)
 
     def compile_blocks(self) -> None:
         """Let torch.compile make each block's passes, as one graph without breaks, at their first
@@ -161,7 +165,7 @@ class Transformer(nn.Module):
         (CONTRACT.md, "Deterministic mode"). Call it once the weights have their place; casting and
         moving the model afterwards keeps it. Whoever clears or reduces gradients minds `tied_uses`.
         """
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -25,13 +25,14 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
-def first_nonfinite_module(model: nn.Module, batch: tuple[Tensor | None, ...]) -> str | None:
-    """The innermost module that first gives a non-finite output in `model.losses(*batch)`."""
+def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
+    """The innermost module that, while `run` runs, first makes a non-finite output of finite
+    inputs."""
     found: list[str] = []
 
     def watch(name: str):
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if not found and not all(bool(torch.isfinite(t).all()) for t in _floats(output)):
+            if not found and not _all_finite(output) and _all_finite(inputs):
                 found.append(name)
 
         return hook
@@ -39,30 +40,11 @@ def first_nonfinite_module(model: nn.Module, batch: tuple[Tensor | None, ...]) -
     handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
     try:
         with torch.no_grad():
-            model.losses(*batch)
+            run()
     finally:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
-
-
-def diagnose(
-    model: nn.Module,
-    parameters: dict[str, Tensor],
-    gradients: dict[str, Tensor],
-    batches: Sequence[tuple[Tensor | None, ...]],
-) -> str:
-    """One clause that says where on this rank the trouble began: parameter, layer or gradient.
-
-    `batches` are the microbatches (tokens, ids) of the step so far; they are run forward again.
-    """
-    if name := first_nonfinite(parameters.items()):
-        return f"parameter {name} is non-finite"
-    if name := next(filter(None, (first_nonfinite_module(model, b) for b in batches)), None):
-        return f"the output of layer {name} is non-finite"
-    if name := first_nonfinite(reversed(list(gradients.items()))):
-        return f"the gradient of {name} is non-finite, although the forward pass is finite"
-    return "the values are finite when computed again, which points to the hardware"
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str) -> None:
@@ -72,6 +54,10 @@ def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str) -> N
         log_dir / f"nonfinite-rank{rank}.json",
         {"rank": rank, "step": step, "host": host, "what": text},
     )
+
+
+def _all_finite(value: object) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(value))
 
 
 def _floats(output: object) -> list[Tensor]:

@@ -13,20 +13,23 @@ from optimus import platform
 from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
+from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world
 from optimus.errors import Stopped
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
-from optimus.model.transformer import Transformer
+from optimus.model.init import initialise_
 from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
-from optimus.train.save import SaveAndLoad, check_saves, first_weights
+from optimus.train.save import SaveAndLoad, check_saves
+from optimus.train.shard import Shard, uncompiled
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
-from optimus.train.update import Updater, UpdateResult, uncompiled
+from optimus.train.update import Updater, UpdateResult
+from optimus.train.whole import WholeModel
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -79,22 +82,32 @@ class Run:
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
         self.directory = directory
-        with world.device:
-            self.model = Transformer(config.model)
-        if world.is_first:
-            first_weights(config, flight, self.model)
+        self.groups = join_groups(flight.mesh, world)
+        self.shard = Shard(config, self.groups, flight.plan, world.device)
+        self.model, layout = self.shard.model, self.shard.layout
+        if flight.start.path is None:
+            initialise_(self.model, config.train.seed, layout.placements)
         dtype = platform.dtype_of(config.train.dtype)
-        compiled = config.train.compile
-        self.states = ModelStates(self.model, dtype, config.optim, world.size, compiled)
-        self.saves = SaveAndLoad(config, world, flight, self.states)
+        self.states = ModelStates(
+            self.model,
+            dtype,
+            config.optim,
+            self.shard.home_of,
+            self.groups.model,
+            compiled=config.train.compile,
+        )
+        whole = WholeModel(config, layout, self.groups)
+        self.saves = SaveAndLoad(config, world, flight, self.states, whole)
         self.saves.load()
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
             self.peak_flops = self._find_peak()
-        if compiled:
+        if config.train.compile:
             self.model.compile_blocks()
-        self.updater = Updater(config, world, self.model, self.states, flight.plan)
+        self.updater = Updater(
+            config, self.groups, self.shard, self.states, flight.plan, world.device
+        )
         self.loader = Loader(
             flight.dataset,
             flight.plan.instances,
@@ -144,14 +157,14 @@ class Run:
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
             return
-        group, device = self.world.everyone, self.world.device
         with uncompiled(self.config):
             held_out = held_out_loss(
-                self.model,
+                self.shard.cross_entropies,
                 dataset,
                 train.microbatch_size,
-                group,
-                device,
+                self.groups.everyone,
+                self.groups.data.rank,
+                self.groups.data.size,
                 train.eval_instances,
                 self.config.data.document_mask,
             )

@@ -18,6 +18,8 @@ from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
 from optimus.model.identity import FREE_IN_LOGITS, experts_setting
+from optimus.parallel.divisible import check_divisible
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
 
 FROZEN = (
@@ -67,7 +69,10 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     mesh = make_mesh(
         world_size, config.parallel.pp, config.parallel.dp, config.parallel.ep, config.parallel.tp
     )
+    check_divisible(config, mesh)
     plan = plan_batch(config, mesh.num_data_ranks)
+    schedule_of(config, mesh, plan.microbatches_per_rank)
+    plan_stages(config, mesh.pp)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),

@@ -1,45 +1,44 @@
 """Adding up the gradients of all data ranks: fast, or in an order that no layout changes.
 
-The loss carries the global scale (CONTRACT.md, "Ranks"), so both are pure sums.
+The loss carries the global scale (CONTRACT.md, "Ranks"), so both are pure sums. The pipeline calls
+`after(stage, microbatch)` where its schedule says REDUCE_GRAD, and `finish` before the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from optimus.dist.collectives import Group, all_gather, all_reduce_sum, all_to_all
-from optimus.train.states import ModelStates
+from optimus.dist.collectives import all_gather, all_reduce_sum, all_to_all
+from optimus.train.states import ModelStates, Section
 
 _BLOCK = 1 << 24
 
-Check = Callable[[], None]
-"""Called before gradients leave the rank: raises if any rank holds a non-finite one."""
-
 
 class FastReduction:
-    """Microbatches accumulate locally; one all-reduce at the end of the step."""
+    """Microbatches accumulate locally; one all-reduce of a stage's gradients after its last."""
 
-    def __init__(self, states: ModelStates, group: Group, dtype: torch.dtype, check: Check) -> None:
-        self._states, self._group, self._dtype, self._check = states, group, dtype, check
+    each_microbatch = False
+    """Whether REDUCE_GRAD stands behind every microbatch or only behind a stage's last."""
+
+    def __init__(self, states: ModelStates, dtype: torch.dtype) -> None:
+        self._states, self._dtype = states, dtype
 
     def start(self) -> None:
         self._states.grads.zero_()
 
-    def after_microbatch(self) -> None:
-        pass
+    def after(self, stage: int) -> None:
+        self._states.check_gradients_in_place()
+        for section in _of_stage(self._states, stage):
+            if section.group.size == 1:
+                continue
+            for block in self._states.grads[section.start : section.end].split(_BLOCK):
+                travelling = block.to(self._dtype)
+                all_reduce_sum(travelling, section.group)
+                if travelling is not block:
+                    block.copy_(travelling)
 
     def finish(self) -> None:
-        self._states.check_gradients_in_place()
-        self._check()
-        if self._group.size == 1:
-            return
-        for block in self._states.grads.split(_BLOCK):
-            travelling = block.to(self._dtype)
-            all_reduce_sum(travelling, self._group)
-            if travelling is not block:
-                block.copy_(travelling)
+        _add_partial(self._states)
 
 
 class OrderedReduction:
@@ -50,34 +49,60 @@ class OrderedReduction:
     Peak extra memory: two buffers of G elements.
     """
 
-    def __init__(self, states: ModelStates, group: Group, check: Check) -> None:
-        assert states.grads.numel() % group.size == 0
-        self._states, self._group, self._check = states, group, check
+    each_microbatch = True
+
+    def __init__(self, states: ModelStates) -> None:
+        self._states = states
         self._microbatch = torch.zeros_like(states.grads)
         self._received = torch.empty_like(states.grads)
-        self._sum = torch.zeros_like(states.grads[: states.grads.numel() // group.size])
+        self._sums = {
+            section: torch.zeros_like(self._own(section, states.grads))
+            for section in states.sections
+        }
         states.accumulate_into(self._microbatch)
 
     def start(self) -> None:
-        self._sum.zero_()
         self._microbatch.zero_()
+        for total in self._sums.values():
+            total.zero_()
 
-    def after_microbatch(self) -> None:
+    def after(self, stage: int) -> None:
         self._states.check_gradients_in_place()
-        self._check()
-        all_to_all(self._received, self._microbatch, self._group)
-        for contribution in self._received.chunk(self._group.size):
-            self._sum.add_(contribution)
-        self._microbatch.zero_()
+        for section in _of_stage(self._states, stage):
+            sent = self._microbatch[section.start : section.end]
+            received = self._received[section.start : section.end]
+            all_to_all(received, sent, section.group)
+            for contribution in received.chunk(section.group.size):
+                self._sums[section].add_(contribution)
+            sent.zero_()
 
     def finish(self) -> None:
-        all_gather(self._states.grads, self._sum, self._group)
+        for section, total in self._sums.items():
+            all_gather(self._states.grads[section.start : section.end], total, section.group)
+        _add_partial(self._states)
+
+    @staticmethod
+    def _own(section: Section, flat: torch.Tensor) -> torch.Tensor:
+        """As much of `flat` as one rank adds up of a section."""
+        size = (section.end - section.start) // section.group.size
+        return flat[section.start : section.start + size]
 
 
 def make_reduction(
-    states: ModelStates, group: Group, deterministic: bool, dtype: torch.dtype, check: Check
+    states: ModelStates, deterministic: bool, dtype: torch.dtype
 ) -> FastReduction | OrderedReduction:
-    """The reduction that the mode asks for; on one rank both are plain accumulation."""
-    if deterministic and group.size > 1:
-        return OrderedReduction(states, group, check)
-    return FastReduction(states, group, dtype, check)
+    """The reduction that the mode asks for; where nobody else adds, both are plain accumulation."""
+    alone = all(section.group.size == 1 for section in states.sections)
+    if deterministic and not alone:
+        return OrderedReduction(states)
+    return FastReduction(states, dtype)
+
+
+def _add_partial(states: ModelStates) -> None:
+    """Complete gradients of which each tensor-parallel rank has a part."""
+    for section in states.sections:
+        all_reduce_sum(states.grads[section.start : section.end], section.partial_over)
+
+
+def _of_stage(states: ModelStates, stage: int) -> list[Section]:
+    return [section for section in states.sections if section.stage == stage]

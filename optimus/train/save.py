@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor
 
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
-from optimus.checkpoint.tensors import MODEL, OPTIMIZER, moments, read_tensors, share, write_tensors
+from optimus.checkpoint.tensors import (
+    MODEL,
+    OPTIMIZER,
+    check_tensors,
+    moments,
+    open_tensors,
+    write_tensors,
+)
 from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
 from optimus.config import Config, dump_toml
 from optimus.dist.world import World
 from optimus.errors import NonFiniteError
 from optimus.model.hf import config_to_hf, write_hf
-from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
 from optimus.resilience import guards
 from optimus.train.preflight import Preflight
 from optimus.train.states import ModelStates
+from optimus.train.whole import WholeModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _nothing(name: str) -> Tensor:
+    raise AssertionError(f"only the first rank reads {name}")
 
 
 def check_saves(config: Config, flight: Preflight) -> None:
@@ -32,40 +48,53 @@ def check_saves(config: Config, flight: Preflight) -> None:
         config_to_hf(config.model, "bfloat16")
 
 
-def first_weights(config: Config, flight: Preflight, model: nn.Module) -> None:
-    """On the first rank, before states exist: initial weights, or those that the start names."""
-    if flight.start.path is None:
-        initialise_(model, config.train.seed)
-    elif flight.start.full is None:
-        load_weights(model, flight.start.path)
-
-
 class SaveAndLoad:
-    """The run's checkpoints, written by the first rank and read by it alone."""
+    """The run's checkpoints: whole tensors, written by the first rank and read by it alone."""
 
     def __init__(
-        self, config: Config, world: World, flight: Preflight, states: ModelStates
+        self,
+        config: Config,
+        world: World,
+        flight: Preflight,
+        states: ModelStates,
+        whole: WholeModel,
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
+        self._whole = whole
 
     def load(self) -> None:
-        """Fill the states of every rank: one rank reads, the others receive."""
+        """Fill the states of every rank from where the run starts: one rank reads, all receive.
+
+        Without a start the states keep what they were made with.
+        """
         states, start = self._states, self._flight.start
-        shared = [states.masters]
+        masters = states.named(states.masters)
         if start.full is not None:
-            shared += [states.exp_avg, states.exp_avg_sq]
+            path = start.full.path
             states.num_updates = start.full.updates
+            self._spread_file(path / MODEL, masters)
+            for kind in MOMENTS:
+                self._spread_file(path / OPTIMIZER, states.named(getattr(states, kind)), f"{kind}.")
+        elif start.path is not None:
+            weights = {}
             if self._world.is_first:
-                self._read(start.full.path)
-        share(shared, self._world.everyone)
+                model = Transformer(self._config.model)
+                load_weights(model, start.path)
+                weights = {name: p.detach() for name, p in model.named_parameters()}
+            self._whole.spread(masters, weights.__getitem__)
         states.publish()
 
-    def _read(self, path: Path) -> None:
-        states = self._states
-        read_tensors(path / MODEL, states.named(states.masters))
-        both = moments(states.named(states.exp_avg), "exp_avg")
-        both |= moments(states.named(states.exp_avg_sq), "exp_avg_sq")
-        read_tensors(path / OPTIMIZER, both)
+    def _spread_file(self, path: Path, local: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Give every rank its parts of the tensors in a file, whose names begin with `prefix`."""
+        if not self._world.is_first:
+            self._whole.spread(local, _nothing)
+            return
+        expected = self._whole.meta()
+        if prefix:
+            expected = {f"{kind}.{n}": t for kind in MOMENTS for n, t in expected.items()}
+        check_tensors(path, expected)
+        with open_tensors(path) as file:
+            self._whole.spread(local, lambda name: file.get_tensor(prefix + name))
 
     def after(self, step: int, last: bool) -> None:
         """Save what is due after `step`; the last step of a run always leaves a full checkpoint."""
@@ -74,12 +103,23 @@ class SaveAndLoad:
         full = last or (settings.interval and step % settings.interval == 0)
         if model or full:
             self._refuse_nonfinite(step)
+        if not (model or full):
+            return
+        states = self._states
+        weights = self._whole.gather(states.named(states.masters))
+        both = {}
+        if full:
+            for kind in MOMENTS:
+                both |= moments(self._whole.gather(states.named(getattr(states, kind))), kind)
         if not self._world.is_first:
             return
+        run_dir = self._config.train.run_dir
         if model:
-            self._save(step, "model", manager.model_path(self._config.train.run_dir, step))
+            write = partial(self._write_model, weights)
+            self._save(step, "model", manager.model_path(run_dir, step), write)
         if full:
-            self._save(step, "full", manager.full_path(self._config.train.run_dir, step))
+            write = partial(self._write_full, weights, both)
+            self._save(step, "full", manager.full_path(run_dir, step), write)
         manager.forget_old(self._config.train.run_dir, settings.keep_models)
 
     def _refuse_nonfinite(self, step: int) -> None:
@@ -99,11 +139,11 @@ class SaveAndLoad:
                     on_every_rank=True,
                 )
 
-    def _save(self, step: int, kind: str, path: Path) -> None:
+    def _save(self, step: int, kind: str, path: Path, write: Callable[[Path], None]) -> None:
         flight = self._flight
         seal(
             path,
-            self._write_full if kind == "full" else self._write_model,
+            write,
             kind=kind,
             step=step,
             tokens=flight.tokens_after(step),
@@ -112,17 +152,14 @@ class SaveAndLoad:
             settings=flight.settings,
         )
 
-    def _write_full(self, directory: Path) -> None:
-        states = self._states
-        write_tensors(directory / MODEL, states.named(states.masters))
-        both = moments(states.named(states.exp_avg), "exp_avg")
-        both |= moments(states.named(states.exp_avg_sq), "exp_avg_sq")
+    def _write_full(
+        self, weights: Mapping[str, Tensor], both: Mapping[str, Tensor], directory: Path
+    ) -> None:
+        write_tensors(directory / MODEL, weights)
         write_tensors(directory / OPTIMIZER, both)
         self._write_companions(directory)
 
-    def _write_model(self, directory: Path) -> None:
-        states = self._states
-        weights = states.named(states.masters)
+    def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         write_hf(directory, self._config.model, weights, "bf16")
         self._write_companions(directory)
 

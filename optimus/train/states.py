@@ -8,12 +8,14 @@ formula for a tail shorter than its vectors; so alignment is part of exactness, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from optimus.config import OptimConfig
+from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_max
 
 ALIGNMENT = 16
 _NORM_BLOCK = 4096
@@ -37,13 +39,37 @@ class Slot:
         return flat[self.offset : self.end].view(self.shape)
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter's gradient belongs: its pipeline stage, the ranks that add it up, and
+    whether this rank's copy is the one that counts in the norm."""
+
+    stage: int = 0
+    sum_group: Group = ALONE
+    partial_over: Group = ALONE
+    """Ranks whose gradients are parts of one besides: tensor-parallel ones, of some norms."""
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of the gradient buffer that is ready with one stage and added over one group. Its length
+    is a multiple of 16 elements for each rank of the group."""
+
+    stage: int
+    group: Group
+    partial_over: Group
+    start: int
+    end: int
+
+
 class ModelStates:
     """Owns the flat buffers and makes the model's parameters and gradients views of them.
 
     `masters` [P] fp32; `params` [P] in the training dtype (the masters themselves in fp32);
     `exp_avg`, `exp_avg_sq` [P] fp32; `grads` [G] fp32 holds a slot per parameter and, behind them,
-    one per further use of a tied one (CONTRACT.md: one accumulator per use). G is a multiple of
-    16 * `num_shards`.
+    one per further use of a tied one (CONTRACT.md: one accumulator per use). `sections` divide
+    [0, G) by stage and by the group that adds.
     """
 
     def __init__(
@@ -51,14 +77,19 @@ class ModelStates:
         model: nn.Module,
         dtype: torch.dtype,
         optim: OptimConfig,
-        num_shards: int = 1,
+        home_of: Callable[[str], Home] = lambda name: Home(),
+        model_group: Group = ALONE,
         compiled: bool = False,
     ) -> None:
-        """`compiled`: torch.compile will trace the model; it takes no parameter whose gradient is
-        of another dtype, so that each is widened in a hook as on older torch."""
+        """`home_of` is asked for every parameter and further use by name. `model_group` holds one
+        whole model, over which the gradient norm is joined. `compiled`: torch.compile will trace
+        the model; it takes no parameter whose gradient is of another dtype, so that each is widened
+        in a hook as on older torch."""
         named = dict(model.named_parameters())
-        self.slots = _lay_out({name: p.shape for name, p in named.items()}, 0)
-        size = _round_up(self.slots[-1].end, ALIGNMENT)
+        self._home_of, self._model_group = home_of, model_group
+        shapes = {name: p.shape for name, p in named.items()}
+        self.slots, self.sections = _lay_out(shapes, home_of, 0)
+        size = self.sections[-1].end
         device = next(iter(named.values())).device
         self.masters = torch.zeros(size, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(2))
@@ -71,14 +102,13 @@ class ModelStates:
         model.separate_tied_uses()
         aliases = model.tied_uses()
         owners = {p.data_ptr(): name for name, p in named.items()}
+        tied, tied_sections = _lay_out({n: a.shape for n, a in aliases.items()}, home_of, size)
         self.tied_slots = [
             Slot(slot.name, owners[aliases[slot.name].data_ptr()], slot.shape, slot.offset)
-            for slot in _lay_out({name: alias.shape for name, alias in aliases.items()}, size)
+            for slot in tied
         ]
-        end = max([size, *(slot.end for slot in self.tied_slots)])
-        self.grads = torch.zeros(
-            _round_up(end, ALIGNMENT * num_shards), dtype=torch.float32, device=device
-        )
+        self.sections += tied_sections
+        self.grads = torch.zeros(self.sections[-1].end, dtype=torch.float32, device=device)
         self._leaves = {**named, **aliases}
         self._accumulates_natively = dtype is torch.float32 or (_WIDENS_NATIVELY and not compiled)
         if not self._accumulates_natively:
@@ -89,7 +119,7 @@ class ModelStates:
 
     def _make_optimizer(self, optim: OptimConfig) -> torch.optim.AdamW:
         whole = nn.Parameter(self.masters)
-        whole.grad = self.grads[: self.masters.numel()]
+        whole.grad = self.grads[: self.masters.numel()]  # what tied uses add lies behind
         optimizer = torch.optim.AdamW(
             [whole],
             lr=optim.lr,
@@ -146,13 +176,29 @@ class ModelStates:
         """The global 2-norm of the gradients: fixed blocks of each parameter, joined exactly.
 
         The partition depends on the parameter alone and `math.fsum` on no order at all, so the
-        bits do not depend on how parameters are spread over stages or buffers.
+        bits do not depend on how parameters are spread over stages or buffers. What several ranks
+        hold counts once.
         """
-        flats = [self.grads[slot.offset : slot.end] for slot in self.slots]
-        total = math.fsum(torch.stack([_sum_of_squares(flat) for flat in flats]).tolist())
+        counted = [slot for slot in self.slots if self._home_of(slot.name).counts]
+        flats = [self.grads[slot.offset : slot.end] for slot in counted]
+        total = math.fsum(self._from_all([_sum_of_squares(flat) for flat in flats]))
         if not math.isfinite(total):  # squares beyond fp32, although each gradient may be finite
-            total = math.fsum(float(flat.double().square().sum()) for flat in flats)
+            total = math.fsum(self._from_all([flat.double().square().sum() for flat in flats]))
         return math.sqrt(total)
+
+    def _from_all(self, own: list[Tensor]) -> list[float]:
+        """The fp64 scalars of all ranks that together hold one model."""
+        group = self._model_group
+        if group.size == 1:
+            return torch.stack(own).tolist()
+        device = self.grads.device
+        longest = torch.tensor([len(own)], device=device)
+        all_reduce_max(longest, group)
+        padded = torch.zeros(int(longest), dtype=torch.float64, device=device)
+        padded[: len(own)] = torch.stack(own) if own else 0.0
+        every = padded.new_empty(group.size * len(padded))
+        all_gather(every, padded, group)
+        return every.tolist()
 
     def scale_grads(self, factor: float) -> None:
         """Multiply all gradients, for clipping."""
@@ -187,12 +233,25 @@ class ModelStates:
         return {slot.name: slot.view(flat) for slot in self.slots}
 
 
-def _lay_out(shapes: dict[str, torch.Size], start: int) -> list[Slot]:
-    slots, offset = [], start
-    for name, shape in shapes.items():
-        slots.append(Slot(name, name, shape, offset))
-        offset = _round_up(offset + shape.numel(), ALIGNMENT)
-    return slots
+def _lay_out(
+    shapes: dict[str, torch.Size], home_of: Callable[[str], Home], start: int
+) -> tuple[list[Slot], list[Section]]:
+    """Slots one behind the other, those of one stage and group together; from `start` on."""
+    together: dict[tuple[int, Group, Group], list[str]] = {}
+    for name in shapes:
+        home = home_of(name)
+        key = (home.stage, home.sum_group, home.partial_over)
+        together.setdefault(key, []).append(name)
+    slots, sections, offset = [], [], start
+    for key in sorted(together, key=lambda key: key[0]):
+        stage, group, partial_over = key
+        first = offset
+        for name in together[key]:
+            slots.append(Slot(name, name, shapes[name], offset))
+            offset = _round_up(offset + shapes[name].numel(), ALIGNMENT)
+        offset = first + _round_up(offset - first, ALIGNMENT * group.size)
+        sections.append(Section(stage, group, partial_over, first, offset))
+    return slots, sections
 
 
 def _round_up(number: int, multiple: int) -> int:

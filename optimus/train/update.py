@@ -1,25 +1,26 @@
-"""One update: forward and backward over the microbatches, reduction, clipping, AdamW."""
+"""One update: the pipeline's schedule, then clipping and AdamW."""
 
 from __future__ import annotations
 
 import math
-import socket
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_gather, all_gather_objects, all_reduce_max, all_reduce_sum
-from optimus.dist.world import World
+from optimus.dist.collectives import all_reduce_sum
+from optimus.dist.exact import exact_sums
+from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
-from optimus.resilience import guards
+from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan
+from optimus.train.nonfinite import Watch
 from optimus.train.reduce import make_reduction
 from optimus.train.schedule import clips_at, learning_rate
+from optimus.train.shard import Shard
 from optimus.train.states import ModelStates
 
 
@@ -37,69 +38,63 @@ class UpdateResult:
     """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
 
 
-def uncompiled(config: Config) -> AbstractContextManager:
-    """Within it compiled blocks run as written: only updates are worth code of their own, while an
-    evaluation's last batch or a growing sample would be compiled anew for each shape."""
-    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
-
-
 class Updater:
     """Carries a model from one update to the next."""
 
     def __init__(
-        self, config: Config, world: World, model: nn.Module, states: ModelStates, plan: BatchPlan
+        self,
+        config: Config,
+        groups: Groups,
+        shard: Shard,
+        states: ModelStates,
+        plan: BatchPlan,
+        device: torch.device,
     ) -> None:
-        self._config, self._world, self._model, self._plan = config, world, model, plan
-        self._states = states
-        reduce_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        self._config, self._groups, self._plan, self._device = config, groups, plan, device
+        self._shard, self._states = shard, states
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         self._reduction = make_reduction(
-            states,
-            world.everyone,
-            config.train.deterministic,
-            reduce_dtype[config.optim.grad_reduce_dtype],
-            self._raise_if_nonfinite,
+            states, config.train.deterministic, dtypes[config.optim.grad_reduce_dtype]
         )
-        self._step = 0
-        self._seen: list[Microbatch] = []
-        self._losses: list[Tensor] = []
+        self._watch = Watch(config, groups, shard, states)
+        self._norm = 0.0
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
         """Do update `step` on this rank's `microbatches`.
 
-        Raises NonFiniteError on every rank, before anything is reduced, if any rank's loss or
-        gradient is not finite.
+        Raises NonFiniteError on every rank, before masters change, if any rank's loss or gradient
+        is not finite.
         """
-        self._step, self._losses, self._seen = step, [], []
-        self._reduction.start()
-        expert_rows = []
-        for microbatch in microbatches:
-            expert_rows.append(self._forward_backward(microbatch))
-            self._reduction.after_microbatch()
-        self._reduction.finish()
-        self._states.add_tied_uses()
-        norm = self._clip(step)
+        own = self._shard.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
-        self._states.update(lr)
-        loss, aux_loss, z_loss = self._mean_losses()
-        rows = torch.stack(expert_rows).sum(0)
-        if rows.numel():
-            all_reduce_sum(rows, self._world.everyone)
-        return UpdateResult(step, loss, aux_loss, z_loss, norm, lr, rows)
+        self._watch.start(step)
+        self._reduction.start()
+        terms = self._shard.executor.run(own, self._reduce, self._make_update(step, own, lr))
+        return self._result(step, terms, lr)
 
-    def _forward_backward(self, microbatch: Microbatch) -> Tensor:
-        """Add this microbatch's gradients of the objective; return its expert rows [L, E]."""
-        # Document ids stay on the host: the model wants their lengths there.
-        microbatch = microbatch._replace(tokens=microbatch.tokens.to(self._world.device))
-        self._seen.append(microbatch)
-        terms = self._model.losses(*microbatch)
-        model, count = self._config.model, self._plan.num_microbatches
-        objective = terms.ce_sum / self._plan.targets
-        if model.num_experts:
-            objective = objective + (model.aux_loss_coef / count) * terms.aux
-            objective = objective + (model.z_loss_coef / count) * terms.z
-        objective.backward()
-        self._losses.append(torch.stack([terms.ce_sum, terms.aux, terms.z]).detach().float())
-        return terms.expert_counts
+    def _reduce(self, stage: int, microbatch: int) -> None:
+        """REDUCE_GRAD: what this rank adds is looked at first, as a sum hides whose NaN it is."""
+        self._watch.look_at_gradients(stage)
+        self._reduction.after(stage)
+
+    def _make_update(self, step: int, own: list[Microbatch], lr: float) -> Callable[[], None]:
+        """OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
+
+        def opt_step() -> None:
+            self._watch.agree(own)
+            self._reduction.finish()
+            self._states.add_tied_uses()
+            self._add_far_use()
+            self._norm = self._clip(step)
+            self._states.update(lr)
+
+        return opt_step
+
+    def _add_far_use(self) -> None:
+        """Tied embeddings with their uses on two stages: both then hold the sum."""
+        if self._config.model.tie_embeddings and self._groups.ends.size > 1:
+            embedding = self._states.named(self._states.grads)["embed.weight"]
+            all_reduce_sum(embedding, self._groups.ends)
 
     def _clip(self, step: int) -> float:
         """The gradient norm before clipping; scales the gradients where it is too large."""
@@ -115,41 +110,38 @@ class Updater:
             self._states.scale_grads(limit / norm)
         return norm
 
-    def _mean_losses(self) -> tuple[float, float, float]:
-        """Global means, from every microbatch's own fp32 sums joined exactly, in no order."""
-        own = torch.stack(self._losses)
-        every = own.new_empty(self._plan.num_microbatches, 3)
-        all_gather(every, own, self._world.everyone)
-        ce_sums, auxes, zs = every.T.tolist()
-        count = self._plan.num_microbatches
-        return (
-            math.fsum(ce_sums) / self._plan.targets,
-            math.fsum(auxes) / count,
-            math.fsum(zs) / count,
-        )
+    def _result(self, step: int, terms: dict[tuple[int, int], Terms], lr: float) -> UpdateResult:
+        """Means over the global batch, from every stage's and microbatch's own fp32 sums."""
+        counted = list(terms.values()) if self._groups.place.tp == 0 else []
+        empty = torch.zeros(0, device=self._device)
 
-    def _raise_if_nonfinite(self) -> None:
-        """Agree whether any rank has trouble; then every rank raises the same message."""
-        losses_finite = math.isfinite(float(torch.stack(self._losses).sum()))
-        trouble = not (losses_finite and guards.is_finite(self._states.target))
-        flag = torch.tensor([int(trouble)], device=self._world.device)
-        all_reduce_max(flag, self._world.everyone)
-        if not flag.item():
-            return
-        clause = self._diagnose() if trouble else None
-        clauses = [c for c in all_gather_objects(clause, self._world.everyone) if c]
-        more = f" (and {len(clauses) - 1} more ranks)" if len(clauses) > 1 else ""
-        raise NonFiniteError(clauses[0] + more, on_every_rank=True)
+        def joined(values: list[Tensor]) -> Tensor:
+            return torch.cat([value.reshape(-1) for value in values]) if values else empty
 
-    def _diagnose(self) -> str:
-        states, host = self._states, socket.gethostname()
-        with uncompiled(self._config):
-            what = guards.diagnose(
-                self._model, states.named(states.params), states.named_gradients(), self._seen
-            )
-        clause = (
-            f"non-finite values on rank {self._world.rank} ({host}) at step {self._step}: {what}"
+        ce_sum, aux, z = exact_sums(
+            [
+                joined([one.ce_sum for one in counted if one.ce_sum is not None]),
+                joined([one.aux for one in counted]),
+                joined([one.z for one in counted]),
+            ],
+            self._groups.everyone,
         )
-        log_dir = Path(self._config.train.run_dir) / "log"
-        guards.write_marker(log_dir, self._world.rank, self._step, what, host)
-        return clause
+        count = self._plan.num_microbatches * max(1, len(self._config.model.sparse_layers))
+        rows = self._expert_rows(terms)
+        loss = ce_sum / self._plan.targets
+        return UpdateResult(step, loss, aux / count, z / count, self._norm, lr, rows)
+
+    def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
+        model = self._config.model
+        sparse = model.sparse_layers
+        if not sparse:
+            return torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+        shape = len(sparse), max(model.experts_by_layer)
+        rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        if self._groups.place.tp == 0:
+            for (stage, _), one in terms.items():
+                here = [layer for layer in self._shard.layout.layers[stage] if layer in sparse]
+                for layer, counts in zip(here, one.counts, strict=True):
+                    rows[sparse.index(layer), : len(counts)] += counts
+        all_reduce_sum(rows, self._groups.everyone)
+        return rows

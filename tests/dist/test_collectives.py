@@ -77,4 +77,4 @@ def test_a_dead_peer_is_named_as_such(ranks):
     with pytest.raises(RanksFailed) as failed:
         ranks(2, wait_for_a_dead_peer)
     word = failed.value.outcomes[0].value()
-    assert word.startswith("LostPeerError: all_reduce_sum did not complete")
+    assert word.startswith("LostPeerError: all_reduce_sum over all ranks did not complete")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from optimus.dist.mesh import Mesh, make_mesh
+from optimus.dist.mesh import AXES, Mesh, Place, make_mesh
 from optimus.errors import ConfigError
 
 
@@ -23,3 +25,33 @@ def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
         make_mesh(2, pp=1, dp=3, ep=1, tp=1)
     with pytest.raises(ConfigError, match=r"does not divide the world of 6 ranks; start 8"):
         make_mesh(6, pp=2, dp=0, ep=2, tp=1)
+
+
+def test_places_count_tp_first_and_pp_last():
+    mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
+    places = [Place(*p) for p in itertools.product(range(2), range(3), range(2), range(2))]
+    assert [mesh.place(rank) for rank in range(mesh.world_size)] == places
+    assert [mesh.rank_at(place) for place in places] == list(range(mesh.world_size))
+
+
+@pytest.mark.parametrize(
+    "axes", [c for n in range(5) for c in itertools.combinations(AXES, n)], ids="-".join
+)
+def test_groups_are_those_of_brute_force(axes):
+    mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
+
+    def together(a, b):
+        one, other = mesh.place(a), mesh.place(b)
+        return all(getattr(one, x) == getattr(other, x) for x in AXES if x not in axes)
+
+    world = range(mesh.world_size)
+    for rank in world:
+        assert list(mesh.group_of(rank, axes)) == [b for b in world if together(rank, b)]
+    groups = mesh.partition(axes)
+    assert sorted(rank for group in groups for rank in group) == list(world)
+
+
+def test_number_within_the_data_group_is_the_data_rank():
+    mesh = Mesh(pp=2, dp=3, ep=4, tp=2)
+    for rank in range(mesh.world_size):
+        assert mesh.group_of(rank, ("dp", "ep")).index(rank) == mesh.data_rank(rank)

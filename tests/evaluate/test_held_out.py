@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from optimus.data.dataset import TokenDataset
-from optimus.dist.collectives import Group
-from optimus.evaluate.held_out import held_out_loss
+from optimus.dist.collectives import ALONE
+from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_config
@@ -21,7 +21,7 @@ def test_it_is_the_mean_over_exactly_the_asked_instances(tiny_data, instances, b
         tokens = torch.from_numpy(dataset.read(0, count))
         logits = model(tokens)[:, :-1].flatten(0, 1)
         direct = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-    cpu = torch.device("cpu")
-    result = held_out_loss(model, dataset, batch, Group(1, 0), cpu, instances)
+    run = by_model(model, torch.device("cpu"))
+    result = held_out_loss(run, dataset, batch, ALONE, max_instances=instances)
     assert result.loss == pytest.approx(float(direct), abs=1e-6)
     assert result.tokens == count * dataset.context

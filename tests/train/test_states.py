@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
 import torch
 
 from optimus.config import OptimConfig
+from optimus.dist.collectives import Group
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train import states as states_module
-from optimus.train.states import ALIGNMENT, ModelStates
+from optimus.train.states import ALIGNMENT, Home, ModelStates
 from tests.helpers.tiny import tiny_config
 
 OPTIM = OptimConfig(lr=1e-2, min_lr=0.0, weight_decay=0.1)
@@ -41,8 +43,29 @@ def test_parameters_become_aligned_views_with_the_same_values():
 
 @pytest.mark.parametrize("num_shards", [1, 3, 4])
 def test_gradient_buffer_divides_into_aligned_shards(num_shards):
-    states = ModelStates(make_model(), torch.float32, OPTIM, num_shards)
+    home = Home(sum_group=Group(num_shards, 0))
+    states = ModelStates(make_model(), torch.float32, OPTIM, lambda name: home)
+    (section,) = states.sections
+    assert (section.start, section.end) == (0, states.grads.numel())
     assert states.grads.numel() % (ALIGNMENT * num_shards) == 0
+
+
+def test_stages_and_groups_have_sections_of_their_own():
+    pair, alone = Group(2, 0), Group(1, 0)
+
+    def home_of(name: str) -> Home:
+        return Home(int("blocks.1" in name), alone if "experts" in name else pair)
+
+    states = ModelStates(make_model(), torch.float32, OPTIM, home_of)
+    keys = [(section.stage, section.group) for section in states.sections]
+    assert sorted(keys, key=str) == sorted([(s, g) for s in (0, 1) for g in (pair, alone)], key=str)
+    for before, after in itertools.pairwise(states.sections):
+        assert before.end == after.start and before.stage <= after.stage
+    for slot in states.slots:
+        home = home_of(slot.name)
+        (section,) = [s for s in states.sections if s.start <= slot.offset < s.end]
+        assert (section.stage, section.group) == (home.stage, home.sum_group)
+        assert slot.end <= section.end
 
 
 def test_update_equals_torch_adamw_to_the_last_bit():

@@ -7,10 +7,13 @@ import torch
 
 from optimus.config import make_config
 from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
 from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
 from optimus.train.states import ModelStates
 from optimus.train.update import Updater
 from tests.helpers.tiny import VOCAB, tiny_tree
@@ -63,11 +66,13 @@ def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     torch.set_num_threads(1)
     config = make_config(tree)
     world = start_world(device="cpu")
-    model = Transformer(config.model)
-    initialise_(model, 0)
-    states = ModelStates(model, torch.float32, config.optim, world.size)
     plan = plan_batch(config, world.size)
-    updater = Updater(config, world, model, states, plan)
+    groups = join_groups(Mesh(dp=world.size), world)
+    shard = Shard(config, groups, plan, world.device)
+    model = shard.model
+    initialise_(model, 0)
+    states = ModelStates(model, torch.float32, config.optim, shard.home_of, groups.model)
+    updater = Updater(config, groups, shard, states, plan, world.device)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[world.rank :: world.size]]
     result = updater.run(1, own)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

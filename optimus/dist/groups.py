@@ -1,0 +1,73 @@
+"""The process groups of a mesh, as one rank holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as distributed
+
+from optimus.dist.collectives import ALONE, Group
+from optimus.dist.mesh import AXES, Mesh, Place
+from optimus.dist.world import World
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place and its groups; a rank's number in a group counts as ranks do."""
+
+    mesh: Mesh
+    place: Place
+    everyone: Group
+    pp: Group = ALONE
+    dp: Group = ALONE
+    ep: Group = ALONE
+    tp: Group = ALONE
+    data: Group = ALONE
+    """dp x ep: ranks that see different data; the rank within is the data rank."""
+    model: Group = ALONE
+    """pp x ep x tp: ranks that together hold one whole model."""
+    ends: Group = ALONE
+    """The first and the last pipeline stage."""
+
+    def over(self, axes: tuple[str, ...]) -> Group:
+        """The group along some axes, as `optimus.dist.rules` names them, tp apart."""
+        groups = {(): ALONE, ("dp",): self.dp, ("dp", "ep"): self.data, ("tp",): self.tp}
+        return groups[axes]
+
+
+def join_groups(mesh: Mesh, world: World) -> Groups:
+    """Make this rank's groups; every rank of the world calls it. Each rank makes its own alone, so
+    the cost does not grow with the world."""
+    column = mesh.group_of(world.rank, ("pp",))
+    ends = (column[0], column[-1]) if world.rank in (column[0], column[-1]) else (world.rank,)
+    members = {axis: mesh.group_of(world.rank, (axis,)) for axis in AXES}
+    members["data"] = mesh.group_of(world.rank, ("dp", "ep"))
+    members["model"] = mesh.group_of(world.rank, ("pp", "ep", "tp"))
+    members["ends"] = tuple(dict.fromkeys(ends))
+    handles: dict[tuple[int, ...], Any] = {}
+    if world.size > 1:
+        handles[tuple(range(world.size))] = world.everyone.handle
+    for ranks in members.values():  # in the same order on all ranks of a group
+        if len(ranks) > 1 and ranks not in handles:
+            handles[ranks] = _make(ranks, world)
+    groups = {
+        name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _AXES_OF[name])
+        for name, ranks in members.items()
+    }
+    return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
+
+
+_AXES_OF = {axis: axis for axis in AXES} | {
+    "data": "dp x ep",
+    "model": "pp x ep x tp",
+    "ends": "the end stages",
+}
+
+
+def _make(ranks: tuple[int, ...], world: World) -> Any:
+    """A process group that only its own ranks join, with the run's time limit."""
+    return distributed.new_group(
+        list(ranks), timedelta(seconds=world.timeout_s), use_local_synchronization=True
+    )

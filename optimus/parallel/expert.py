@@ -1,0 +1,80 @@
+"""Expert parallelism: experts divided over ep ranks, which see different tokens.
+
+Both dispatchers stand around `Experts`, whose rows may belong to experts that are not held here.
+Dims: T tokens of a rank, D hidden, K experts a token, n ranks, M rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from optimus.dist.collectives import Group, all_to_all
+from optimus.model.moe import Experts
+from optimus.parallel.exchange import (
+    exchange_rows,
+    gather_then_scatter_sum,
+    scatter_sum_then_gather,
+)
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The held experts' part: x [M, D], weights [M, K], chosen int64 [M, K] -> [M, D]."""
+
+
+def allgather(compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor, group: Group) -> Tensor:
+    """Algorithm 1 of the Optimus paper: every rank gathers all tokens, computes its experts' part
+    of each, and the parts are summed where the tokens came from."""
+    every_x = gather_then_scatter_sum(x, group)
+    every_weight = gather_then_scatter_sum(weights, group)
+    with torch.no_grad():
+        every_choice = gather_then_scatter_sum(chosen, group)
+    return scatter_sum_then_gather(compute(every_x, every_weight, every_choice), group)
+
+
+def alltoall(
+    compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor, group: Group, num_experts: int
+) -> Tensor:
+    """A token goes once to each rank that holds some of its experts, with all its choices; the
+    results come back and are summed. Waits for the counts on the host."""
+    tokens, counts = _destinations(chosen, group, num_experts)
+    arriving = torch.empty_like(counts)
+    all_to_all(arriving, counts, group)
+    sent, received = torch.stack([counts, arriving]).tolist()
+    rows = [values.index_select(0, tokens) for values in (x, weights, chosen)]
+    there = [exchange_rows(values, sent, received, group) for values in rows]
+    back = exchange_rows(compute(*there), received, sent, group)
+    return torch.zeros_like(x).index_add(0, tokens, back)
+
+
+def _destinations(chosen: Tensor, group: Group, num_experts: int) -> tuple[Tensor, Tensor]:
+    """int64 tokens to send, by rank and then by number, and int64 [n] how many go to each."""
+    held_by = torch.div(chosen * group.size, num_experts, rounding_mode="floor")
+    needed = torch.zeros(group.size, len(chosen), dtype=torch.bool, device=chosen.device)
+    needed[held_by.t(), torch.arange(len(chosen), device=chosen.device)] = True
+    return needed.nonzero()[:, 1], needed.sum(1)
+
+
+def wire_expert_parallel(model: nn.Module, group: Group, dispatch: str) -> list[ExpertParallel]:
+    """Put a dispatcher around every layer's experts; `dispatch` is "allgather" or "alltoall"."""
+    wired = []
+    for module in model.modules():
+        if isinstance(module, Experts):
+            wired.append(ExpertParallel(module, group, dispatch))
+    return wired
+
+
+class ExpertParallel:
+    """Stands in for the forward of one layer's experts. `dispatch` may be set at any time between
+    steps."""
+
+    def __init__(self, experts: Experts, group: Group, dispatch: str) -> None:
+        self._compute, self._group, self._num_experts = experts.forward, group, experts.num_experts
+        self.dispatch = dispatch
+        experts.forward = self
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if self.dispatch == "alltoall":
+            return alltoall(self._compute, x, weights, chosen, self._group, self._num_experts)
+        return allgather(self._compute, x, weights, chosen, self._group)

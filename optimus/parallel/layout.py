@@ -1,0 +1,87 @@
+"""A rank's share of the run as one value: its stages, its parameters, who adds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optimus.config import Config
+from optimus.dist.mesh import Mesh, Place
+from optimus.model.transformer import Transformer
+from optimus.parallel.pipeline.actions import Schedule
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
+from optimus.parallel.placement import Placement, place_parameters, whole_model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank holds and does."""
+
+    mesh: Mesh
+    place: Place
+    schedule: Schedule
+    layers: tuple[range, ...]
+    """By stage."""
+    placements: dict[str, Placement]
+    """Of the parameters here, by name."""
+
+    @property
+    def stages(self) -> range:
+        """The stages of this rank, first to last."""
+        return self.schedule.stages_of(self.place.pp)
+
+    @property
+    def has_first(self) -> bool:
+        return self.stages[0] == 0
+
+    @property
+    def has_last(self) -> bool:
+        return self.stages[-1] == self.schedule.num_stages - 1
+
+    def stage_of(self, name: str) -> int:
+        """The stage of this rank that a parameter, or a further use of one, belongs to."""
+        if name.startswith("blocks."):
+            layer = int(name.split(".")[1])
+            return next(s for s in self.stages if layer in self.layers[s])
+        if name.startswith("embed.") and self.has_first:
+            return 0
+        return self.schedule.num_stages - 1
+
+
+def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int) -> Layout:
+    """The layout of the rank at `place` with so many microbatches a step."""
+    model = whole_model(config.model)
+    return Layout(
+        mesh=mesh,
+        place=place,
+        schedule=schedule_of(config, mesh, num_microbatches),
+        layers=(layers := plan_stages(config, mesh.pp)),
+        placements=_placements_here(config, model, mesh, place, layers),
+    )
+
+
+def _placements_here(
+    config: Config, model: Transformer, mesh: Mesh, place: Place, layers: tuple[range, ...]
+) -> dict[str, Placement]:
+    everything = place_parameters(model, mesh, place, config.parallel.sequence_parallel)
+    here = set(stage_parameters(config, everything, mesh, place.pp, layers))
+    return {name: one for name, one in everything.items() if name in here}
+
+
+def stage_parameters(
+    config: Config, names: dict[str, Placement], mesh: Mesh, pp: int, layers: tuple[range, ...]
+) -> list[str]:
+    """The parameters that pipeline rank `pp` holds; tied embeddings lie on both ends."""
+    own = {layer for stage in range(pp, len(layers), mesh.pp) for layer in layers[stage]}
+    is_first, is_last = pp == 0, pp == (len(layers) - 1) % mesh.pp
+    chosen = []
+    for name in names:
+        room = name.split(".")[0]
+        held = {
+            "blocks": room == "blocks" and int(name.split(".")[1]) in own,
+            "embed": is_first or (is_last and config.model.tie_embeddings),
+            "final_norm": is_last,
+            "head": is_last,
+        }
+        if held[room]:
+            chosen.append(name)
+    return chosen

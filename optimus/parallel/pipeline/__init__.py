@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as values, and what runs, proves and times them."""

@@ -1,0 +1,196 @@
+"""Runs one rank's list of actions: the only place where a schedule meets tensors."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.dist.collectives import Group, Transfer, receive, send
+from optimus.errors import LostPeerError
+from optimus.model.late_gradients import WeightGradients
+from optimus.parallel.pipeline.actions import Action, Kind, Schedule
+from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
+
+Microbatch = tuple[Tensor, Tensor | None]
+"""Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
+
+
+class Event(NamedTuple):
+    """One action as it ran, on `time.perf_counter_ns`."""
+
+    action: Action
+    start_ns: int
+    end_ns: int
+
+
+class _Held(NamedTuple):
+    """What a microbatch leaves on a stage between its forward and its backward."""
+
+    x: Tensor | None
+    output: Output
+
+
+class Executor:
+    """One rank of the pipeline, step after step."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        pp: Group,
+        boundary_shape: Callable[[Tensor], tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        """`boundary_shape` says which shape travels between stages for tokens [B, S]; `dtype` is
+        that of activations."""
+        assert set(stages) == set(schedule.stages_of(pp.rank)), (set(stages), pp.rank)
+        self._schedule, self._stages, self._pp = schedule, stages, pp
+        self._boundary_shape, self._dtype = boundary_shape, dtype
+        self._splits = schedule.splits_backward
+        self._table: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._weights,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECV_ACTIVATION: self._receive,
+            Kind.RECV_GRADIENT: self._receive,
+        }
+        self.trace: list[Event] = []
+        """The last step, action by action."""
+        self.terms: dict[tuple[int, int], Terms] = {}
+        """Those of the last step so far, by stage and microbatch."""
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        reduce_grad: Callable[[int, int], None],
+        opt_step: Callable[[], None],
+    ) -> dict[tuple[int, int], Terms]:
+        """One step; returns the terms of each (stage, microbatch) here.
+
+        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions. Raises LostPeerError
+        naming the action that waited.
+        """
+        assert len(microbatches) == self._schedule.num_microbatches
+        table = self._table | {
+            Kind.REDUCE_GRAD: lambda action: reduce_grad(action.stage, action.microbatch),
+            Kind.OPT_STEP: lambda action: opt_step(),
+        }
+        return self._play(self._schedule.ranks[self._pp.rank], microbatches, table)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
+        """Forward alone, any number of microbatches; returns the terms of each (stage, microbatch)
+        here."""
+        actions = forward_only(self._schedule, self._pp.rank, len(microbatches))
+        return self._play(actions, microbatches, self._table)
+
+    def _play(
+        self,
+        actions: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+        table: Mapping[Kind, Callable[[Action], None]],
+    ) -> dict[tuple[int, int], Terms]:
+        self._microbatches = microbatches
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._arrived: dict[Action, Tensor | Transfer] = {}
+        self._leaving: dict[Action, Tensor] = {}
+        self._sent: deque[Transfer] = deque()
+        self._late: dict[tuple[int, int], WeightGradients] = {}
+        self.terms, self.trace = {}, []
+        clock, note = time.perf_counter_ns, self.trace.append
+        action = None
+        try:
+            for action in actions:
+                start = clock()
+                table[action.kind](action)
+                note(Event(action, start, clock()))
+            while self._sent:
+                self._sent.popleft().wait()
+        except LostPeerError as error:
+            raise LostPeerError(f"{error}; the rank was at {action}") from error
+        assert not (self._held or self._arrived or self._leaving or self._late), "left behind"
+        return self.terms
+
+    def _forward(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        x = None
+        if not stage.is_first:
+            x = self._take(action._replace(kind=Kind.RECV_ACTIVATION))
+            x.requires_grad_(torch.is_grad_enabled())
+        output = stage.forward(x, *self._microbatches[action.microbatch])
+        place = (action.stage, action.microbatch)
+        self.terms[place] = output.terms
+        if output.x is not None:
+            self._pass_on(action._replace(kind=Kind.SEND_ACTIVATION), output.x.detach())
+        if torch.is_grad_enabled():
+            self._held[place] = _Held(x, output)
+
+    def _backward(self, action: Action) -> None:
+        """B, or I: then the gradients of weights are put off."""
+        stage = self._stages[action.stage]
+        held = self._held.pop((action.stage, action.microbatch))
+        grad = None
+        if not stage.is_last:
+            grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
+        if action.kind is Kind.I:
+            with WeightGradients() as late:
+                backward(held.output, grad)
+            self._late[action.stage, action.microbatch] = late
+        else:
+            backward(held.output, grad)
+        if held.x is not None:
+            self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
+
+    def _weights(self, action: Action) -> None:
+        self._late.pop((action.stage, action.microbatch)).compute()
+
+    def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
+        """Leave a result for the send behind it, or for the neighbouring stage on this rank."""
+        forward = send_action.kind is Kind.SEND_ACTIVATION
+        neighbour = send_action.stage + (1 if forward else -1)
+        if self._schedule.rank_of(neighbour) != self._pp.rank:
+            self._leaving[send_action] = tensor
+            return
+        kind = Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT
+        self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
+
+    def _take(self, receive_action: Action) -> Tensor:
+        """What a receive has brought, waiting for it if need be."""
+        arrived = self._arrived.pop(receive_action)
+        return arrived.wait() if isinstance(arrived, Transfer) else arrived
+
+    def _send(self, action: Action) -> None:
+        step = 1 if action.kind is Kind.SEND_ACTIVATION else -1
+        to = self._schedule.rank_of(action.stage + step)
+        while self._sent and self._sent[0].is_done():
+            self._sent.popleft().wait()
+        self._sent.append(send(self._leaving.pop(action).contiguous(), self._pp, to))
+
+    def _receive(self, action: Action) -> None:
+        step = -1 if action.kind is Kind.RECV_ACTIVATION else 1
+        source = self._schedule.rank_of(action.stage + step)
+        tokens, _ = self._microbatches[action.microbatch]
+        empty = torch.empty(self._boundary_shape(tokens), dtype=self._dtype, device=tokens.device)
+        self._arrived[action] = receive(empty, self._pp, source)
+
+
+def forward_only(schedule: Schedule, rank: int, num_microbatches: int) -> list[Action]:
+    """One rank's list for evaluation: microbatch by microbatch through its stages, in order."""
+    actions = []
+    for microbatch in range(num_microbatches):
+        for stage in schedule.stages_of(rank):
+            before, after = stage - 1, stage + 1
+            if before >= 0 and schedule.rank_of(before) != rank:
+                actions.append(Action(Kind.RECV_ACTIVATION, stage, microbatch))
+            actions.append(Action(Kind.F, stage, microbatch))
+            if after < schedule.num_stages and schedule.rank_of(after) != rank:
+                actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch))
+    return actions

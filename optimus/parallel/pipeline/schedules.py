@@ -1,0 +1,128 @@
+"""The schedules: pure functions that write each rank's forward and backward passes in order.
+
+Every stage does its backward passes (and its W) in microbatch order, which bit-identical sums of
+gradients need (CONTRACT.md, "Deterministic mode"). Communication, reduction and the update are
+added by one pass over any of them (`communicate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, pairwise
+
+from optimus.errors import ConfigError
+from optimus.parallel.pipeline.actions import Action, Kind, Schedule
+from optimus.parallel.pipeline.communicate import add_communication
+
+Lists = list[list[Action]]
+"""Compute actions by pipeline rank."""
+
+
+def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """All forwards, then all backwards: the most activations, the simplest order."""
+    ranks = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * virtual_stages, num_ranks)
+        forwards = [Action(Kind.F, s, j) for s in stages for j in range(num_microbatches)]
+        backwards = [
+            Action(Kind.B, s, j) for s in reversed(stages) for j in range(num_microbatches)
+        ]
+        ranks.append(forwards + backwards)
+    return ranks
+
+
+def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """Forwards until the first backward can come, then one of each: rank r keeps at most p - r
+    microbatches alive (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
+    assert virtual_stages == 1
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = [Action(Kind.F, rank, j) for j in range(num_microbatches)]
+        backwards = [Action(Kind.B, rank, j) for j in range(num_microbatches)]
+        ranks.append(_alternate(forwards, backwards, num_ranks - rank - 1))
+    return ranks
+
+
+def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """1F1B over v stages a rank: microbatches pass in rounds of about p through one stage of each
+    rank after the other, which divides the bubble by v (arXiv 2104.04473, section 2.2).
+
+    Where p does not divide m, rounds are made as equal as possible, none smaller than p unless
+    there are fewer microbatches than that.
+    """
+    rounds = _rounds(num_microbatches, num_ranks)
+    ranks = []
+    for rank in range(num_ranks):
+        stages = list(range(rank, num_ranks * virtual_stages, num_ranks))
+        forwards = [Action(Kind.F, s, j) for part in rounds for s in stages for j in part]
+        backwards = [Action(Kind.B, s, j) for part in rounds for s in stages[::-1] for j in part]
+        longest = max(map(len, rounds))
+        warm_up = (virtual_stages - 1) * longest + 2 * (num_ranks - rank - 1)
+        ranks.append(_alternate(forwards, backwards, warm_up))
+    return ranks
+
+
+def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, W put off into
+    what would be idle time: by r microbatches on rank r, so that every rank keeps at most p alive,
+    as 1F1B's first does."""
+    assert virtual_stages == 1
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = [Action(Kind.F, rank, j) for j in range(num_microbatches)]
+        inputs = [Action(Kind.I, rank, j) for j in range(num_microbatches)]
+        weights = (Action(Kind.W, rank, j) for j in range(num_microbatches))
+        actions = []
+        for action in _alternate(forwards, inputs, num_ranks - rank - 1):
+            actions.append(action)
+            if action.kind is Kind.I and action.microbatch >= rank:
+                actions.append(next(weights))
+        ranks.append([*actions, *weights])
+    return ranks
+
+
+GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+}
+"""By the names of `parallel.schedule`."""
+_ONE_STAGE_A_RANK = ("1f1b", "zb-h1")
+
+
+def make_schedule(
+    name: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    reduce_each: bool = False,
+) -> Schedule:
+    """The lists of all `num_ranks` pipeline ranks for one step, communication included.
+
+    `reduce_each`: REDUCE_GRAD after every microbatch of a stage (deterministic mode) rather than
+    after its last. Raises ConfigError where the schedule cannot have that many stages a rank.
+    """
+    assert num_ranks >= 1 and num_microbatches >= 1
+    if name in _ONE_STAGE_A_RANK and virtual_stages > 1:
+        raise ConfigError(
+            f"parallel.virtual_stages = {virtual_stages}: schedule {name!r} holds one stage a "
+            "rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or virtual_stages = 1"
+        )
+    lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
+    ranks = add_communication(lists, num_ranks, virtual_stages, reduce_each)
+    return Schedule(name, num_ranks, virtual_stages, num_microbatches, ranks)
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the other backwards."""
+    warm_up = min(warm_up, len(forwards))
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    steady = list(chain.from_iterable(pairs))
+    return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
+
+
+def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
+    count = max(1, num_microbatches // num_ranks)
+    bounds = [num_microbatches * i // count for i in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]

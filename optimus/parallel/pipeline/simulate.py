@@ -1,0 +1,83 @@
+"""When each action of a schedule runs, given what actions cost: the same lists, timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Schedule
+from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
+
+Cost = Callable[[Action], float]
+"""Seconds (or any unit) of an action: computing, or travelling for a send."""
+
+
+class Span(NamedTuple):
+    """One action on its rank's time line."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All ranks' compute, reduction and update actions with their times."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def end(self) -> float:
+        return max(spans[-1].end for spans in self.ranks)
+
+    def busy(self, rank: int) -> float:
+        """Time in which a rank computes."""
+        return sum(s.end - s.start for s in self.ranks[rank] if s.action.kind in COMPUTE)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the step, mean over ranks; (p-1)/(m*v + p-1) for even 1F1B."""
+        busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
+        return 1 - busy / self.end if self.end else 0.0
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time by useful time, mean over ranks; (p-1)/(m*v) for even 1F1B."""
+        busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
+        return self.end / busy - 1 if busy else 0.0
+
+
+def unit_costs(virtual_stages: int = 1) -> Cost:
+    """A forward takes 1/v, a backward twice that, each half of one as long as a forward;
+    everything else takes no time."""
+    costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+    return lambda action: costs.get(action.kind, 0.0) / virtual_stages
+
+
+def simulate(schedule: Schedule, cost: Cost) -> Timeline:
+    """Play a schedule that `validate` has proven. Sends travel while ranks compute."""
+    clock = [0.0] * schedule.num_ranks
+    places = [0] * schedule.num_ranks
+    arrives: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    while any(place < len(schedule.ranks[rank]) for rank, place in enumerate(places)):
+        for rank, actions in enumerate(schedule.ranks):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                needs = needs_of(action, schedule.num_stages) if action.kind in COMPUTE else []
+                if any(need not in arrives for need in needs):
+                    break
+                places[rank] += 1
+                if action.kind in SENDS:
+                    arrives[received_by(action)] = clock[rank] + cost(action)
+                elif action.kind in COMPUTE or action.kind in (Kind.REDUCE_GRAD, Kind.OPT_STEP):
+                    start = max([clock[rank], *(arrives[need] for need in needs)])
+                    clock[rank] = ends[action] = start + cost(action)
+                    spans[rank].append(Span(action, start, clock[rank]))
+                    for send in sends_of(action, schedule.num_stages):
+                        received = received_by(send)
+                        if schedule.rank_of(received.stage) == rank:
+                            arrives[received] = clock[rank]
+    return Timeline(tuple(map(tuple, spans)))

@@ -1,0 +1,102 @@
+"""One pipeline stage: some of the model's blocks, with the embedding or the loss at the ends.
+
+Dims: B batch, S sequence, D hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.model.router import layer_losses
+from optimus.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a microbatch's terms add up to what is differentiated (CONTRACT.md, "Ranks")."""
+
+    num_targets: int
+    """Of the global batch."""
+    num_microbatches: int
+    """k * w, over all data ranks."""
+    num_layers: int
+    """That have experts, in the whole model."""
+    aux_coef: float
+    z_coef: float
+
+
+class Terms(NamedTuple):
+    """What a stage adds to the losses of one microbatch, without gradient."""
+
+    ce_sum: Tensor | None
+    """fp32 scalar in nats; None but on the last stage."""
+    aux: Tensor
+    """fp32 [MoE layers here]: load-balancing loss of each."""
+    z: Tensor
+    """fp32 [MoE layers here]: router z-loss of each."""
+    counts: list[Tensor]
+    """int64 [E] of each MoE layer here: rows sent to each expert."""
+
+
+class Output(NamedTuple):
+    """A forward pass: what the next stage reads, and what this stage differentiates."""
+
+    x: Tensor | None
+    """[B, S, D]; None on the last stage."""
+    objective: Tensor | None
+    """Scalar; None where this stage adds nothing to the objective."""
+    terms: Terms
+
+
+class Stage:
+    """Some blocks of this rank's `model`, run as one stage of the pipeline."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        layers: range,
+        is_first: bool,
+        is_last: bool,
+        objective: Objective,
+    ) -> None:
+        self.model, self.layers = model, layers
+        self.is_first, self.is_last = is_first, is_last
+        self._objective = objective
+
+    def forward(
+        self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None = None
+    ) -> Output:
+        """x [B, S, D] from the stage before, None on the first; tokens int64 [B, S] live on the
+        device, document_ids [B, S] on the host."""
+        model = self.model
+        if self.is_first:
+            x = model.embed(tokens)
+        x, routings = model.run_blocks(x, document_ids, self.layers)
+        aux, z, counts = layer_losses(model.config, routings)
+        objective = None
+        if routings:
+            scale = self._objective
+            layers, shared = scale.num_layers, scale.num_microbatches
+            objective = (scale.aux_coef / shared) * (aux.sum() / layers)
+            objective = objective + (scale.z_coef / shared) * (z.sum() / layers)
+        ce_sum = None
+        if self.is_last:
+            ce_sum, _ = model.token_loss(x, tokens)
+            ce = ce_sum / self._objective.num_targets
+            objective = ce if objective is None else ce + objective
+            ce_sum, x = ce_sum.detach(), None
+        return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
+
+
+def backward(output: Output, grad: Tensor | None) -> None:
+    """Add the stage's gradients; `grad` is that of output.x, from the stage behind."""
+    roots = [
+        (root, given)
+        for root, given in ((output.x, grad), (output.objective, None))
+        if root is not None
+    ]
+    torch.autograd.backward([root for root, _ in roots], [given for _, given in roots])

@@ -1,0 +1,94 @@
+"""What a rank trains: its part of the model, wired by `optimus.parallel`, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from optimus.config import Config
+from optimus.data.loader import Microbatch
+from optimus.dist.collectives import ALONE
+from optimus.dist.groups import Groups
+from optimus.dist.rules import sum_axes
+from optimus.model.transformer import Transformer
+from optimus.parallel.apply import build_model
+from optimus.parallel.layout import Layout, make_layout
+from optimus.parallel.pipeline.executor import Executor
+from optimus.parallel.pipeline.stage import Objective, Stage
+from optimus.platform import dtype_of
+from optimus.train.batch import BatchPlan
+from optimus.train.states import Home
+
+
+def uncompiled(config: Config) -> AbstractContextManager:
+    """Within it compiled blocks run as written: only updates are worth code of their own, while an
+    evaluation's last batch or a growing sample would be compiled anew for each shape."""
+    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
+
+
+class Shard:
+    """One rank's model and what runs it."""
+
+    def __init__(
+        self, config: Config, groups: Groups, plan: BatchPlan, device: torch.device
+    ) -> None:
+        self._groups, self._device = groups, device
+        self.layout: Layout = make_layout(
+            config, groups.mesh, groups.place, plan.microbatches_per_rank
+        )
+        self.model: Transformer = build_model(config, self.layout, groups, device)
+        model = config.model
+        objective = Objective(
+            plan.targets,
+            plan.num_microbatches,
+            len(model.sparse_layers),
+            model.aux_loss_coef,
+            model.z_loss_coef,
+        )
+        schedule = self.layout.schedule
+        stages = {
+            number: Stage(
+                self.model,
+                self.layout.layers[number],
+                number == 0,
+                number == schedule.num_stages - 1,
+                objective,
+            )
+            for number in self.layout.stages
+        }
+        tp = groups.mesh.tp if config.parallel.sequence_parallel else 1
+
+        def boundary_shape(tokens: torch.Tensor) -> tuple[int, ...]:
+            batch, length = tokens.shape
+            return batch, length // tp, model.hidden_size
+
+        dtype = dtype_of(config.train.dtype)
+        self.executor = Executor(schedule, stages, groups.pp, boundary_shape, dtype)
+
+    def home_of(self, name: str) -> Home:
+        """Where the gradient of a parameter, or of a further use of one, belongs."""
+        owner = name if name in self.layout.placements else "embed.weight"
+        kind = self.layout.placements[owner].kind
+        place, groups = self._groups.place, self._groups
+        other_end = owner == "embed.weight" and not self.layout.has_first
+        copy = (not kind.expert and place.ep > 0) or (not kind.divided_by_tp and place.tp > 0)
+        return Home(
+            stage=self.layout.stage_of(name),
+            sum_group=groups.over(tuple(a for a in sum_axes(kind) if a != "tp")),
+            partial_over=groups.tp if kind.partial_over_tp else ALONE,
+            counts=not (copy or other_end),
+        )
+
+    def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """Tokens where the model is; document ids stay on the host, whose lengths it wants."""
+        return [one._replace(tokens=one.tokens.to(self._device)) for one in microbatches]
+
+    def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        """Forward alone: cross-entropy sums in nats on the last stage, [] on the others and on
+        copies of it. A collective of the ranks of one model."""
+        terms = self.executor.evaluate(self.to_device(microbatches))
+        if self._groups.place.tp > 0:
+            return []
+        return [one.ce_sum for one in terms.values() if one.ce_sum is not None]

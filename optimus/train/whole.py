@@ -1,0 +1,96 @@
+"""Between a rank's part of the model and the whole tensors that files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from optimus.config import Config
+from optimus.dist.collectives import broadcast, receive, send
+from optimus.dist.groups import Groups
+from optimus.dist.mesh import Place
+from optimus.parallel.layout import Layout, stage_parameters
+from optimus.parallel.placement import Placement, place_parameters, whole_model
+
+
+class WholeModel:
+    """Names and shapes of the whole model, and which rank holds which part of it."""
+
+    def __init__(self, config: Config, layout: Layout, groups: Groups) -> None:
+        self._config, self._layout, self._groups = config, layout, groups
+        self._meta = whole_model(config.model)
+        self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
+
+    def meta(self) -> dict[str, Tensor]:
+        """The whole parameters on the meta device, by name."""
+        return dict(self._meta.named_parameters())
+
+    def spread(self, local: Mapping[str, Tensor], source: Callable[[str], Tensor]) -> None:
+        """Fill every rank's `local` tensors from whole ones, which the first rank alone asks
+        `source` for. A collective of all ranks."""
+        everyone = self._groups.everyone
+        device = next(iter(local.values())).device
+        for name, shape in self.shapes.items():
+            whole = torch.empty(shape, dtype=torch.float32, device=device)
+            if everyone.rank == 0:
+                whole.copy_(source(name))
+            broadcast(whole, everyone)
+            if name in local:
+                local[name].copy_(self._layout.placements[name].take(whole))
+
+    def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold
+        but copies give nothing."""
+        group, place = self._groups.model, self._groups.place
+        if group.size == 1:
+            return dict(local) if self._groups.everyone.rank == 0 else {}
+        if place.dp > 0:
+            return {}
+        mine = self._held_by(place)
+        if group.rank > 0:
+            for name in self.shapes:
+                if name in mine:
+                    send(local[name].contiguous(), group, 0).wait()
+            return {}
+        return self._receive_all(local)
+
+    def _receive_all(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        group, mesh = self._groups.model, self._layout.mesh
+        places = [mesh.place(rank) for rank in mesh.group_of(0, ("pp", "ep", "tp"))]
+        held = [self._held_by(place) for place in places]
+        out: dict[str, Tensor] = {}
+        for name, shape in self.shapes.items():
+            some = next(iter(local.values()))
+            whole = torch.empty(shape, dtype=some.dtype)
+            for source, parts in enumerate(held):
+                if name not in parts:
+                    continue
+                part = local.get(name)
+                if source > 0:
+                    empty = torch.empty(
+                        parts[name].local_shape, dtype=some.dtype, device=some.device
+                    )
+                    part = receive(empty, group, source).wait()
+                parts[name].put(whole, part)
+            out[name] = whole
+        return out
+
+    def _held_by(self, place: Place) -> dict[str, Placement]:
+        """What the rank at `place` gives: each part of each parameter is given once."""
+        layout, config = self._layout, self._config
+        everything = place_parameters(
+            self._meta, layout.mesh, place, config.parallel.sequence_parallel
+        )
+        here = stage_parameters(config, everything, layout.mesh, place.pp, layout.layers)
+        given = {}
+        for name in here:
+            kind = everything[name].kind
+            is_copy = (not kind.expert and place.ep > 0) or (
+                not kind.divided_by_tp and place.tp > 0
+            )
+            far_end = name == "embed.weight" and place.pp > 0
+            if not (is_copy or far_end):
+                given[name] = everything[name]
+        return given

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from optimus.dist import collectives
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import World
+from optimus.launch_env import LaunchEnv
+
+NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
+
+
+def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
+    """By group: the ranks in it, as a collective sees them."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    launch = LaunchEnv(rank, size, rank, size, "env://")
+    world = World(launch, torch.device("cpu"), "gloo", everyone)
+    groups = join_groups(Mesh(*sizes), world)
+    seen = {}
+    for name in NAMES:
+        group = getattr(groups, name)
+        gathered = torch.empty(group.size, dtype=torch.int64)
+        collectives.all_gather(gathered, torch.tensor([rank]), group)
+        assert gathered[group.rank] == rank
+        seen[name] = gathered.tolist()
+    return seen
+
+
+def test_each_group_holds_the_ranks_of_its_axes(ranks):
+    for sizes in ((2, 2, 1, 2), (1, 2, 2, 2), (4, 1, 2, 1), (8, 1, 1, 1)):
+        mesh = Mesh(*sizes)
+        for rank, seen in enumerate(ranks(8, sums, sizes)):
+            for axis in ("pp", "dp", "ep", "tp"):
+                assert seen[axis] == list(mesh.group_of(rank, (axis,)))
+            assert seen["data"] == list(mesh.group_of(rank, ("dp", "ep")))
+            assert seen["model"] == list(mesh.group_of(rank, ("pp", "ep", "tp")))
+            column = mesh.group_of(rank, ("pp",))
+            at_an_end = rank in (column[0], column[-1])
+            assert seen["ends"] == (sorted({column[0], column[-1]}) if at_an_end else [rank])
+
+
+def pass_along() -> list[float]:
+    """Two messages to the next rank, in order, both under way at once."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    asked = [collectives.receive(torch.empty(1), group, before) for _ in range(2)]
+    sent = [collectives.send(torch.tensor([rank + n / 10]), group, after) for n in range(2)]
+    got = [one.wait().item() for one in asked]
+    for one in sent:
+        one.wait()
+    return got
+
+
+def test_messages_arrive_in_order(ranks):
+    for rank, got in enumerate(ranks(3, pass_along)):
+        before = (rank - 1) % 3
+        assert got == [before, torch.tensor(before + 0.1).item()]
+
+
+def reduce_scatter() -> float:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    out = torch.empty(1)
+    collectives.reduce_scatter_sum(out, torch.arange(size) + 10.0 * rank, group)
+    return out.item()
+
+
+def test_reduce_scatter_gives_each_rank_its_part(ranks):
+    assert ranks(3, reduce_scatter) == [10.0 * 3 + 3 * part for part in range(3)]
+
+
+def build_at_scale(size: int, rank: int) -> tuple[int, ...]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed = torch.distributed
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    launch = LaunchEnv(rank, size, 0, 12, "env://")
+    everyone = collectives.Group(size, rank, distributed.group.WORLD)
+    world = World(launch, torch.device("cpu"), "fake", everyone)
+    groups = join_groups(Mesh(8, 128, 12, 1), world)
+    for name in NAMES:
+        group = getattr(groups, name)
+        if group.size > 1:
+            members = distributed.get_process_group_ranks(group.handle)
+            assert members[group.rank] == rank, (name, members)
+    return tuple(getattr(groups, name).size for name in NAMES)
+
+
+def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
+    for rank in (0, 777, 12_287):
+        (sizes,) = ranks(1, build_at_scale, 12_288, rank, start_world=False)
+        assert sizes == (8, 128, 12, 1, 1536, 96, 2 if rank in (0, 777, 12_287) else 1)
+
+
+def test_places_partition_every_layout_of_eight():
+    for sizes in itertools.product((1, 2, 4, 8), repeat=4):
+        mesh = Mesh(*sizes)
+        if mesh.world_size == 8:
+            assert sorted(mesh.rank_at(mesh.place(rank)) for rank in range(8)) == list(range(8))

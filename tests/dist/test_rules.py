@@ -1,0 +1,39 @@
+"""The table of CONTRACT.md, "Ranks", row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.dist.rules import ParameterKind, copy_axes, shard_axes, sum_axes
+
+DENSE = ParameterKind(divided_by_tp=True)
+NORM = ParameterKind()
+PARTIAL = ParameterKind(partial_over_tp=True)
+EXPERT = ParameterKind(expert=True, divided_by_tp=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies", "sums"),
+    [
+        (DENSE, ("dp", "ep"), ("dp", "ep")),
+        (NORM, ("dp", "ep", "tp"), ("dp", "ep")),
+        (PARTIAL, ("dp", "ep", "tp"), ("dp", "ep", "tp")),
+        (EXPERT, ("dp",), ("dp",)),
+    ],
+)
+def test_copies_and_sums(kind, copies, sums):
+    assert copy_axes(kind) == copies and sum_axes(kind) == sums
+
+
+@pytest.mark.parametrize(
+    ("kind", "so", "epso"),
+    [(DENSE, ("dp",), ("dp", "ep")), (NORM, ("dp",), ("dp", "ep")), (EXPERT, ("dp",), ("dp",))],
+)
+def test_shards(kind, so, epso):
+    assert shard_axes(kind, "none") == ()
+    assert shard_axes(kind, "so") == so and shard_axes(kind, "epso") == epso
+
+
+def test_a_slice_has_no_partial_gradient():
+    with pytest.raises(AssertionError):
+        sum_axes(ParameterKind(divided_by_tp=True, partial_over_tp=True))

@@ -1,0 +1,44 @@
+"""Whole training runs on the rank pool, and what two runs must have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from optimus.checkpoint import manager
+from optimus.config import make_config
+from optimus.launch_env import read_launch_env
+from optimus.observe.metrics import read_json_lines
+from optimus.train.loop import train
+
+TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
+"""Of metrics.jsonl: what no two runs share."""
+
+
+def run_tree(tree: dict) -> None:
+    train(make_config(tree), read_launch_env())
+
+
+def train_on(ranks, size: int, tree: dict) -> None:
+    ranks(size, run_tree, tree, start_world=False, timeout_s=120)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = manager.newest_valid(run_dir)
+    tensors = load_file(newest.path / "model.safetensors")
+    return tensors | load_file(newest.path / "optimizer.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics_of(one) == metrics_of(other)
+    a, b = weights_of(one), weights_of(other)
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
