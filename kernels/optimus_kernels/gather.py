@@ -44,13 +44,15 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """out[:count] = copies for rows start to start + count - 1, by default all of `out`; dense
-    tensors, unchecked. With addresses instead of views: a view costs as much as the launch."""
+    """out[:count] = copies for rows start to start + count - 1, by default all of `out`.
+
+    Dense tensors, unchecked, and rows that exist: only the kernels know -1. Addresses instead of
+    views: a view costs as much as the launch.
+    """
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:
-        part = token[start : start + count]
-        out[:count] = reference(x, part, part)
+        torch.index_select(x, 0, token[start : start + count], out=out[:count])
         return out
     code, tokens = library.DTYPES[x.dtype], token.data_ptr() + 4 * start
     kernels.call("gather", x, code, x.data_ptr(), tokens, count, x.shape[1], out.data_ptr())

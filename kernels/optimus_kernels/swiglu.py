@@ -45,16 +45,16 @@ def reference_backward(
     at = slot[here].long()
     w = h.new_zeros(len(h), 1, dtype=compute)
     w[here, 0] = weights.flatten()[at].to(compute)
-    d, sigmoid = da.to(compute), g.sigmoid()
-    silu = g * sigmoid
+    d, silu = da.to(compute), F.silu(g)
     a = silu * u
     dweights = torch.zeros(weights.numel(), dtype=compute, device=h.device)
     dweights[at] = (d * a).sum(1)[here]
     wd = w * d
-    dh = torch.cat([wd * u * (sigmoid + silu * (1 - sigmoid)), wd * silu], dim=1)
-    keep = is_row.unsqueeze(1)
-    dh, scaled = (torch.where(keep, value, 0).to(h.dtype) for value in (dh, w * a))
-    return dh, scaled, dweights.view(weights.shape)
+    dh = torch.cat([torch.ops.aten.silu_backward(wd * u, g), wd * silu], dim=1)
+    scaled = w * a
+    if len(here) < len(h):  # what lies beyond the rows may be anything, NaN too
+        dh, scaled = (torch.where(is_row.unsqueeze(1), value, 0) for value in (dh, scaled))
+    return dh.to(h.dtype), scaled.to(h.dtype), dweights.view(weights.shape)
 
 
 def _check(h: Tensor) -> None:

@@ -75,7 +75,7 @@ def test_rounding_is_to_nearest_even_as_torch_rounds(native, dtype):
 
 
 def test_silu_is_within_three_units_in_the_last_place(native):
-    """Through exp, one addition, one division and one product; measured 2.4."""
+    """Through exp, one addition, one division and one product; measured 2.8, torch 2.2."""
     bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # 0 to 88
     g = bits.view(torch.float32)
     for values in (g, -g):
