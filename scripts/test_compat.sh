@@ -28,7 +28,7 @@ if [ "$(wanted)" != "$(cat "$stamp" 2>/dev/null)" ]; then
     rm -f "$stamp"
     "${PYTHON:-python3.11}" -m venv "$VENV"
     # The suite's own pins, but for torch and what comes with it: those are what is tested.
-    grep -v -E '^(torch|sympy|setuptools|networkx|fsspec|mpmath|Jinja2|MarkupSafe)==' constraints.txt \
+    grep -v -E '^(torch|sympy|networkx|fsspec|mpmath|Jinja2|MarkupSafe)==' constraints.txt \
         >"$VENV/constraints.txt"
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" "setuptools>=77"
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" --no-build-isolation \
