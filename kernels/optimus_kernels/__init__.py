@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from optimus_kernels.experts import WeightGrads, experts
 from optimus_kernels.gather import gather
-from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, measure, set_form
+from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
 from optimus_kernels.route import Rows, route
 from optimus_kernels.swiglu import swiglu, swiglu_backward
@@ -20,7 +20,6 @@ __all__ = [
     "gather",
     "grouped_mm",
     "grouped_mm_weight",
-    "measure",
     "reduce_rows",
     "reduce_rows_backward",
     "route",

@@ -60,7 +60,11 @@ def forward(
         swiglu_into(h, at, a, count)
         torch.mm(a.narrow(0, 0, padded), to_y[e], out=y.narrow(0, start, padded))
     out = reduce_rows(y, weights, rows.row, rows.slot)
-    return out, h if keep else x.new_empty(0)
+    if not keep:
+        return out, x.new_empty(0)
+    last = parts[-1][1] + parts[-1][2] if parts else 0
+    h[last:] = 0  # nobody reads them, but an op's results are not left to chance
+    return out, h
 
 
 def backward(
@@ -85,10 +89,12 @@ def backward(
     targets = list(zip(into[0].unbind(0), into[1].unbind(0), strict=True)) if into else []
     if into is not None and not into[2]:
         _clear_idle(targets, rows)
+    views: dict[int, tuple[Tensor, ...]] = {}
     for e, start, count, padded in parts:
         to_h, to_y = matrices[e]
-        copies, dy = (side.narrow(0, 0, padded) for side in both.unbind(0))
-        da_part, dh_part = da.narrow(0, 0, padded), dh.narrow(0, 0, padded)
+        if padded not in views:
+            views[padded] = _backward_views(both, da, dh, padded)
+        copies, dy, dy_t, da_part, dh_part, dh_part_t = views[padded]
         if into is not None or again is not None:
             gather_into(x, rows.token, start, copies, count)
         gather_into(grad, rows.token, start, dy, count)
@@ -99,13 +105,19 @@ def backward(
             torch.mm(copies, to_h.t(), out=again.narrow(0, 0, padded))
         torch.mm(dy, to_y, out=da_part)
         source, at = (h, start) if again is None else (again, 0)
-        outs = (dh, da, dweights)
-        swiglu_backward_into(source, at, da, weights, rows.slot, start, count, outs)
+        swiglu_backward_into(source, at, da, weights, rows.slot, start, count, (dh, da, dweights))
         if into is not None:
-            _put(targets[e][1], dy.t(), da_part, into[2])
-            _put(targets[e][0], dh_part.t(), copies, into[2])
+            _put(targets[e][1], dy_t, da_part, into[2])
+            _put(targets[e][0], dh_part_t, copies, into[2])
         torch.mm(dh_part, to_h, out=dx.narrow(0, start, padded))
     return reduce_rows(dx, None, rows.row, rows.slot), dweights
+
+
+def _backward_views(both: Tensor, da: Tensor, dh: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """The first rows of backward's scratch memory, made once for experts of as many rows."""
+    copies, dy = both.narrow(1, 0, rows).unbind(0)
+    dh = dh.narrow(0, 0, rows)
+    return copies, dy, dy.t(), da.narrow(0, 0, rows), dh, dh.t()
 
 
 def _put(target: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

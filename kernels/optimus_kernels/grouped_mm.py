@@ -9,7 +9,6 @@ offsets[E] on are undefined in results.
 from __future__ import annotations
 
 import functools
-import time
 
 import torch
 import torch.nn.functional as F
@@ -40,36 +39,6 @@ def form(like: Tensor) -> str:
             f"{like.dtype} on {like.device.type}; use loop or auto"
         )
     return "torch" if works else "loop"
-
-
-def measure(
-    tokens: int, top_k: int, num_experts: int, hidden: int, inner: int, like: Tensor
-) -> str:
-    """The faster form for these sizes here: an expert layer's six products, best of three."""
-    if not _torch_form_works(like.device.type, like.dtype):
-        return "loop"
-    rows = tokens * top_k
-    ends = torch.arange(num_experts + 1, device=like.device) * rows // num_experts
-    x, a = (like.new_ones(rows, width) for width in (hidden, inner))
-    weights = like.new_ones(num_experts, inner, hidden)
-    best = {}
-    for name in ("torch", "loop"):
-        times = []
-        for _ in range(4):
-            _wait(like.device)
-            start = time.perf_counter()
-            out = _products[name](x, weights.mT, ends.int())
-            _weight_products[name](out, x, ends.int())
-            _products[name](a, weights, ends.int())
-            _wait(like.device)
-            times.append(time.perf_counter() - start)
-        best[name] = min(times[1:])
-    return min(best, key=best.get)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
