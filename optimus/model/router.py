@@ -71,7 +71,7 @@ def layer_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Load-balancing and z-losses of each layer given, fp32 [layers], and its counts.
 
-    Their sums divided by the number of layers that have experts are the losses; a pipeline stage has
+    Their sums divided by the number of layers with experts are the losses; a pipeline stage has
     its layers' share. transformers' form has one value for all layers together.
     """
     if not routings:
