@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 TESTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean distclean
+.PHONY: help setup demo test test-compat test-sycl lint format clean distclean
 
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
@@ -27,6 +27,13 @@ demo: setup ## Train a small Mixture-of-Experts on real text, on the CPU, in min
 
 test: setup ## Run the tests (TESTS=path for some of them)
 	$(BIN)/python -m pytest $(TESTS)
+
+test-compat: ## Run the tests on the oldest stack, torch 2.8 with Intel's extension (8 GB of packages)
+	@VENV='$(VENV)-compat' PYTHON='$(PYTHON)' TESTS='$(TESTS)' scripts/test_compat.sh
+
+test-sycl: setup ## Run the SYCL kernels on the CPU through Intel's compiler (1.5 GB more)
+	$(BIN)/python -m pip install --quiet -c constraints.txt intel-sycl-rt intel-opencl-rt
+	$(BIN)/python -m pytest tests/kernels/test_sycl.py
 
 lint: setup ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)

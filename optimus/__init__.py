@@ -13,4 +13,6 @@ _LAZY = {"load_model": "optimus.evaluate.load_model"}
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "hf":
+        return importlib.import_module("optimus.hf")
     raise AttributeError(f"module 'optimus' has no attribute {name!r}")

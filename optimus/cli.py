@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OptimusError as error:
         _tell(error)
         return error.exit_code
+    except _kernel_errors() as error:
+        _tell(ConfigError(str(error)))
+        return ConfigError.exit_code
     except OSError as error:
         if error.filename is None and error.errno not in _DISK_TROUBLE:
             raise
@@ -34,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("optimus: interrupted", file=sys.stderr)
         return 130
+
+
+def _kernel_errors() -> tuple[type[Exception], ...]:
+    """What the ops raise where a backend asked for by name cannot be had, if they were loaded."""
+    module = sys.modules.get("optimus_kernels.cache")
+    return () if module is None else (module.KernelError,)
 
 
 def _tell(error: OptimusError) -> None:
@@ -62,6 +71,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_generate,
         _add_report,
         _add_bench,
+        _add_kernels,
+        _add_doctor,
     ):
         add(commands)
     args, rest = parser.parse_known_args(arguments)
@@ -244,21 +255,85 @@ def _report(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "bench", _bench, "Measure a part of Optimus against its plain form.")
-    parser.add_argument(
-        "name", choices=("step",), help="step: an update against a plain torch loop"
+    text = "Measure a part of Optimus against other forms of it."
+    parser = commands.add_parser("bench", help=text, description=text)
+    parts = parser.add_subparsers(metavar="PART", required=True)
+    step = _add(parts, "step", _bench_step, "An update against a plain torch loop.")
+    _add_config(step)
+    step.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
+    step.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    moe = _add(parts, "moe", _bench_moe, "The MoE block against other MoE blocks.")
+    moe.add_argument(
+        "--case", action="append", default=[], metavar="SHAPE-DTYPE", help="such as small-bf16"
     )
-    _add_config(parser)
-    parser.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    moe.add_argument("--peers", default="", metavar="A,B", help="only these (all that can run)")
+    moe.add_argument("--rounds", type=int, default=5, help="timed passes of each block")
+    moe.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
+    moe.add_argument("--tokens", type=int, default=0, help="in a batch (0: by case and device)")
+    moe.add_argument("--device", default="auto", help="cpu, cuda, xpu (the best there is)")
+    moe.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
-def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
+def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.bench.step import bench_step, format_result
     from optimus.config import load_config
 
     result = bench_step(load_config(args.config, args.overrides), args.steps)
     print(json.dumps(result) if args.json else format_result(result))
+    return 0
+
+
+def _bench_moe(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench.moe import bench_moe, format_result
+
+    result = bench_moe(
+        args.case,
+        [name for name in args.peers.split(",") if name],
+        args.threads or (1, 2),
+        args.rounds,
+        args.tokens,
+        args.device,
+    )
+    print(json.dumps(result) if args.json else format_result(result))
+    return 0
+
+
+def _add_kernels(commands: argparse._SubParsersAction) -> None:
+    parser = _add(
+        commands, "kernels", _kernels, "Compile kernels ahead of time, or list what is compiled."
+    )
+    parser.add_argument("action", choices=("build", "status"))
+    parser.add_argument(
+        "backends",
+        nargs="*",
+        metavar="BACKEND",
+        help="build: sycl, cuda or cpu; without one, those whose compiler is here",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.doctor import build_kernels, format_status, kernels_status
+
+    if args.action == "status" and args.backends:
+        raise ConfigError(f"kernels status {args.backends[0]}: it lists them all; leave it out")
+    if args.action == "build":
+        build_kernels(args.backends)
+    status = kernels_status()
+    print(json.dumps(status) if args.json else format_status(status))
+    return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = _add(commands, "doctor", _doctor, "What this machine and installation offer a run.")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _doctor(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.doctor import examine, format_examination
+
+    found = examine()
+    print(json.dumps(found) if args.json else format_examination(found))
     return 0
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, one_line
+
+_IPEX = "intel_extension_for_pytorch"
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
 _BF16_PEAKS = {
@@ -68,6 +70,20 @@ def collective_backend(device: torch.device) -> str:
             "oneccl_bindings_for_pytorch is not installed; install one of them"
         )
     return "gloo"
+
+
+def import_ipex() -> str:
+    """Import Intel's extension for PyTorch where it is installed (docs/intel.md says what that
+    changes); its version, "absent", or why it is left out. OPTIMUS_IPEX=0 leaves it out.
+    """
+    if os.environ.get("OPTIMUS_IPEX") == "0":
+        return "left out by OPTIMUS_IPEX=0"
+    if not importlib.util.find_spec(_IPEX):
+        return "absent"
+    try:
+        return importlib.import_module(_IPEX).__version__
+    except (ImportError, RuntimeError, OSError, AttributeError, SystemExit) as error:
+        return f"does not import with torch {torch.__version__}: {one_line(error)}"
 
 
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:

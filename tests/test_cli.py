@@ -90,6 +90,18 @@ def test_an_absent_checkpoint_is_one_line(command, capsys):
     assert "/nowhere: no such checkpoint" in capsys.readouterr().err
 
 
+def test_kernels_that_cannot_be_had_are_one_line_everywhere(
+    run_dir, tiny_data, monkeypatch, capsys
+):
+    monkeypatch.setenv("OPTIMUS_KERNELS", "sycl")
+    from optimus_kernels import backend
+
+    monkeypatch.setattr(backend, "_active", {})
+    assert main(["eval", str(run_dir), str(tiny_data / "eval")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "OPTIMUS_KERNELS = sycl" in err and "use cpu or torch" in err
+
+
 def test_convert_there_and_back_changes_no_bit(run_dir, tmp_path, capsys):
     from safetensors.torch import load_file
 

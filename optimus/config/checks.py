@@ -21,6 +21,8 @@ def check(config: Config) -> None:
         _batch,
         _schedule,
         _determinism,
+        _kernels,
+        _compile,
         _not_yet,
     ):
         one(config)
@@ -51,19 +53,75 @@ def _experts(config: Config) -> None:
             f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
             "num_experts and num_experts_per_tok out or use architecture = 'olmoe'"
         )
-    if model.architecture == "olmoe" and not 1 <= model.num_experts_per_tok <= model.num_experts:
-        raise ConfigError(
-            f"model.num_experts_per_tok = {model.num_experts_per_tok} must lie between 1 and "
-            f"model.num_experts = {model.num_experts}"
-        )
+    if model.architecture == "olmoe":
+        _sparse_layers(model)
     if model.architecture == "olmo":
-        for key in ("norm_topk_prob", "aux_loss_form", "aux_loss_coef", "z_loss_coef"):
+        for key in (
+            "norm_topk_prob",
+            "aux_loss_form",
+            "aux_loss_coef",
+            "z_loss_coef",
+            "dense_intermediate_size",
+        ):
             value, default = getattr(model, key), ModelConfig.model_fields[key].default
             if value and value != default:
                 raise ConfigError(
                     f"model.{key} = {value!r}: architecture 'olmo' is dense and has no router; "
                     "leave it out"
                 )
+
+
+def _sparse_layers(model: ModelConfig) -> None:
+    numbers, chosen = model.experts_by_layer, model.num_experts_per_tok
+    if len(numbers) != model.num_layers:
+        raise ConfigError(
+            f"model.num_experts = {list(numbers)} names {len(numbers)} layers, model.num_layers = "
+            f"{model.num_layers}; give one number for each layer"
+        )
+    fewest = min([number for number in numbers if number], default=0)
+    if not 1 <= chosen <= fewest:
+        where = "" if model.uniform_experts is not None else " in every layer that has experts"
+        raise ConfigError(
+            f"model.num_experts_per_tok = {chosen} must lie between 1 and "
+            f"model.num_experts = {fewest}{where}"
+        )
+    if model.dense_intermediate_size and all(numbers):
+        raise ConfigError(
+            f"model.dense_intermediate_size = {model.dense_intermediate_size}: every layer has "
+            "experts; leave it out, or make layers dense with a 0 in model.num_experts"
+        )
+    if model.aux_loss_form == "hf" and model.uniform_experts is None:
+        raise ConfigError(
+            "model.aux_loss_form = 'hf' pools layers of the same number of experts, and "
+            f"model.num_experts = {list(numbers)}; use 'olmo'"
+        )
+
+
+def _kernels(config: Config) -> None:
+    wanted = config.kernels.grouped_gemm
+    if config.model.architecture == "olmo" and wanted != "auto":
+        raise ConfigError(
+            f"kernels.grouped_gemm = {wanted!r}: architecture 'olmo' has no experts; leave it out"
+        )
+    if config.train.deterministic and wanted == "torch":
+        raise ConfigError(
+            "kernels.grouped_gemm = 'torch': train.deterministic takes 'loop'; leave it out"
+        )
+
+
+def _compile(config: Config) -> None:
+    if not config.train.compile:
+        return
+    if config.train.deterministic:
+        raise ConfigError(
+            "train.compile = true: compiled code adds in another order on other shapes; "
+            "train.deterministic needs train.compile = false"
+        )
+    if config.data.document_mask:
+        raise ConfigError(
+            "train.compile = true would compile anew for every layout of documents; use "
+            "data.document_mask = false or train.compile = false"
+        )
 
 
 def _rope(config: Config) -> None:

@@ -16,7 +16,7 @@ from optimus.config.sections import Config
 from optimus.errors import ConfigError, one_line
 
 Tree = dict[str, Any]
-_TO_COME = ("kernels", "resilience")
+_TO_COME = ("resilience",)
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -93,6 +93,8 @@ def _reason(first: Mapping[str, Any]) -> str:
         choices = [choice.strip("' ") for choice in expected.replace(" or ", ",").split(",")]
         near = difflib.get_close_matches(str(first["input"]), choices, n=1, cutoff=0.5)
         return f"must be {expected}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if first["type"] == "value_error":  # from a validator of ours
+        return str(first["ctx"]["error"])
     message = first["msg"][0].lower() + first["msg"][1:]
     return message.replace("input should", "it should")
 

@@ -5,14 +5,25 @@ Zero means "derived" or "off" where a setting can be left out; each docstring sa
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _experts(value: Any) -> Any:
+    """A whole number, or one for each layer as a tuple."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("must be a whole number >= 0, or a list with one for each layer")
+    return tuple(value) if isinstance(value, list) else value
+
+
+Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
@@ -95,8 +106,11 @@ class ModelConfig(Section):
     """Width of one head; 0: hidden_size / num_attention_heads."""
     intermediate_size: Count
     """Width of the SwiGLU, of one expert for `olmoe` (F)."""
-    num_experts: CountOrZero = 0
-    """Experts of a layer (E); 0 for `olmo`."""
+    dense_intermediate_size: CountOrZero = 0
+    """Width of the SwiGLU in layers of an `olmoe` without experts; 0: intermediate_size."""
+    num_experts: Experts = 0
+    """Experts of a layer (E), or a list with one number for each layer, 0 where it is dense; 0 for
+    `olmo`."""
     num_experts_per_tok: CountOrZero = 0
     """Experts chosen for a token (K); 0 for `olmo`."""
     vocab_size: Count
@@ -131,6 +145,31 @@ class ModelConfig(Section):
     """Weight of the router z-loss in the objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
     """`olmo`: 1 when balanced, averaged over layers. `hf`: transformers' form, for parity only."""
+
+    @property
+    def experts_by_layer(self) -> tuple[int, ...]:
+        """Experts of every layer; 0 where it is dense."""
+        one = self.num_experts
+        return one if isinstance(one, tuple) else (one,) * self.num_layers
+
+    @property
+    def uniform_experts(self) -> int | None:
+        """Experts of a layer, where all layers have the same number; otherwise None."""
+        numbers = set(self.experts_by_layer)
+        return numbers.pop() if len(numbers) == 1 else None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        return tuple(n for n, experts in enumerate(self.experts_by_layer) if experts)
+
+    def layer(self, number: int) -> ModelConfig:
+        """The settings that one layer is made from: num_experts is its own, intermediate_size that
+        of its SwiGLU or of one of its experts."""
+        experts, inner = self.experts_by_layer[number], self.intermediate_size
+        if not experts:
+            inner = self.dense_intermediate_size or inner
+        return self.model_copy(update={"num_experts": experts, "intermediate_size": inner})
 
 
 class MixSource(Section):
@@ -205,6 +244,8 @@ class TrainConfig(Section):
     """Parameters and matrix products; masters and optimizer states are fp32 always."""
     deterministic: bool = False
     """Add gradients in microbatch order: the same bits on every data-parallel layout."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile at the first step (minutes for large ones)."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where ranks compute; `auto`: xpu before cuda before cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -259,6 +300,17 @@ class RecomputeConfig(Section):
     """Which modules keep their input alone and compute their forward pass again."""
 
 
+class KernelsConfig(Section):
+    """Which code computes the parts of a mixture of experts."""
+
+    backend: Literal["auto", "sycl", "cuda", "cpu", "torch"] = "auto"
+    """Our kernels for xpu, cuda or cpu, or plain `torch`; `auto`: those of the device, or torch
+    with the reason. OPTIMUS_KERNELS in the environment wins. A run writes down what it took."""
+    grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
+    """Matrix products of all experts: torch's grouped one or a loop over experts; `auto`: the
+    faster one, measured at the start and kept on resume; a deterministic run takes the loop."""
+
+
 class CheckpointConfig(Section):
     """What is saved, when, and where a run begins."""
 
@@ -302,6 +354,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     offload: OffloadConfig = OffloadConfig()

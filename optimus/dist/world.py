@@ -11,7 +11,7 @@ import torch.distributed as distributed
 
 from optimus.dist.collectives import Group, barrier
 from optimus.launch_env import LaunchEnv, read_launch_env
-from optimus.platform import collective_backend, pick_device
+from optimus.platform import collective_backend, import_ipex, pick_device
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def start_world(
     `timeout_s` bounds the rendezvous and every collective. A single process starts no group.
     """
     launch = launch_env or read_launch_env(os.environ)
+    import_ipex()  # before any device is touched: it registers operators for them
     own_device = pick_device(launch.local_rank, device)
     if launch.world_size == 1:
         return World(launch, own_device, "none", Group(size=1, rank=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from optimus.config import ModelConfig
@@ -13,21 +14,25 @@ if TYPE_CHECKING:
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Parameters in all, and those a token passes through: K of E experts, everything else.
 
-    Counted on the meta device, with one layer standing for all: milliseconds for the largest.
+    Counted on the meta device, with one layer standing for all that have as many experts:
+    milliseconds for the largest.
     """
     import torch  # here, so that a launcher can count operations without it
 
-    from optimus.model.transformer import Transformer
+    from optimus.model.transformer import Block, Transformer
 
     with torch.device("meta"):
-        model = Transformer(config.model_copy(update={"num_layers": 1}))
-    layer = _count(model.blocks)
-    total = _count(model) + (config.num_layers - 1) * layer
-    if not config.num_experts:
-        return total, total
-    expert = _count(model.blocks["0"].mlp.experts) // config.num_experts
-    idle = config.num_experts - config.num_experts_per_tok
-    return total, total - config.num_layers * idle * expert
+        outside = Transformer(config.model_copy(update={"num_layers": 0, "num_experts": 0}))
+    total = active = _count(outside)
+    for experts, layers in Counter(config.experts_by_layer).items():
+        with torch.device("meta"):
+            block = Block(config.layer(config.experts_by_layer.index(experts)))
+        total += layers * _count(block)
+        idle = 0
+        if experts:
+            idle = _count(block.mlp.experts) // experts * (experts - config.num_experts_per_tok)
+        active += layers * (_count(block) - idle)
+    return total, active
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -37,21 +42,23 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     scores over the whole square as PaLM counts them (arXiv 2204.02311, appendix B), since kernels
     differ in how much of the causal half they skip. Look-ups, norms and recomputation are left out.
     """
-    layers = config.num_layers * layer_multiply_adds(config, seq_len)
+    layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     return 3.0 * 2.0 * (layers + head_multiply_adds(config))
 
 
-def layer_multiply_adds(config: ModelConfig, seq_len: int) -> int:
-    """Forward multiply-adds of one token in one layer, counted as `flops_per_token` does."""
+def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
+    """Forward multiply-adds of one token in layer `number`, counted as `flops_per_token` does."""
     hidden = config.hidden_size
     head_dim = config.head_dim or hidden // config.num_attention_heads
     q_size = config.num_attention_heads * head_dim
     kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
     projections = 2 * hidden * (q_size + kv_size)
     scores = 2 * seq_len * q_size
-    swiglu = 3 * hidden * config.intermediate_size * max(1, config.num_experts_per_tok)
-    router = hidden * config.num_experts
-    return projections + scores + swiglu + router
+    experts = config.experts_by_layer[number]
+    swiglu = 3 * hidden * config.layer(number).intermediate_size
+    if experts:
+        swiglu *= config.num_experts_per_tok
+    return projections + scores + swiglu + hidden * experts
 
 
 def head_multiply_adds(config: ModelConfig) -> int:

@@ -40,4 +40,12 @@ def _value(config: ModelConfig, key: str) -> object:
         return config.num_key_value_heads or config.num_attention_heads
     if key == "head_dim":
         return config.head_dim or config.hidden_size // config.num_attention_heads
+    if key == "num_experts":
+        return experts_setting(config)
     return getattr(config, key)
+
+
+def experts_setting(config: ModelConfig) -> int | list[int]:
+    """`model.num_experts` in its shortest form: a list only where layers differ."""
+    uniform = config.uniform_experts
+    return list(config.experts_by_layer) if uniform is None else uniform

@@ -71,14 +71,14 @@ def layer_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Load-balancing and z-losses of each layer given, fp32 [layers], and its counts.
 
-    Their sums divided by the model's number of layers are the model's losses; a pipeline stage has
+    Their sums divided by the number of layers with experts are the losses; a pipeline stage has
     its layers' share. transformers' form has one value for all layers together.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
     if config.aux_loss_form == "hf":
         pooled = hf_load_balancing_loss(routings, config.num_experts_per_tok)
-        aux = (pooled * config.num_layers).unsqueeze(0)
+        aux = (pooled * len(config.sparse_layers)).unsqueeze(0)
     else:
         aux = torch.stack([_layer_balance(routing) for routing in routings])
     return aux, torch.stack([routing.z for routing in routings]), [r.counts for r in routings]

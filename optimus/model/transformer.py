@@ -29,22 +29,24 @@ class LossTerms(NamedTuple):
     num_targets: int
     """B * (S-1): the targets inside the instances."""
     aux: Tensor
-    """fp32 scalar: load-balancing loss, averaged over layers; 0 for a dense model."""
+    """fp32 scalar: load-balancing loss, averaged over MoE layers; 0 for a dense model."""
     z: Tensor
-    """fp32 scalar: router z-loss, averaged over layers; 0 for a dense model."""
+    """fp32 scalar: router z-loss, averaged over MoE layers; 0 for a dense model."""
     expert_counts: Tensor
-    """int64 [MoE layers, E]: rows sent to each expert."""
+    """int64 [MoE layers, E]: rows sent to each expert; E is the largest of all layers, and a layer
+    that has fewer experts ends in zeros."""
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, D] -> [B, S, D], Routing if sparse."""
 
     def __init__(self, config: ModelConfig) -> None:
+        """`config` is that of one layer (`ModelConfig.layer`)."""
         super().__init__()
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
-        self.mlp = FastSparseMoE(config) if config.architecture == "olmoe" else MLP(config)
+        self.mlp = FastSparseMoE(config) if config.num_experts else MLP(config)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -75,7 +77,9 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         self.rotary = Rotary(config)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(config.layer(i)) for i in range(config.num_layers)}
+        )
         self.final_norm = make_norm(config)
         self.head: nn.Module | None = None
         if not config.tie_embeddings:
@@ -139,12 +143,20 @@ class Transformer(nn.Module):
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor, Tensor]:
         """aux, z and expert counts as in LossTerms; a stage's share where it holds some blocks."""
-        layers = self.config.num_layers
+        experts = self.config.experts_by_layer
+        layers = sum(number > 0 for number in experts)
         if not routings:
             zero = torch.zeros((), device=self._device())
             return zero, zero, torch.zeros(0, 0, dtype=torch.int64, device=self._device())
         aux, z, counts = layer_losses(self.config, routings)
-        return aux.sum() / layers, z.sum() / layers, torch.stack(counts)
+        padded = [F.pad(one, (0, max(experts) - len(one))) for one in counts]
+        return aux.sum() / layers, z.sum() / layers, torch.stack(padded)
+
+    def compile_blocks(self) -> None:
+        """Let torch.compile make each block's passes, as one graph without breaks, at their first
+        call. Blocks of the same settings share the code; names and parameters stay as they are."""
+        for block in self.blocks.values():
+            block.compile(fullgraph=True)
 
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a leaf of its own over the same storage.

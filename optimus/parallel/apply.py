@@ -41,7 +41,7 @@ def build_model(
         vocabulary = range(*share(config.model.vocab_size, layout.place.tp, mesh.tp))
         wire_tensor_parallel(model, groups.tp, vocabulary, parallel.sequence_parallel)
     if mesh.ep > 1:
-        wire_expert_parallel(model, groups.ep, config.model.num_experts, "allgather")
+        wire_expert_parallel(model, groups.ep, "allgather")
     if layout.schedule.splits_backward:
         split_linears(model)
     return model

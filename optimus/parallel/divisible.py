@@ -14,11 +14,13 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     model = config.model
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads or heads
+    sparse = [model.experts_by_layer[layer] for layer in model.sparse_layers] or [0]
+    inner = {model.layer(layer).intermediate_size for layer in range(model.num_layers)}
     checks = [
         ("tp", mesh.tp, "num_attention_heads", heads),
         ("tp", mesh.tp, "num_key_value_heads", kv_heads),
-        ("tp", mesh.tp, "intermediate_size", model.intermediate_size),
-        ("ep", mesh.ep, "num_experts", model.num_experts),
+        *(("tp", mesh.tp, "intermediate_size", size) for size in sorted(inner)),
+        *(("ep", mesh.ep, "num_experts", count) for count in sorted(set(sparse))),
     ]
     for axis, size, key, count in checks:
         if size == 1:

@@ -56,14 +56,12 @@ def _destinations(chosen: Tensor, group: Group, num_experts: int) -> tuple[Tenso
     return needed.nonzero()[:, 1], needed.sum(1)
 
 
-def wire_expert_parallel(
-    model: nn.Module, group: Group, num_experts: int, dispatch: str
-) -> list[ExpertParallel]:
+def wire_expert_parallel(model: nn.Module, group: Group, dispatch: str) -> list[ExpertParallel]:
     """Put a dispatcher around every layer's experts; `dispatch` is "allgather" or "alltoall"."""
     wired = []
     for module in model.modules():
         if isinstance(module, Experts):
-            wired.append(ExpertParallel(module, group, num_experts, dispatch))
+            wired.append(ExpertParallel(module, group, dispatch))
     return wired
 
 
@@ -71,8 +69,8 @@ class ExpertParallel:
     """Stands in for the forward of one layer's experts. `dispatch` may be set at any time between
     steps."""
 
-    def __init__(self, experts: Experts, group: Group, num_experts: int, dispatch: str) -> None:
-        self._compute, self._group, self._num_experts = experts.forward, group, num_experts
+    def __init__(self, experts: Experts, group: Group, dispatch: str) -> None:
+        self._compute, self._group, self._num_experts = experts.forward, group, experts.num_experts
         self.dispatch = dispatch
         experts.forward = self
 

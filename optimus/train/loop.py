@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus import platform
-from optimus.config import Config
+from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
@@ -20,10 +21,11 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
-from optimus.train.shard import Shard
+from optimus.train.shard import Shard, uncompiled
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
@@ -42,6 +44,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
         directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+    fix_arithmetic(config, world)
+    config, flight = settle_kernels(config, world, flight)
     if world.is_first:
         say_start(flight)
     Run(config, world, flight, directory).go()
@@ -58,6 +62,16 @@ def fix_arithmetic(config: Config, world: World) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
+    """Rows of the emptiest and of the fullest expert, in units of their layer's mean."""
+    loads = []
+    numbers = [number for number in model.experts_by_layer if number]
+    for rows, experts in zip(expert_rows.double(), numbers, strict=True):
+        loads.append(rows[:experts] / rows[:experts].mean())
+    every = torch.cat(loads)
+    return float(every.min()), float(every.max())
+
+
 class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
@@ -67,7 +81,6 @@ class Run:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
-        fix_arithmetic(config, world)
         self.directory = directory
         self.groups = join_groups(flight.mesh, world)
         self.shard = Shard(config, self.groups, flight.plan, world.device)
@@ -76,7 +89,12 @@ class Run:
             initialise_(self.model, config.train.seed, layout.placements)
         dtype = platform.dtype_of(config.train.dtype)
         self.states = ModelStates(
-            self.model, dtype, config.optim, self.shard.home_of, self.groups.model
+            self.model,
+            dtype,
+            config.optim,
+            self.shard.home_of,
+            self.groups.model,
+            compiled=config.train.compile,
         )
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)
@@ -85,6 +103,8 @@ class Run:
         if directory is not None:
             directory.open(config, flight, self.last_step)
             self.peak_flops = self._find_peak()
+        if config.train.compile:
+            self.model.compile_blocks()
         self.updater = Updater(
             config, self.groups, self.shard, self.states, flight.plan, world.device
         )
@@ -137,16 +157,17 @@ class Run:
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
             return
-        held_out = held_out_loss(
-            self.shard.cross_entropies,
-            dataset,
-            train.microbatch_size,
-            self.groups.everyone,
-            self.groups.data.rank,
-            self.groups.data.size,
-            train.eval_instances,
-            self.config.data.document_mask,
-        )
+        with uncompiled(self.config):
+            held_out = held_out_loss(
+                self.shard.cross_entropies,
+                dataset,
+                train.microbatch_size,
+                self.groups.everyone,
+                self.groups.data.rank,
+                self.groups.data.size,
+                train.eval_instances,
+                self.config.data.document_mask,
+            )
         if self.directory is not None:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
@@ -156,7 +177,8 @@ class Run:
         if self.directory is None or not train.sample_interval or step % train.sample_interval:
             return
         dataset = self.flight.eval_dataset or self.flight.dataset
-        text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
+        with uncompiled(self.config):
+            text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
         self.directory.say(f"sample at step {step}: {text!r}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
@@ -176,11 +198,9 @@ class Run:
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
-            rows = result.expert_rows.double()
-            load = rows / rows.mean(dim=1, keepdim=True)
             record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
-            record["expert_load_max"] = float(load.max())
-            record["expert_load_min"] = float(load.min())
+            low, high = expert_load(result.expert_rows, model)
+            record["expert_load_min"], record["expert_load_max"] = low, high
         return record
 
     def _find_peak(self) -> float:

@@ -15,7 +15,7 @@ from optimus.dist.collectives import all_gather_objects, all_reduce_max
 from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
-from optimus.train.shard import Shard
+from optimus.train.shard import Shard, uncompiled
 from optimus.train.states import ModelStates
 
 
@@ -104,7 +104,8 @@ class Watch:
 
         parameter = guards.first_nonfinite(states.named(states.params).items())
         run = self._shard.executor.evaluate
-        layer = guards.first_nonfinite_module(self._shard.model, lambda: run(microbatches))
+        with uncompiled(self._config):
+            layer = guards.first_nonfinite_module(self._shard.model, lambda: run(microbatches))
         if parameter:
             return finding(0, place.pp, f"parameter {parameter} is non-finite")
         if layer:

@@ -17,7 +17,7 @@ from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
-from optimus.model.identity import FREE_IN_LOGITS
+from optimus.model.identity import FREE_IN_LOGITS, experts_setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
@@ -37,6 +37,8 @@ FROZEN = (
 CHANGEABLE = (*FROZEN, "train.threads", *(f"model.{key}" for key in FREE_IN_LOGITS))
 """Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
 
+# Settled later, once devices are known: `optimus.train.kernels` compares them.
+_SETTLED_LATER = ("kernels.backend", "kernels.grouped_gemm")
 _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
 
 
@@ -103,6 +105,7 @@ def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> d
     model = config.model
     flat["model.num_key_value_heads"] = model.num_key_value_heads or model.num_attention_heads
     flat["model.head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
+    flat["model.num_experts"] = experts_setting(model)
     return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
 
 
@@ -113,7 +116,7 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     stored, free = start.full.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
     for key in sorted(set(stored) & set(settings)):
-        if stored[key] == settings[key] or key in _PER_LAUNCH:
+        if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER):
             continue
         change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,6 +22,12 @@ from optimus.train.batch import BatchPlan
 from optimus.train.states import Home
 
 
+def uncompiled(config: Config) -> AbstractContextManager:
+    """Within it compiled blocks run as written: only updates are worth code of their own, while an
+    evaluation's last batch or a growing sample would be compiled anew for each shape."""
+    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
+
+
 class Shard:
     """One rank's model and what runs it."""
 
@@ -36,7 +43,7 @@ class Shard:
         objective = Objective(
             plan.targets,
             plan.num_microbatches,
-            model.num_layers,
+            len(model.sparse_layers),
             model.aux_loss_coef,
             model.z_loss_coef,
         )

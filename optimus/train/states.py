@@ -79,9 +79,12 @@ class ModelStates:
         optim: OptimConfig,
         home_of: Callable[[str], Home] = lambda name: Home(),
         model_group: Group = ALONE,
+        compiled: bool = False,
     ) -> None:
         """`home_of` is asked for every parameter and further use by name. `model_group` holds one
-        whole model, over which the gradient norm is joined."""
+        whole model, over which the gradient norm is joined. `compiled`: torch.compile will trace
+        the model; it takes no parameter whose gradient is of another dtype, so that each is widened
+        in a hook as on older torch."""
         named = dict(model.named_parameters())
         self._home_of, self._model_group = home_of, model_group
         shapes = {name: p.shape for name, p in named.items()}
@@ -107,7 +110,7 @@ class ModelStates:
         self.sections += tied_sections
         self.grads = torch.zeros(self.sections[-1].end, dtype=torch.float32, device=device)
         self._leaves = {**named, **aliases}
-        self._accumulates_natively = dtype is torch.float32 or _WIDENS_NATIVELY
+        self._accumulates_natively = dtype is torch.float32 or (_WIDENS_NATIVELY and not compiled)
         if not self._accumulates_natively:
             for name, leaf in self._leaves.items():
                 leaf.register_post_accumulate_grad_hook(self._widener(name))

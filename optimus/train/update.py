@@ -35,7 +35,7 @@ class UpdateResult:
     grad_norm: float
     lr: float
     expert_rows: Tensor
-    """int64 [layers, E]: rows routed to each expert by all ranks."""
+    """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
 
 
 class Updater:
@@ -126,20 +126,22 @@ class Updater:
             ],
             self._groups.everyone,
         )
-        count = self._plan.num_microbatches * self._config.model.num_layers
+        count = self._plan.num_microbatches * max(1, len(self._config.model.sparse_layers))
         rows = self._expert_rows(terms)
         loss = ce_sum / self._plan.targets
         return UpdateResult(step, loss, aux / count, z / count, self._norm, lr, rows)
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
         model = self._config.model
-        layers = model.num_layers if model.num_experts else 0
-        rows = torch.zeros(layers, model.num_experts, dtype=torch.int64, device=self._device)
-        if not layers:
-            return rows
+        sparse = model.sparse_layers
+        if not sparse:
+            return torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+        shape = len(sparse), max(model.experts_by_layer)
+        rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
         if self._groups.place.tp == 0:
             for (stage, _), one in terms.items():
-                for layer, counts in zip(self._shard.layout.layers[stage], one.counts, strict=True):
-                    rows[layer] += counts
+                here = [layer for layer in self._shard.layout.layers[stage] if layer in sparse]
+                for layer, counts in zip(here, one.counts, strict=True):
+                    rows[sparse.index(layer), : len(counts)] += counts
         all_reduce_sum(rows, self._groups.everyone)
         return rows

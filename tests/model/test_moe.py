@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optimus.model import moe
-from optimus.model.moe import Experts, FastSparseMoE, sort_by_expert
+import optimus_kernels as kernels
+from optimus.model.moe import Experts, FastSparseMoE
 from tests.model.small import relative, small_config
 
 D, INNER, E = 32, 24, 5
@@ -56,10 +56,16 @@ def run(experts, x, weights, chosen, function):
     return [out.detach(), *(leaf.grad for leaf in (*leaves, experts.gate_up, experts.down))]
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.fixture(params=["loop", "torch"])
+def form(request):
+    """Both forms of the products of all experts; the twin of the second knows every dtype."""
+    kernels.set_form(request.param)
+    yield request.param
+    kernels.set_form("auto")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_definition_forward_and_backward(case, multiple, monkeypatch):
-    monkeypatch.setattr(moe, "_row_multiple", lambda x: multiple)
+def test_equals_the_definition_forward_and_backward(case):
     chosen, experts = CASES[case], make_experts()
     x = torch.randn(len(chosen), D, dtype=torch.float64)
     weights = torch.rand(chosen.shape, dtype=torch.float64)
@@ -109,41 +115,127 @@ def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
         assert relative(value.double(), expected) < 8e-3  # a few roundings of 2^-9
 
 
-@pytest.mark.parametrize("multiple", [1, 8, 32])
-@pytest.mark.parametrize("held", [(0, E), (1, 3), (4, 1)])
-def test_sorted_rows_are_by_expert_and_then_by_token(multiple, held):
-    first, count = held
-    chosen = spread(23, 3)
-    rows = sort_by_expert(chosen, first, count, multiple)
-    assert all(bound % multiple == 0 for bound in rows.bounds)
-    total = rows.bounds[-1]
-    for expert in range(count):
-        start, stop = rows.bounds[expert], rows.bounds[expert + 1]
-        slots = (chosen == first + expert).nonzero()
-        assert start + len(slots) <= stop < start + len(slots) + multiple
-        assert rows.row[chosen == first + expert].tolist() == list(range(start, start + len(slots)))
-        assert rows.token[start : start + len(slots)].tolist() == slots[:, 0].tolist()
-    elsewhere = (chosen < first) | (chosen >= first + count)
-    assert (rows.row[elsewhere] == total).all()
+def kept_for_backward(block, *inputs) -> int:
+    """Bytes of distinct memory that a forward pass keeps, parameters aside."""
+    saved = {}
+    hold = lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
+        block(*inputs)
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    return sum(t.nbytes for address, t in saved.items() if address not in parameters)
 
 
-def test_bf16_products_on_a_cpu_have_few_shapes():
-    x = torch.zeros(1, 1)
-    assert moe._row_multiple(x.bfloat16()) == 32
-    assert moe._row_multiple(x) == 1
-
-
-def test_backward_keeps_only_input_weights_and_preactivation():
-    """No gathered input, activation or expert output: sizes that grow with the rows are counted."""
+@pytest.mark.parametrize("input_only", [False, True])
+def test_backward_keeps_only_input_weights_indices_and_preactivation(input_only):
     experts, tokens, k = make_experts(torch.float32), 64, 2
-    saved = []
+    experts.save_input_only = input_only
     x = torch.randn(tokens, D, requires_grad=True)
     weights = torch.rand(tokens, k, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        experts(x, weights, spread(tokens, k))
-    parameters = {p.data_ptr() for p in experts.parameters()}
-    kept = sum(t.numel() for t in saved if t.data_ptr() not in parameters)
-    assert kept == tokens * (D + k + k * 2 * INNER)
+    hidden = 0 if input_only else k * 2 * INNER
+    indices = 3 * k * tokens + E + 1
+    kept = kept_for_backward(experts, x, weights, spread(tokens, k))
+    assert kept == 4 * (tokens * (D + k + hidden) + indices)
+
+
+def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
+    tokens, sizes = 128, {"num_experts": 64, "num_experts_per_tok": 8}
+    config = small_config(hidden_size=2048, intermediate_size=1024, **sizes)
+    with torch.device("meta"):
+        block = FastSparseMoE(config).bfloat16()
+    block.experts.gate_up = torch.nn.Parameter(
+        torch.zeros(1, dtype=torch.bfloat16).expand(block.experts.gate_up.shape)
+    )
+    block.experts.down = torch.nn.Parameter(
+        torch.zeros(1, dtype=torch.bfloat16).expand(block.experts.down.shape)
+    )
+    block.router.weight = torch.nn.Parameter(torch.randn(64, 2048).bfloat16())
+    x = torch.randn(tokens, 2048, dtype=torch.bfloat16, requires_grad=True)
+    once = 31 * 2 * 2 * 1024  # rows beyond the last, whatever the number of tokens
+    assert (kept_for_backward(block, x) - once) / tokens <= 40_000
+    block.experts.save_input_only = True
+    assert kept_for_backward(block, x) / tokens <= 6_000
+
+
+def test_input_alone_gives_the_same_gradients_to_the_last_bit():
+    chosen, experts = spread(50, 3), make_experts(torch.bfloat16)
+    x, weights = torch.randn(50, D).bfloat16(), torch.rand(50, 3).bfloat16()
+    kept = run(experts, x, weights, chosen, experts)
+    experts.save_input_only = True
+    for value, again in zip(kept, run(experts, x, weights, chosen, experts), strict=True):
+        assert torch.equal(value, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_both_forms_of_the_products_agree(case, dtype, form):
+    chosen, experts = CASES[case], make_experts(dtype)
+    x = torch.randn(len(chosen), D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weights = torch.rand(chosen.shape).to(dtype)
+    ours = run(experts, x, weights, chosen, experts)
+    kernels.set_form("loop")
+    for value, expected in zip(ours, run(experts, x, weights, chosen, experts), strict=True):
+        torch.testing.assert_close(
+            value, expected, rtol=1.6e-2, atol=1e-2 if x.element_size() < 4 else 1e-5
+        )
+
+
+def test_gradients_add_up_over_microbatches_and_hooks_run():
+    chosen, experts = spread(40, 2), make_experts(torch.float32)
+    seen = []
+    experts.down.register_hook(lambda grad: seen.append(grad.clone()))
+    for part in chosen.chunk(2):
+        experts(torch.randn(20, D), torch.rand(20, 2), part).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(experts.down.grad, seen[0] + seen[1])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_weight_gradients_go_where_their_owner_says(kind):
+    """The seam for buffers of gradients: written first, then added to, `.grad` stays None."""
+    chosen, experts = CASES["most are empty"], make_experts(torch.bfloat16)
+    x, weights = torch.randn(3, D).bfloat16(), torch.rand(3, 2).bfloat16()
+    expected = run(experts, x, weights, chosen, experts)
+    buffers = [torch.full(p.shape, 7.0, dtype=kind) for p in (experts.gate_up, experts.down)]
+    for add in (False, True):
+        experts.weight_grads = lambda add=add: kernels.WeightGrads(*buffers, add)
+        out = run(experts, x, weights, chosen, experts)
+        assert out[3] is None
+        assert out[4] is None
+        for value, same in zip(out[:3], expected[:3], strict=True):
+            assert torch.equal(value, same)
+        for buffer, grad in zip(buffers, expected[3:], strict=True):
+            torch.testing.assert_close(buffer, grad.to(kind) * (2 if add else 1))
+
+
+def test_frozen_experts_get_no_gradient_and_inputs_the_same():
+    chosen, experts = spread(30, 2), make_experts(torch.float32)
+    x, weights = torch.randn(30, D), torch.rand(30, 2)
+    expected = run(experts, x, weights, chosen, experts)
+    experts.requires_grad_(False)
+    out = run(experts, x, weights, chosen, experts)
+    assert out[3] is None
+    assert all(torch.equal(a, b) for a, b in zip(out[:3], expected[:3], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_whole_and_equals_eager(dtype):
+    torch.manual_seed(0)
+    block = FastSparseMoE(small_config()).to(dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (block, compiled):
+        block.zero_grad()
+        x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(2)).to(dtype)
+        x.requires_grad_()
+        out, routing = function(x)
+        (out.square().sum() + routing.z + routing.mean_prob.max()).backward()
+        results.append([out, x.grad, *(p.grad for p in block.parameters())])
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(
+            value, expected, rtol=1e-2 if x.element_size() < 4 else 1e-5, atol=1e-5
+        )
 
 
 def test_nan_in_one_token_stays_with_it():
@@ -165,3 +257,58 @@ def test_block_accepts_no_token_at_all():
     assert out.shape == x.shape and x.grad.shape == x.shape
     assert routing.counts.tolist() == [0] * E
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in block.parameters())
+
+
+BAD = {
+    "dtype": (lambda x, w, c: (x.double(), w, c), TypeError, "torch.float64"),
+    "weights": (lambda x, w, c: (x, w.double(), c), TypeError, "weights torch.float64"),
+    "width": (lambda x, w, c: (x[:, 1:], w, c), ValueError, "x [6, 31]"),
+    "tokens": (lambda x, w, c: (x[1:], w, c), ValueError, "x [5, 32]"),
+    "slots": (lambda x, w, c: (x, w, c[:, :1]), ValueError, "routed slots [6, 1]"),
+    "chosen": (lambda x, w, c: (x, w, c.int()), ValueError, "torch.int32 [6, 2]"),
+    "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x meta"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_inputs_are_refused_by_shape_dtype_and_device(bad):
+    change, kind, text = BAD[bad]
+    experts = make_experts(torch.float32)
+    inputs = change(torch.randn(6, D), torch.rand(6, 2), spread(6, 2))
+    with pytest.raises(kind) as failure:
+        experts(*inputs)
+    assert text in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_weights_of_another_number_of_experts_are_refused():
+    experts = make_experts(torch.float32)
+    experts.down = torch.nn.Parameter(experts.down[:3].clone())
+    with pytest.raises(ValueError, match=r"down \[3, 32, 24\]"):
+        experts(torch.randn(6, D), torch.rand(6, 2), spread(6, 2))
+
+
+def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(monkeypatch):
+    experts = make_experts(torch.float32)
+    x, weights = torch.randn(3, D), torch.rand(3, 1)
+    wild = torch.tensor([[2**62], [-(2**63)], [1]])
+    out = experts(x, weights, wild)
+    assert out[:2].abs().max() == 0
+    assert out[2].abs().max() > 0
+    monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
+    with pytest.raises(ValueError, match="2 numbers that none of the 5 experts has"):
+        experts(x, weights, wild)
+
+
+def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
+    block = FastSparseMoE(small_config())
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(4, D)
+    x[1] = torch.nan
+    x.requires_grad_()
+    out, routing = block(x)
+    assert out.isnan().any(dim=1).tolist() == [False, True, False, False]
+    assert int(routing.counts.sum()) == 8
+    out.sum().backward()
+    assert x.grad.isnan().any(dim=1).tolist() == [False, True, False, False]

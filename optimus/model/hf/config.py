@@ -184,7 +184,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if kind == "olmoe":
         fields |= {
             "rms_norm_eps": config.norm_eps,
-            "num_experts": config.num_experts,
+            "num_experts": config.uniform_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
             "norm_topk_prob": config.norm_topk_prob,
             "router_aux_loss_coef": config.aux_loss_coef,
@@ -233,6 +233,11 @@ def _refuse(fields: _Fields, source: str) -> None:
 
 def _expressible(config: ModelConfig, head_dim: int) -> None:
     heads = config.num_attention_heads
+    if config.uniform_experts is None:
+        raise ConfigError(
+            f"model.num_experts = {list(config.experts_by_layer)} has no place in a Hugging Face "
+            "OLMoE, whose layers all have the same number of experts"
+        )
     if config.architecture == "olmo" and config.norm_eps != _OLMO_EPS:
         raise ConfigError(
             f"model.norm_eps = {config.norm_eps} has no place in a Hugging Face OLMo, whose norms "

@@ -16,8 +16,9 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
     num_stages = num_ranks * parallel.virtual_stages
     if parallel.stage_layers:
         return layers_by_hand(parallel.stage_layers, model.num_layers, num_stages)
-    layer = layer_multiply_adds(model, config.train.seq_len or model.max_position_embeddings)
-    return assign_layers([layer] * model.num_layers, num_stages, 0.0, head_multiply_adds(model))
+    seq_len = config.train.seq_len or model.max_position_embeddings
+    layers = [layer_multiply_adds(model, seq_len, n) for n in range(model.num_layers)]
+    return assign_layers(layers, num_stages, 0.0, head_multiply_adds(model))
 
 
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:

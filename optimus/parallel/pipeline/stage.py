@@ -24,6 +24,7 @@ class Objective:
     num_microbatches: int
     """k * w, over all data ranks."""
     num_layers: int
+    """That have experts, in the whole model."""
     aux_coef: float
     z_coef: float
 

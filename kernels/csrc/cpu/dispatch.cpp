@@ -1,0 +1,105 @@
+// The CPU's interface.h: checks sizes and calls the kernels of the best instruction set at hand.
+//
+// This file is compiled for the plain architecture, kernels_avx2.cpp and kernels_avx512.cpp for x86-64
+// versions 3 and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
+
+#include <cstdlib>
+#include <cstring>
+
+#include "interface.h"
+#include "kernels.h"
+
+namespace {
+
+using optimus_cpu::Kernels;
+
+// Slots in a piece of route: few enough to share out, many enough to outweigh clearing E counts.
+constexpr int64_t kPieceSlots = 4096;
+
+const Kernels& choose() {
+  const char* asked = std::getenv("OPTIMUS_CPU_ISA");
+  const auto allowed = [asked](const char* name) { return !asked || !std::strcmp(asked, name); };
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+  if (avx512 && allowed("avx512")) return optimus_cpu::avx512_kernels;
+  if (avx2 && (allowed("avx2") || allowed("avx512"))) return optimus_cpu::avx2_kernels;
+#endif
+  return optimus_cpu::portable_kernels;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+int64_t pieces_of(int64_t slots) { return slots <= kPieceSlots ? 1 : (slots - 1) / kPieceSlots + 1; }
+
+bool negative(int64_t a, int64_t b = 0, int64_t c = 0) { return a < 0 || b < 0 || c < 0; }
+
+}  // namespace
+
+extern "C" {
+
+int optimus_kernels_abi(void) { return OPTIMUS_ABI; }
+
+// Of the CPU's library alone: the name of the instruction set in use.
+OPTIMUS_API const char* optimus_cpu_isa(void) {
+#if defined(__x86_64__)
+  if (&kernels() == &optimus_cpu::avx512_kernels) return "avx512";
+  if (&kernels() == &optimus_cpu::avx2_kernels) return "avx2";
+#endif
+  return "portable";
+}
+
+int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts) {
+  return pieces_of(tokens * top_k) * num_experts;
+}
+
+int optimus_route(const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t first_expert,
+                  int64_t num_experts, int32_t* offsets, int32_t* row_token, int32_t* row_slot,
+                  int32_t* slot_row, int32_t* scratch, int64_t scratch_len, void*) {
+  if (negative(tokens, top_k, num_experts) || (top_k && tokens > INT32_MAX / top_k) ||
+      scratch_len < optimus_route_scratch(tokens, top_k, num_experts))
+    return OPTIMUS_BAD_SIZE;
+  kernels().route(chosen, tokens, top_k, first_expert, num_experts, pieces_of(tokens * top_k),
+                  offsets, row_token, row_slot, slot_row, scratch);
+  return 0;
+}
+
+int optimus_gather(int dtype, const void* x, const int32_t* row_token, int64_t rows, int64_t hidden,
+                   void* out, void*) {
+  if (negative(rows, hidden)) return OPTIMUS_BAD_SIZE;
+  return kernels().gather(dtype, x, row_token, rows, hidden, out);
+}
+
+int optimus_swiglu(int dtype, const void* h, int64_t rows, int64_t inner, void* a, void*) {
+  if (negative(rows, inner)) return OPTIMUS_BAD_SIZE;
+  return kernels().swiglu(dtype, h, rows, inner, a);
+}
+
+int optimus_swiglu_backward(int dtype, const void* h, const void* da, const void* weights,
+                            const int32_t* row_slot, int64_t rows, int64_t inner, void* dh,
+                            void* a_scaled, float* dweights, void*) {
+  if (negative(rows, inner)) return OPTIMUS_BAD_SIZE;
+  return kernels().swiglu_backward(dtype, h, da, weights, row_slot, rows, inner, dh, a_scaled,
+                                   dweights);
+}
+
+int optimus_reduce(int dtype, const void* y, const void* weights, const int32_t* slot_row,
+                   int64_t tokens, int64_t top_k, int64_t hidden, void* out, void*) {
+  if (negative(tokens, top_k, hidden)) return OPTIMUS_BAD_SIZE;
+  return kernels().reduce(dtype, y, weights, slot_row, tokens, top_k, hidden, out);
+}
+
+int optimus_reduce_backward(int dtype, const void* dout, const void* y, const void* weights,
+                            const int32_t* row_slot, int64_t rows, int64_t top_k, int64_t hidden,
+                            void* dy, float* dweights, void*) {
+  if (negative(rows, top_k, hidden)) return OPTIMUS_BAD_SIZE;
+  return kernels().reduce_backward(dtype, dout, y, weights, row_slot, rows, top_k, hidden, dy,
+                                   dweights);
+}
+}

@@ -1,0 +1,30 @@
+// The CPU kernels of one instruction set, as a table that dispatch.cpp chooses from.
+
+#pragma once
+
+#include <cstdint>
+
+namespace optimus_cpu {
+
+struct Kernels {
+  void (*route)(const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t first_expert,
+                int64_t num_experts, int64_t pieces, int32_t* offsets, int32_t* row_token,
+                int32_t* row_slot, int32_t* slot_row, int32_t* scratch);
+  int (*gather)(int dtype, const void* x, const int32_t* row_token, int64_t rows, int64_t hidden,
+                void* out);
+  int (*swiglu)(int dtype, const void* h, int64_t rows, int64_t inner, void* a);
+  int (*swiglu_backward)(int dtype, const void* h, const void* da, const void* weights,
+                         const int32_t* row_slot, int64_t rows, int64_t inner, void* dh,
+                         void* a_scaled, float* dweights);
+  int (*reduce)(int dtype, const void* y, const void* weights, const int32_t* slot_row,
+                int64_t tokens, int64_t top_k, int64_t hidden, void* out);
+  int (*reduce_backward)(int dtype, const void* dout, const void* y, const void* weights,
+                         const int32_t* row_slot, int64_t rows, int64_t top_k, int64_t hidden,
+                         void* dy, float* dweights);
+};
+
+extern const Kernels portable_kernels;
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+
+}  // namespace optimus_cpu

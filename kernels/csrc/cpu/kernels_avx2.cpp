@@ -1,0 +1,2 @@
+#define OPTIMUS_ISA avx2_kernels
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define OPTIMUS_ISA avx512_kernels
+#include "kernels.inc"

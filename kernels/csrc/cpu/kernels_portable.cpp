@@ -1,0 +1,2 @@
+#define OPTIMUS_ISA portable_kernels
+#include "kernels.inc"

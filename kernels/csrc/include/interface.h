@@ -1,0 +1,67 @@
+// The launchers that every backend (cpu, cuda, sycl) exports; optimus_kernels/library.py calls them.
+//
+// dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers are memory of the backend's
+// device, tensors dense in row-major order. `stream`: nullptr on CPU, cudaStream_t, sycl::queue*;
+// launchers on a device return before their work is done. They return 0, or a code below, or the
+// backend's own positive code. Sizes may be 0. Results never depend on the number of threads.
+//
+// T tokens, K experts a token (top_k), E experts held (num_experts), rows: R, or all N = T*K places
+// where R is not known on the host. row_* entries from R on are -1; outputs of such rows are zero
+// (swiglu: undefined), and so are slots that have no row.
+
+#pragma once
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define OPTIMUS_API __declspec(dllexport)
+#else
+#define OPTIMUS_API __attribute__((visibility("default")))
+#endif
+
+#define OPTIMUS_ABI 1            // raised when a signature or a meaning changes
+#define OPTIMUS_BAD_DTYPE (-1)   // dtype is none of the three
+#define OPTIMUS_BAD_SIZE (-2)    // a size is negative, or T*K or the scratch does not fit
+
+extern "C" {
+
+OPTIMUS_API int optimus_kernels_abi(void);
+
+// Words of int32 scratch for optimus_route.
+OPTIMUS_API int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts);
+
+// chosen [T, K] -> offsets [E+1], row_token [N], row_slot [N], slot_row [T, K]: experts first_expert
+// to first_expert + E - 1 are held; any other number has no row. Rows are by expert, then by slot.
+OPTIMUS_API int optimus_route(const int64_t* chosen, int64_t tokens, int64_t top_k,
+                              int64_t first_expert, int64_t num_experts, int32_t* offsets,
+                              int32_t* row_token, int32_t* row_slot, int32_t* slot_row,
+                              int32_t* scratch, int64_t scratch_len, void* stream);
+
+// out [rows, hidden] = x[row_token]; zeros where row_token is -1.
+OPTIMUS_API int optimus_gather(int dtype, const void* x, const int32_t* row_token, int64_t rows,
+                               int64_t hidden, void* out, void* stream);
+
+// a [rows, inner] = silu(h[:, :inner]) * h[:, inner:]; h [rows, 2 inner].
+OPTIMUS_API int optimus_swiglu(int dtype, const void* h, int64_t rows, int64_t inner, void* a,
+                               void* stream);
+
+// da [rows, inner]: gradient of a before weights [T, K] are applied. dh [rows, 2 inner] = gradient of
+// h under w * da; a_scaled [rows, inner] = w * a; dweights fp32 [T, K], at row_slot: <da, a>. The
+// caller has zeroed dweights where a slot may have no row. a_scaled may be da.
+OPTIMUS_API int optimus_swiglu_backward(int dtype, const void* h, const void* da,
+                                        const void* weights, const int32_t* row_slot, int64_t rows,
+                                        int64_t inner, void* dh, void* a_scaled, float* dweights,
+                                        void* stream);
+
+// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]; weights null: 1.
+OPTIMUS_API int optimus_reduce(int dtype, const void* y, const void* weights,
+                               const int32_t* slot_row, int64_t tokens, int64_t top_k,
+                               int64_t hidden, void* out, void* stream);
+
+// dy [rows, hidden] = weights[slot] * dout[token]; dweights fp32 [T, K], at row_slot: <dout, y>. The
+// caller has zeroed dweights where a slot may have no row.
+OPTIMUS_API int optimus_reduce_backward(int dtype, const void* dout, const void* y,
+                                        const void* weights, const int32_t* row_slot, int64_t rows,
+                                        int64_t top_k, int64_t hidden, void* dy, float* dweights,
+                                        void* stream);
+}

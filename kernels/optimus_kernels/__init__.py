@@ -1,0 +1,29 @@
+"""Ops of the mixture of experts: each with a schema, a fake, a gradient and a twin in plain torch.
+
+Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an op runs, and then by
+`backend`, which falls back to the twins. Dims and meanings are said in each op's file.
+"""
+
+from __future__ import annotations
+
+from optimus_kernels.experts import WeightGrads, experts
+from optimus_kernels.gather import gather
+from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
+from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
+from optimus_kernels.route import Rows, route
+from optimus_kernels.swiglu import swiglu, swiglu_backward
+
+__all__ = [
+    "Rows",
+    "WeightGrads",
+    "experts",
+    "gather",
+    "grouped_mm",
+    "grouped_mm_weight",
+    "reduce_rows",
+    "reduce_rows_backward",
+    "route",
+    "set_form",
+    "swiglu",
+    "swiglu_backward",
+]

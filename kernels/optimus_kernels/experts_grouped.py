@@ -1,0 +1,53 @@
+"""The experts' two passes as grouped products over all rows: nothing waits for the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from optimus_kernels.gather import gather
+from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight
+from optimus_kernels.reduction import reduce_rows
+from optimus_kernels.route import Rows
+from optimus_kernels.swiglu import swiglu, swiglu_backward
+
+
+def forward(
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """-> out [T, D] and h [N, 2F], or [0] unless `keep`."""
+    h = _hidden(x, gate_up, rows)
+    y = grouped_mm(swiglu(h), down.mT, rows.offsets)
+    out = reduce_rows(y, weights, rows.row, rows.slot)
+    return out, h if keep else x.new_empty(0)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    rows: Rows,
+    h: Tensor | None,
+    into: tuple[Tensor, Tensor, bool] | None,
+) -> tuple[Tensor, Tensor]:
+    """-> dx [T, D], dweights [T, K] (fp32 or fp64); weight gradients go `into`, if anywhere.
+
+    dx comes first: under expert parallelism its way back overlaps the weight gradients.
+    """
+    h = _hidden(x, gate_up, rows) if h is None else h
+    dy = gather(grad, rows.token, rows.row)
+    da = grouped_mm(dy, down, rows.offsets)
+    dh, scaled, dweights = swiglu_backward(h, da, weights, rows.slot)
+    dx = reduce_rows(grouped_mm(dh, gate_up, rows.offsets), None, rows.row, rows.slot)
+    if into is not None:
+        copies = gather(x, rows.token, rows.row)
+        for target, a, b in ((into[1], dy, scaled), (into[0], dh, copies)):
+            product = grouped_mm_weight(a, b, rows.offsets)
+            target.add_(product) if into[2] else target.copy_(product)
+    return dx, dweights
+
+
+def _hidden(x: Tensor, gate_up: Tensor, rows: Rows) -> Tensor:
+    copies: Tensor = gather(x, rows.token, rows.row)
+    return grouped_mm(copies, gate_up.mT, rows.offsets)

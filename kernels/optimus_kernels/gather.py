@@ -1,0 +1,78 @@
+"""gather: a copy of each row's token, out[r] = x[token[r]], zeros where token[r] is -1.
+
+Its gradient is the reduction without weights: sums in order of k, no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optimus_kernels import library
+from optimus_kernels.ops import define
+
+
+def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    """x [T, D], token int32 [R] and row int32 [T, K] of `route` -> [R, D]."""
+    return _gather(x, token, row)
+
+
+def reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    """The twin in plain torch."""
+    if not len(x):
+        return x.new_zeros(len(token), x.shape[1])
+    copies = x.index_select(0, token.clamp(min=0).long())
+    return copies.masked_fill((token < 0).unsqueeze(1), 0)
+
+
+def _check(x: Tensor, token: Tensor) -> None:
+    if x.dim() != 2 or token.dim() != 1 or token.dtype is not torch.int32:
+        raise ValueError(
+            f"gather: x {list(x.shape)} must be [T, D], token {token.dtype} {list(token.shape)} "
+            "int32 [R]"
+        )
+    if x.device != token.device:
+        raise ValueError(f"gather: x is on {x.device}, token on {token.device}")
+
+
+def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    _check(x, token)
+    if library.native(x) is None:
+        return reference(x, token, row)
+    x, token = x.contiguous(), token.contiguous()
+    return gather_into(x, token, 0, x.new_empty(token.shape[0], x.shape[1]))
+
+
+def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
+    """out[:count] = copies for rows start to start + count - 1, by default all of `out`.
+
+    Dense tensors, unchecked, and rows that exist: only the kernels know -1. Addresses instead of
+    views: a view costs as much as the launch.
+    """
+    count = out.shape[0] if count < 0 else count
+    kernels = library.native(x)
+    if kernels is None:
+        torch.index_select(x, 0, token[start : start + count], out=out[:count])
+        return out
+    code, tokens = library.DTYPES[x.dtype], token.data_ptr() + 4 * start
+    kernels.call("gather", x, code, x.data_ptr(), tokens, count, x.shape[1], out.data_ptr())
+    return out
+
+
+def _fake(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    _check(x, token)
+    return x.new_empty(token.shape[0], x.shape[1])
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    token, row = ctx.saved_tensors
+    return torch.ops.optimus.reduce_rows(grad, None, row, token * row.shape[1]), None, None
+
+
+_gather = define(
+    "gather(Tensor x, Tensor token, Tensor row) -> Tensor", _run, _fake, _backward, _save
+)

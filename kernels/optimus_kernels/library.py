@@ -1,0 +1,66 @@
+"""The C interface (csrc/include/interface.h) as Python calls it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus_kernels import backend
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "route": (_P, _L, _L, _L, _L, _P, _P, _P, _P, _P, _L, _P),
+    "gather": (_I, _P, _P, _L, _L, _P, _P),
+    "swiglu": (_I, _P, _L, _L, _P, _P),
+    "swiglu_backward": (_I, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P),
+    "reduce": (_I, _P, _P, _P, _L, _L, _L, _P, _P),
+    "reduce_backward": (_I, _P, _P, _P, _P, _L, _L, _L, _P, _P, _P),
+}
+_CODES = {-1: "the dtype is none of fp32, bf16, fp16", -2: "a size is negative or too large"}
+
+
+class Native:
+    """The launchers of one compiled library, for tensors of one kind of device."""
+
+    def __init__(self, library: ctypes.CDLL, device: str) -> None:
+        self._device = device
+        self._functions = {}
+        for name, types in SIGNATURES.items():
+            function = getattr(library, f"optimus_{name}")
+            function.argtypes, function.restype = types, _I
+            self._functions[name] = function
+        self.route_scratch = library.optimus_route_scratch
+        self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
+
+    def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
+        """Launch on the current stream of `on`'s device. Raises RuntimeError with its code."""
+        if self._device == "cpu":
+            code = self._functions[name](*arguments, None)
+        else:
+            module = getattr(torch, self._device)
+            with module.device(on.device):
+                stream = module.current_stream(on.device)
+                handle = stream.cuda_stream if self._device == "cuda" else stream.sycl_queue
+                code = self._functions[name](*arguments, handle)
+        if code:
+            reason = _CODES.get(code, f"the {self._device} runtime's error {code}")
+            raise RuntimeError(f"optimus_{name} failed: {reason}")
+
+
+def native(tensor: Tensor) -> Native | None:
+    """The compiled kernels for a tensor's device and dtype; None: compute the twin."""
+    if tensor.dtype not in DTYPES and tensor.dtype is not torch.int64:
+        return None
+    found = backend.active(tensor.device)
+    return None if found.library is None else _bind(found.library, tensor.device.type)
+
+
+@functools.cache
+def _bind(library: ctypes.CDLL, device: str) -> Native:
+    return Native(library, device)

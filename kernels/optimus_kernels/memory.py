@@ -1,0 +1,101 @@
+"""Large CPU buffers that are used again: fresh memory costs a page fault every 4 KiB.
+
+Measured at D 2048, F 1024, E 64 in bf16: fresh weight-gradient buffers took 45 % of backward. The
+C library gives buffers of this size back to the kernel when they are freed and asks again at the
+next step. Here they stay, and each is handed out again once no tensor refers to it: a `.grad`, a
+view or a saved activation keeps its buffer like any other memory. `release` gives back what is
+free.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1 << 20
+"""Bytes below which torch's allocator does as well."""
+_GRAIN = 1 << 21
+"""Sizes are rounded up to this: a huge page, and so that sizes that vary a little fit again."""
+_SLACK = 1.25
+"""A free buffer serves a request for at least 1/1.25 of its size."""
+_OLD = 4096
+"""Requests after which a buffer that nobody wanted is given back."""
+
+_lock = threading.Lock()
+_buffers: list[_Buffer] = []
+_requests = 0
+
+
+class _Buffer:
+    """Private memory of this process. Tensors made of it hold references to `memory`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.last = 0
+
+    def count(self) -> int:
+        """References to the memory, tensors' and our own."""
+        return sys.getrefcount(self.memory)
+
+    def free(self) -> bool:
+        return self.count() == _OWN_REFERENCES
+
+
+def _own_references() -> int:
+    unused = _Buffer(mmap.PAGESIZE)
+    return unused.count()
+
+
+_OWN_REFERENCES = _own_references()
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An uninitialised dense tensor of like's dtype and device; on a CPU from the buffers here."""
+    size = math.prod(shape) * like.element_size()
+    if not like.is_cpu or size < SMALLEST:
+        return like.new_empty(shape)
+    global _requests
+    with _lock:
+        _requests += 1
+        buffer = _find(size)
+        buffer.last = _requests
+        count = math.prod(shape)
+        return torch.frombuffer(buffer.memory, dtype=like.dtype, count=count).view(shape)
+
+
+def release() -> int:
+    """Give every buffer back that no tensor refers to; returns the bytes."""
+    with _lock:
+        return _drop(lambda buffer: True)
+
+
+def held() -> int:
+    """Bytes of all buffers, free ones included."""
+    return sum(buffer.size for buffer in _buffers)
+
+
+def _find(size: int) -> _Buffer:
+    fitting = [b for b in _buffers if size <= b.size <= max(size * _SLACK, _GRAIN) and b.free()]
+    if fitting:
+        return min(fitting, key=lambda b: b.size)
+    _drop(lambda buffer: _requests - buffer.last > _OLD)
+    made = _Buffer(-(-size // _GRAIN) * _GRAIN)
+    _buffers.append(made)
+    return made
+
+
+def _drop(unwanted) -> int:
+    gone = [b for b in _buffers if b.free() and unwanted(b)]
+    for buffer in gone:
+        _buffers.remove(buffer)
+        buffer.memory.close()
+    return sum(buffer.size for buffer in gone)

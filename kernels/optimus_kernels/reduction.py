@@ -1,0 +1,148 @@
+"""reduce_rows: out[t] = sum over k, in order, of w[t, k] * y[row[t, k]], in fp32, without atomics.
+
+The paper's output reduction (section 3.1, stage 5); without weights, the gradient of `gather`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optimus_kernels import library
+from optimus_kernels.ops import compute_dtype, define
+
+
+def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
+    """y [R, D], weights [T, K] of y's dtype or None (all 1), row int32 [T, K] and slot int32 [R] of
+    `route` -> [T, D]. Slots of row -1 add nothing. `slot` serves the gradient."""
+    return _reduce(y, weights, row, slot)
+
+
+def reduce_rows_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad [T, D] -> dy [R, D] = w * grad of the row's token, dweights fp32 [T, K] = <grad, y>."""
+    return _reduce_backward(grad, y, weights, slot)
+
+
+def reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
+    """The twin in plain torch."""
+    compute = compute_dtype(y.dtype)
+    out = torch.zeros(row.shape[0], y.shape[1], dtype=compute, device=y.device)
+    if not len(y):
+        return out.to(y.dtype)
+    for k in range(row.shape[1]):
+        at = row[:, k]
+        part = y.index_select(0, at.clamp(min=0).long()).to(compute)
+        if weights is not None:
+            part = part * weights[:, k, None].to(compute)
+        out = out + part.masked_fill((at < 0).unsqueeze(1), 0)
+    return out.to(y.dtype)
+
+
+def reference_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The backward's twin in plain torch."""
+    compute = compute_dtype(y.dtype)
+    here = (slot >= 0).nonzero().flatten()
+    at = slot[here].long()
+    of_row = grad[at // max(1, weights.shape[1])].to(compute)
+    dy = torch.zeros(y.shape, dtype=compute, device=y.device)
+    dy[here] = weights.flatten()[at, None].to(compute) * of_row
+    dweights = torch.zeros(weights.numel(), dtype=compute, device=y.device)
+    dweights[at] = (of_row * y[here].to(compute)).sum(1)
+    return dy.to(y.dtype), dweights.view(weights.shape)
+
+
+def _check(y: Tensor, weights: Tensor | None, row: Tensor) -> None:
+    if y.dim() != 2 or row.dim() != 2 or row.dtype is not torch.int32:
+        raise ValueError(
+            f"reduce_rows: y {list(y.shape)} must be [R, D], row {row.dtype} {list(row.shape)} "
+            "int32 [T, K]"
+        )
+    if weights is not None and (weights.shape != row.shape or weights.dtype != y.dtype):
+        raise ValueError(
+            f"reduce_rows: weights {weights.dtype} {list(weights.shape)} must be {y.dtype} "
+            f"{list(row.shape)}, as y and row are"
+        )
+
+
+def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
+    _check(y, weights, row)
+    kernels = library.native(y)
+    if kernels is None:
+        return reference(y, weights, row, slot)
+    y, row = y.contiguous(), row.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = _fake(y, weights, row, slot)
+    factors = None if weights is None else weights.data_ptr()
+    ins = (library.DTYPES[y.dtype], y.data_ptr(), factors, row.data_ptr())
+    kernels.call("reduce", y, *ins, *row.shape, y.shape[1], out.data_ptr())
+    return out
+
+
+def _fake(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
+    _check(y, weights, row)
+    return y.new_empty(row.shape[0], y.shape[1])
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    y, weights, row, slot = inputs
+    ctx.top_k = row.shape[1]
+    ctx.save_for_backward(None if weights is None else y, weights, row, slot)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, weights, row, slot = ctx.saved_tensors
+    if weights is None:
+        token = slot.div(max(1, ctx.top_k), rounding_mode="floor")
+        return torch.ops.optimus.gather(grad, token, row), None, None, None
+    dy, dweights = torch.ops.optimus.reduce_rows_backward(grad, y, weights, slot)
+    return dy, dweights.to(weights.dtype), None, None
+
+
+def _check_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> None:
+    if grad.shape != (weights.shape[0], y.shape[1]) or slot.shape != y.shape[:1]:
+        raise ValueError(
+            "reduce_rows_backward: grad [T, D], y [R, D], weights [T, K], slot [R] do not match: "
+            f"{list(grad.shape)}, {list(y.shape)}, {list(weights.shape)}, {list(slot.shape)}"
+        )
+    if slot.dtype is not torch.int32 or not grad.dtype == y.dtype == weights.dtype:
+        raise TypeError(
+            "reduce_rows_backward: grad, y and weights share a dtype and slot is int32; given "
+            f"{grad.dtype}, {y.dtype}, {weights.dtype}, {slot.dtype}"
+        )
+
+
+def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    _check_backward(grad, y, weights, slot)
+    kernels = library.native(y)
+    if kernels is None:
+        return reference_backward(grad, y, weights, slot)
+    ins = [t.contiguous() for t in (grad, y, weights, slot)]
+    dy, dweights = _fake_backward(grad, y, weights, slot)
+    outs = (dy.data_ptr(), dweights.zero_().data_ptr())
+    sizes = (len(y), weights.shape[1], y.shape[1])
+    code = library.DTYPES[y.dtype]
+    kernels.call("reduce_backward", y, code, *(t.data_ptr() for t in ins), *sizes, *outs)
+    return dy, dweights
+
+
+def _fake_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    _check_backward(grad, y, weights, slot)
+    return y.new_empty(y.shape), weights.new_empty(weights.shape, dtype=compute_dtype(y.dtype))
+
+
+_reduce = define(
+    "reduce_rows(Tensor y, Tensor? weights, Tensor row, Tensor slot) -> Tensor",
+    _run,
+    _fake,
+    _backward,
+    _save,
+)
+_reduce_backward = define(
+    "reduce_rows_backward(Tensor grad, Tensor y, Tensor weights, Tensor slot) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)

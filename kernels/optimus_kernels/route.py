@@ -1,0 +1,91 @@
+"""route: which rows of the expert buffers the slots get (Optimus paper, section 3.1, stages 2, 3).
+
+T tokens, K experts a token, slot t*K + k, N = T*K; E experts held. A stable counting sort: rows are
+by expert and then by slot, the same on every run, device and number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus_kernels import library
+from optimus_kernels.ops import define
+
+
+class Rows(NamedTuple):
+    """Where the slots lie; int32."""
+
+    offsets: Tensor
+    """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1; R = offsets[E] rows in all."""
+    token: Tensor
+    """[N]: the token that a row is a copy of; -1 from row R on."""
+    slot: Tensor
+    """[N]: the slot that a row belongs to; -1 from row R on."""
+    row: Tensor
+    """[T, K]: the row of a slot; -1 where its expert is not held."""
+
+
+def route(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
+    """chosen int64 [T, K]: numbers of experts, of which first_expert to first_expert +
+    num_experts - 1 are held here. Any other number, also one that no expert has, gets no row."""
+    return Rows(*_route(chosen, first_expert, num_experts))
+
+
+def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
+    """The twin in plain torch."""
+    slots, top_k = chosen.numel(), chosen.shape[1]
+    expert = chosen.flatten() - first_expert
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    ends = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+    ends.scatter_add_(0, expert, torch.ones_like(expert))
+    offsets = torch.cat([ends.new_zeros(1), ends[:num_experts].cumsum(0)])
+    slot = expert.argsort(stable=True)
+    place = torch.arange(slots, device=chosen.device)
+    none = place >= offsets[num_experts]
+    row = torch.empty_like(slot)
+    row[slot] = place.masked_fill(none, -1)
+    slot = slot.masked_fill(none, -1)
+    token = slot.div(max(top_k, 1), rounding_mode="floor").masked_fill(none, -1)
+    return Rows(offsets.int(), token.int(), slot.int(), row.int().view_as(chosen))
+
+
+def _check(chosen: Tensor, num_experts: int) -> None:
+    if chosen.dim() != 2 or chosen.dtype is not torch.int64:
+        raise ValueError(
+            f"route: chosen is {chosen.dtype} {list(chosen.shape)}; it must be int64 [T, K]"
+        )
+    if num_experts < 0:
+        raise ValueError(f"route: {num_experts} experts")
+
+
+def _run(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, ...]:
+    _check(chosen, num_experts)
+    kernels = library.native(chosen)
+    if kernels is None:
+        return tuple(reference(chosen, first_expert, num_experts))
+    chosen = chosen.contiguous()
+    offsets, token, slot, row = _fake(chosen, first_expert, num_experts)
+    words = kernels.route_scratch(*chosen.shape, num_experts)
+    scratch = chosen.new_empty(words, dtype=torch.int32)
+    pointers = (t.data_ptr() for t in (offsets, token, slot, row, scratch))
+    sizes = (*chosen.shape, first_expert, num_experts)
+    kernels.call("route", chosen, chosen.data_ptr(), *sizes, *pointers, words)
+    return offsets, token, slot, row
+
+
+def _fake(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, ...]:
+    _check(chosen, num_experts)
+    slots = chosen.shape[0] * chosen.shape[1]
+    shapes = ((num_experts + 1,), (slots,), (slots,), tuple(chosen.shape))
+    return tuple(chosen.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+_route = define(
+    "route(Tensor chosen, SymInt first_expert, SymInt num_experts)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)

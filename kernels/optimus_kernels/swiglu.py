@@ -1,0 +1,169 @@
+"""swiglu: a = silu(g) * u with [g, u] = h, and its backward fused with that of the routing weight.
+
+With out = sum of w * (a Wd^T) and da = dout Wd (before w): dw = <da, a>, dh = swiglu'(w * da), and
+the gradient of Wd needs w * a. Each slot has one row, so nothing is summed over rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimus_kernels import library
+from optimus_kernels.ops import compute_dtype, define
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """h [R, 2F] -> [R, F], fp32 arithmetic."""
+    return _swiglu(h)
+
+
+def swiglu_backward(
+    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h [R, 2F], da [R, F], weights [T, K] of one dtype, slot int32 [R] -> dh [R, 2F], w * a
+    [R, F], dweights fp32 [T, K] (fp64 of fp64). Rows of slot -1 give zeros, as do slots of no row.
+    """
+    return _swiglu_backward(h, da, weights, slot)
+
+
+def reference(h: Tensor) -> Tensor:
+    """The twin in plain torch."""
+    g, u = h.to(compute_dtype(h.dtype)).chunk(2, dim=1)
+    return (F.silu(g) * u).to(h.dtype)
+
+
+def reference_backward(
+    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward's twin in plain torch."""
+    compute = compute_dtype(h.dtype)
+    g, u = h.to(compute).chunk(2, dim=1)
+    is_row = slot >= 0
+    here = is_row.nonzero().flatten()
+    at = slot[here].long()
+    w = h.new_zeros(len(h), 1, dtype=compute)
+    w[here, 0] = weights.flatten()[at].to(compute)
+    d, silu = da.to(compute), F.silu(g)
+    a = silu * u
+    dweights = torch.zeros(weights.numel(), dtype=compute, device=h.device)
+    dweights[at] = (d * a).sum(1)[here]
+    wd = w * d
+    dh = torch.cat([torch.ops.aten.silu_backward(wd * u, g), wd * silu], dim=1)
+    scaled = w * a
+    if len(here) < len(h):  # what lies beyond the rows may be anything, NaN too
+        dh, scaled = (torch.where(is_row.unsqueeze(1), value, 0) for value in (dh, scaled))
+    return dh.to(h.dtype), scaled.to(h.dtype), dweights.view(weights.shape)
+
+
+def _check(h: Tensor) -> None:
+    if h.dim() != 2 or h.shape[1] % 2:
+        raise ValueError(f"swiglu: h {list(h.shape)} must be [R, 2F]")
+
+
+def _run(h: Tensor) -> Tensor:
+    _check(h)
+    if library.native(h) is None:
+        return reference(h)
+    return swiglu_into(h.contiguous(), 0, _fake(h), h.shape[0])
+
+
+def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
+    """out[:count] from rows start to start + count - 1 of h; dense tensors, unchecked."""
+    kernels = library.native(h)
+    if kernels is None:
+        out[:count] = reference(h[start : start + count])
+        return out
+    inner = h.shape[1] // 2
+    rows = h.data_ptr() + start * 2 * inner * h.element_size()
+    kernels.call("swiglu", h, library.DTYPES[h.dtype], rows, count, inner, out.data_ptr())
+    return out
+
+
+def _fake(h: Tensor) -> Tensor:
+    _check(h)
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad: Tensor) -> Tensor:
+    (h,) = ctx.saved_tensors
+    ones = h.new_ones(h.shape[0], 1)
+    slot = torch.arange(h.shape[0], dtype=torch.int32, device=h.device)
+    return torch.ops.optimus.swiglu_backward(h, grad, ones, slot)[0]
+
+
+def _check_backward(h: Tensor, da: Tensor, weights: Tensor, slot: Tensor) -> None:
+    _check(h)
+    shapes = {"h": h, "da": da, "weights": weights, "slot": slot}
+    if da.shape != (h.shape[0], h.shape[1] // 2) or slot.shape != h.shape[:1]:
+        raise ValueError(
+            "swiglu_backward: h [R, 2F], da [R, F], slot [R] do not match: "
+            + ", ".join(f"{name} {list(value.shape)}" for name, value in shapes.items())
+        )
+    if slot.dtype is not torch.int32 or not h.dtype == da.dtype == weights.dtype:
+        raise TypeError(
+            "swiglu_backward: h, da and weights share a dtype and slot is int32; given "
+            + ", ".join(f"{name} {value.dtype}" for name, value in shapes.items())
+        )
+
+
+def _run_backward(
+    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_backward(h, da, weights, slot)
+    if library.native(h) is None:
+        return reference_backward(h, da, weights, slot)
+    outs = _fake_backward(h, da, weights, slot)
+    outs[2].zero_()
+    h, da, weights, slot = (t.contiguous() for t in (h, da, weights, slot))
+    swiglu_backward_into(h, 0, da, weights, slot, 0, h.shape[0], outs)
+    return outs
+
+
+def swiglu_backward_into(
+    h: Tensor,
+    start: int,
+    da: Tensor,
+    weights: Tensor,
+    slot: Tensor,
+    first: int,
+    count: int,
+    outs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """The rows h[start:], da[:count], slot[first:] into the first rows of outs = dh, scaled and
+    dweights; dense tensors, unchecked. `scaled` may be da itself; dweights [T, K], zero before, is
+    written at these rows' slots alone."""
+    kernels = library.native(h)
+    if kernels is None:
+        part = slice(start, start + count), slot[first : first + count]
+        new = reference_backward(h[part[0]], da[:count], weights, part[1])
+        for out, value in zip(outs[:2], new[:2], strict=True):
+            out[:count] = value
+        outs[2].add_(new[2])
+        return
+    inner = h.shape[1] // 2
+    rows = h.data_ptr() + start * 2 * inner * h.element_size()
+    ins = (rows, da.data_ptr(), weights.data_ptr(), slot.data_ptr() + 4 * first)
+    code, addresses = library.DTYPES[h.dtype], [t.data_ptr() for t in outs]
+    kernels.call("swiglu_backward", h, code, *ins, count, inner, *addresses)
+
+
+def _fake_backward(
+    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_backward(h, da, weights, slot)
+    dweights = weights.new_empty(weights.shape, dtype=compute_dtype(h.dtype))
+    return h.new_empty(h.shape), h.new_empty(da.shape), dweights
+
+
+_swiglu = define("swiglu(Tensor h) -> Tensor", _run, _fake, _backward, _save)
+_swiglu_backward = define(
+    "swiglu_backward(Tensor h, Tensor da, Tensor weights, Tensor slot) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)

@@ -1,0 +1,151 @@
+"""Builds csrc/sycl for torch's xpu devices, through torch's SyclExtension or IPEX's DPCPPExtension.
+
+Neither has been run on an Intel GPU by us yet: what tests check is the arguments handed to them,
+and the sources through Intel's own compiler on a CPU device. Run as a script, this module is the
+setup.py of the extension: both extensions are made for setuptools.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus_kernels.cache import KernelError
+
+NAME = "optimus_sycl"
+DEFAULT_ARCHS = "pvc"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    # icpx takes fast-math by default: NaN would be lost and sums depend on the compiler's mood.
+    "-fno-fast-math",
+    "-ffp-contract=fast",
+    "-foffload-fp32-prec-div",
+    "-foffload-fp32-prec-sqrt",
+    "-fno-sycl-id-queries-fit-in-int",
+)
+IPEX = "intel_extension_for_pytorch"
+
+
+def arch_list() -> str:
+    """TORCH_XPU_ARCH_LIST, by default pvc: an empty list would compile at run time, every time."""
+    return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
+
+
+def way() -> str:
+    """`torch` where this torch knows xpu devices and has SyclExtension, `ipex` where only IPEX's
+    DPCPPExtension is there. Raises KernelError where neither is."""
+    if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
+        return "torch"
+    if _find(f"{IPEX}.xpu.cpp_extension") and hasattr(torch, "xpu") and torch.xpu.is_available():
+        return "ipex"
+    raise KernelError(
+        f"torch {torch.__version__} has no xpu support; install torch's xpu build (or, with torch "
+        "before 2.8, the GPU build of intel-extension-for-pytorch)"
+    )
+
+
+def find_compiler() -> list[str]:
+    """icpx, where torch can use what it makes. Raises KernelError."""
+    how = way()
+    if shutil.which("icpx") is None:
+        raise KernelError("no compiler: icpx is not on PATH; load the oneAPI module or setvars.sh")
+    if how == "torch" and shutil.which("ninja") is None:
+        raise KernelError("ninja is not on PATH; torch's SyclExtension needs it: pip install ninja")
+    return ["icpx"]
+
+
+def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[str], dict[str, str]]:
+    """The process that builds the extension under `work`, and what its environment adds."""
+    job = {"way": way(), "sources": [str(s) for s in sources], "include": str(include)}
+    parents = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
+    environ = {"TORCH_XPU_ARCH_LIST": arch_list(), "PYTHONPATH": path}
+    return [sys.executable, "-m", __name__, json.dumps(job), str(work)], environ
+
+
+def built_library(work: Path) -> Path:
+    """The library that the process left under `work`."""
+    found = list(work.glob(f"{NAME}*.so"))
+    if len(found) != 1:
+        raise KernelError(f"the SYCL build left {len(found)} libraries in place of one")
+    return found[0]
+
+
+def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
+    """What torch's SyclExtension is given. Its sources end in .sycl; TORCH_XPU_ARCH_LIST names the
+    devices compiled for."""
+    return {
+        "name": NAME,
+        "sources": list(sources),
+        "include_dirs": [include],
+        "extra_compile_args": {"cxx": ["-std=c++17", "-O3"], "sycl": list(FLAGS)},
+        "py_limited_api": True,  # a plain library: no Python in it
+    }
+
+
+def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
+    """What IPEX's DPCPPExtension is given: it takes .cpp files alone, hence copies under `work`,
+    and AOT compilation is a pair of compiler and linker options."""
+    copies = []
+    for source in map(Path, sources):
+        copy = work / f"{source.stem}_sycl.cpp"
+        shutil.copyfile(source, copy)
+        copies.append(str(copy))
+    ahead = ["-fsycl-targets=spir64_gen", "-Xs", f"-device {arch_list()}"]
+    return {
+        "name": NAME,
+        "sources": copies,
+        "include_dirs": [include, *sorted({str(Path(source).parent) for source in sources})],
+        "extra_compile_args": {"cxx": [*FLAGS, ahead[0]]},  # it adds -fsycl itself
+        "extra_link_args": ["-fsycl", *ahead],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Build as the job says and leave the library in the work folder."""
+    from setuptools import setup
+
+    job, work = json.loads(arguments[0]), Path(arguments[1]).resolve()
+    extension, command_class = _extension(job, work)
+    os.chdir(work)
+    setup(
+        name=NAME,
+        ext_modules=[extension],
+        cmdclass={"build_ext": command_class},
+        script_args=["-q", "build_ext", "--build-lib", str(work), "--build-temp", str(work / "o")],
+    )
+
+
+def _extension(job: Mapping[str, Any], work: Path) -> tuple[Any, Any]:
+    if job["way"] == "torch":
+        from torch.utils.cpp_extension import BuildExtension, SyclExtension
+
+        return SyclExtension(**torch_arguments(job["sources"], job["include"])), BuildExtension
+    ipex = importlib.import_module(f"{IPEX}.xpu.cpp_extension")
+    arguments_of = ipex_arguments(job["sources"], job["include"], work)
+    return ipex.DPCPPExtension(**arguments_of), ipex.DpcppBuildExtension
+
+
+def _torch_has_sycl_extension() -> bool:
+    spec = importlib.util.find_spec("torch.utils.cpp_extension")
+    return spec is not None and "def SyclExtension" in Path(spec.origin).read_text()
+
+
+def _find(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

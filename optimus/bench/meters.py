@@ -1,0 +1,154 @@
+"""What the benchmarks measure with: clocks, the machine's peak, bytes kept for backward."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from optimus import platform
+
+_GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::mkldnn_linear")
+_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "scattermoe")
+
+
+def clocked(run: Callable[[], Tensor], device: torch.device, grad: Tensor | None = None):
+    """(wall, processor) seconds of run(), and of it with its backward."""
+    platform.synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = run()
+    platform.synchronize(device)
+    forward = (time.perf_counter() - wall, time.process_time() - cpu)
+    if grad is not None:
+        out.backward(grad)
+        platform.synchronize(device)
+    return forward, (time.perf_counter() - wall, time.process_time() - cpu)
+
+
+class Peak:
+    """A large product of the case's dtype, timed in turn with the blocks: the machine's peak.
+
+    In fp32 on a CPU both of torch's libraries are tried, and the faster one counts, if it computes
+    in fp32 (oneDNN does not on machines with AMX).
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        size = 1536 if device.type == "cpu" else 8192
+        self.flops = 2.0 * size**3
+        self._a, self._b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        self._out = torch.empty_like(self._a)
+        self._ways: list[str | None] = [None]
+        if device.type == "cpu" and dtype is torch.float32 and self._onednn_is_exact():
+            self._ways.append("bf16")
+
+    def _onednn_is_exact(self) -> bool:
+        small = self._a[:256, :256].contiguous()
+        exact = small.double() @ small.double()
+        with _onednn("bf16"):
+            return bool((small @ small - exact).norm() / exact.norm() < 1e-5)
+
+    def time(self, device: torch.device) -> tuple[float, float]:
+        """Wall and processor seconds of the faster way."""
+        found = []
+        for way in self._ways:
+            with _onednn(way):
+                found.append(clocked(lambda: torch.mm(self._a, self._b, out=self._out), device)[1])
+        return min(found)
+
+
+class _onednn:
+    """Within, fp32 products on a CPU go to oneDNN, if `precision` is given."""
+
+    def __init__(self, precision: str | None) -> None:
+        self._precision = precision
+
+    def __enter__(self) -> None:
+        if self._precision:
+            self._before = torch.backends.mkldnn.matmul.fp32_precision
+            torch.backends.mkldnn.matmul.fp32_precision = self._precision
+
+    def __exit__(self, *_) -> None:
+        if self._precision:
+            torch.backends.mkldnn.matmul.fp32_precision = self._before
+
+
+def forget(block: nn.Module, x: Tensor) -> None:
+    """Let go of the gradients of a pass."""
+    x.grad = None
+    block.zero_grad(set_to_none=True)
+
+
+def saved_bytes(block: nn.Module, x: Tensor) -> int:
+    """Bytes of what autograd keeps from forward for backward, parameters apart, x included."""
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in weights:
+            kept[storage] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(x)
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    del out
+    return total
+
+
+def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.device) -> float:
+    """Share of a pass outside of torch's matrix products, by torch's profiler."""
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CPU]
+    if device.type != "cpu":
+        activities.append(getattr(activity, device.type.upper()))
+    with torch.profiler.profile(activities=activities) as profiler:
+        block(x).backward(grad)
+        platform.synchronize(device)
+    forget(block, x)
+    clock = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    events = profiler.key_averages()
+    total = sum(getattr(event, clock) for event in events)
+    products = sum(getattr(event, clock) for event in events if event.key in _GEMMS)
+    return 1 - products / total if total else float("nan")
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a figure depends on, where installed."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.getdevice_name(device)
+    cores = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cores.exists():
+        for line in cores.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return str(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had now; where nobody can tell, more than anyone asks for."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return 1 << 62
+    table = Path("/proc/meminfo")
+    if table.exists():
+        lines = dict(line.split(":") for line in table.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

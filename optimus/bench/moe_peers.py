@@ -1,0 +1,173 @@
+"""The MoE blocks that ours is measured against, all over the same weights.
+
+Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token, N = T*K.
+Each takes x [T, D], routing weights [T, K] of x's dtype and chosen int64 [T, K], and gives [T, D].
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Absent(Exception):
+    """A peer that cannot run here; the message says why."""
+
+
+class Peer(nn.Module):
+    """Over gate_up [E, 2F, D] and down [E, D, F], shared rather than copied where layouts allow.
+
+    `gradients` gives those of gate_up and down in our layout.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, top_k: int) -> None:
+        super().__init__()
+        self.top_k, self.inner = top_k, down.shape[2]
+        self.build(gate_up.detach(), down.detach())
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up.grad, self.down.grad
+
+
+class Loop(Peer):
+    """A module an expert, visited in turn, as in transformers 4."""
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        inner = down.shape[2]
+        self.gates = nn.ParameterList(nn.Parameter(one[:inner]) for one in gate_up)
+        self.ups = nn.ParameterList(nn.Parameter(one[inner:]) for one in gate_up)
+        self.downs = nn.ParameterList(nn.Parameter(one) for one in down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = F.one_hot(chosen, len(self.downs)).permute(2, 1, 0)
+        experts = zip(self.gates, self.ups, self.downs, strict=True)
+        for expert, (gate, up, down) in enumerate(experts):
+            slot, token = torch.where(mask[expert])
+            copies = x[token]
+            hidden = F.silu(F.linear(copies, gate)) * F.linear(copies, up)
+            out.index_add_(0, token, F.linear(hidden, down) * weights[token, slot, None])
+        return out
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        pairs = zip(self.gates, self.ups, strict=True)
+        gate_up = torch.stack([torch.cat([gate.grad, up.grad]) for gate, up in pairs])
+        return gate_up, torch.stack([down.grad for down in self.downs])
+
+
+class ThreeGrouped(Peer):
+    """Sorted copies and three grouped products, gate and up apart, as in torchtitan."""
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        self.gate = nn.Parameter(gate_up[:, : down.shape[2]])
+        self.up = nn.Parameter(gate_up[:, down.shape[2] :])
+        self.down = nn.Parameter(down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        slots = chosen.flatten()
+        order = slots.argsort(stable=True)
+        ends = torch.bincount(slots, minlength=len(self.down)).cumsum(0, dtype=torch.int32)
+        token = order // self.top_k
+        copies = x[token]
+        gate = _grouped_mm(copies, self.gate, ends)
+        hidden = F.silu(gate) * _grouped_mm(copies, self.up, ends)
+        out = _grouped_mm(hidden, self.down, ends) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add_(0, token, out)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.gate.grad, self.up.grad], 1), self.down.grad
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """rows [N, A] x weight [E, B, A] -> [N, B]; expert e has the rows up to ends[e]."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return product(rows, weight.transpose(1, 2), offs=ends)
+
+
+class HuggingFace(Peer):
+    """transformers' own merged experts, by one of its implementations."""
+
+    implementation = "grouped_mm"
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        olmoe = _library("transformers.models.olmoe.modeling_olmoe")
+        if not hasattr(olmoe, "OlmoeExperts"):
+            raise Absent("transformers is older than 5: experts are not merged")
+        experts, hidden, inner = down.shape
+        config = _library("transformers").OlmoeConfig(
+            hidden_size=hidden, intermediate_size=inner, num_experts=experts
+        )
+        config._experts_implementation = self.implementation
+        with torch.device("meta"):
+            self.experts = olmoe.OlmoeExperts(config)
+        self.experts.gate_up_proj = nn.Parameter(gate_up)
+        self.experts.down_proj = nn.Parameter(down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return self.experts(x, chosen, weights)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        return self.experts.gate_up_proj.grad, self.experts.down_proj.grad
+
+
+class HuggingFaceEager(HuggingFace):
+    implementation = "eager"
+
+
+class Liger(Peer):
+    """Liger's fused Triton kernels (liger-kernel 0.8)."""
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        if not gate_up.is_cuda:
+            raise Absent("Triton kernels run on GPUs")
+        self.function = _library("liger_kernel.ops").LigerFusedMoEFunction
+        super().build(gate_up, down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return self.function.apply(x, self.gate_up, self.down, chosen.int(), weights)
+
+
+class ScatterMoE(Peer):
+    """scattermoe's GLUMLP; it wants up rows above gate rows, so gate_up is copied."""
+
+    def build(self, gate_up: Tensor, down: Tensor) -> None:
+        if not gate_up.is_cuda:
+            raise Absent("Triton kernels run on GPUs")
+        experts, hidden, inner = down.shape
+        with torch.device("meta"):
+            self.mlp = _library("scattermoe.mlp").GLUMLP(hidden, inner, experts, self.top_k)
+        swapped = torch.cat([gate_up[:, inner:], gate_up[:, :inner]], 1)
+        self.mlp.experts.weight = nn.Parameter(swapped)
+        self.mlp.output_experts.weight = nn.Parameter(down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return self.mlp(x, weights, chosen)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        merged = self.mlp.experts.weight.grad
+        gate_up = torch.cat([merged[:, self.inner :], merged[:, : self.inner]], 1)
+        return gate_up, self.mlp.output_experts.weight.grad
+
+
+def _library(name: str):
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Absent(f"{name.partition('.')[0]} cannot be imported: {error}") from None
+
+
+PEERS: dict[str, Callable[[Tensor, Tensor, int], Peer]] = {
+    "hf-grouped": HuggingFace,
+    "loop": Loop,
+    "three-grouped": ThreeGrouped,
+    "liger": Liger,
+    "scattermoe": ScatterMoE,
+    "hf-eager": HuggingFaceEager,
+}

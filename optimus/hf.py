@@ -1,0 +1,230 @@
+"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` and the model stays what it was.
+
+transformers has laid experts out in two ways. From version 5 on they are merged: `experts` holds
+gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are taken over as they are. Before, `experts`
+was a list of modules, one an expert: their weights are copied into merged parameters, and state
+dicts keep the names of old.
+
+Nothing here imports transformers; classes are known by their names and looked at before a change.
+
+Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import optimus_kernels as kernels
+from optimus.errors import ConfigError
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+MERGED = (
+    "OlmoeExperts",
+    "FlexOlmoExperts",
+    "MixtralExperts",
+    "Qwen2MoeExperts",
+    "Qwen3MoeExperts",
+)
+"""Classes of merged experts that are computed as ours are; each of them is tested."""
+BY_MODULE = ("OlmoeSparseMoeBlock",)
+"""Blocks whose experts may be modules of their own."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def use_fast_moe(model: _Model) -> _Model:
+    """Let every MoE block of a transformers model compute by FastSparseMoE; returns `model`.
+
+    The model is changed in place, wholly or, on an error, not at all. Names and values of its state
+    dict stay, and so does what the router gives (logits, auxiliary loss). Call it after loading
+    weights and before making an optimizer: experts that were modules of their own become two merged
+    parameters a layer, gate_up_proj and down_proj. A second call changes nothing.
+
+    Raises ConfigError for experts of another kind, quantised, offloaded or divided over devices.
+    """
+    found = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
+    blocks = [block for block in found if not isinstance(block.experts, FastExperts)]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no MoE block; use_fast_moe takes "
+            f"{', '.join(BY_MODULE)} and blocks with {', '.join(MERGED)}"
+        )
+    for block in blocks:
+        _check(block)
+    for block in blocks:
+        if not isinstance(block.experts, nn.ModuleList):
+            block.experts = _merged(block.experts)
+    for name, block in list(model.named_modules()):
+        if block in blocks and isinstance(block.experts, nn.ModuleList):
+            parent, _, child = name.rpartition(".")
+            model.get_submodule(parent).register_module(child, FastBlock(block))
+    return model
+
+
+class FastExperts(nn.Module):
+    """Merged experts with transformers' names: gate_up_proj [E, 2F, D], down_proj [E, D, F]."""
+
+    def __init__(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_dim, self.intermediate_dim = down_proj.shape
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, D], int64 [T, K], [T, K] -> [T, D] of hidden_states' dtype.
+
+        Products are in the parameters' dtype; under autocast in autocast's, as for a linear layer.
+        """
+        device = hidden_states.device.type
+        dtype = self.gate_up_proj.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        operands = (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
+        with torch.autocast(device, enabled=False):
+            x, weights, gate_up, down = (operand.to(dtype) for operand in operands)
+            rows = kernels.route(top_k_index, 0, self.num_experts)
+            out = kernels.experts(x, weights, gate_up, down, rows)
+        return out.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x ({self.hidden_dim} -> {self.intermediate_dim})"
+
+
+class FastExpertsByModule(FastExperts):
+    """The same, with the state dict of one module an expert: `0.gate_proj.weight` and so on."""
+
+    def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
+        """Views of the merged tensors by the names that state dicts have for them."""
+        inner, views = self.intermediate_dim, {}
+        for expert in range(self.num_experts):
+            parts = (gate_up[expert, :inner], gate_up[expert, inner:], down[expert])
+            for projection, part in zip(_PROJECTIONS, parts, strict=True):
+                views[f"{prefix}{expert}.{projection}.weight"] = part
+        return views
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        merged = (self.gate_up_proj, self.down_proj)
+        if not keep_vars:
+            merged = tuple(parameter.detach() for parameter in merged)
+        destination.update(self._slices(*merged, prefix))
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        if self.gate_up_proj.is_meta and local_metadata.get("assign_to_params_buffers"):
+            self._leave_meta(state_dict, prefix)
+        views = self._slices(self.gate_up_proj.detach(), self.down_proj.detach(), prefix)
+        for name, view in views.items():
+            if name not in state_dict:
+                missing_keys.append(name)
+            elif state_dict[name].shape != view.shape:
+                error_msgs.append(
+                    f"size mismatch for {name}: {tuple(state_dict[name].shape)} in the state dict, "
+                    f"{tuple(view.shape)} in the model"
+                )
+            else:
+                view.copy_(state_dict[name])
+        if strict:
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in views
+            )
+
+    def _leave_meta(self, state_dict, prefix: str) -> None:
+        """Memory for parameters without any, where and as the first tensor to come is."""
+        first = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
+        if first is None:
+            return
+        for name, parameter in list(self.named_parameters()):
+            empty = torch.empty_like(parameter, device=first.device, dtype=first.dtype)
+            setattr(self, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+
+
+class FastBlock(nn.Module):
+    """The OlmoeSparseMoeBlock of transformers 4: its router, and its experts merged."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = block.num_experts, block.top_k
+        self.norm_topk_prob = block.norm_topk_prob
+        self.gate, self.experts = block.gate, _from_modules(block.experts)
+        self.train(block.training)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., D] -> the same shape, and the router's logits [T, E]."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        router_logits = self.gate(x)
+        weights, chosen = F.softmax(router_logits, dim=1, dtype=torch.float).topk(self.top_k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = self.experts(x, chosen, weights.to(x.dtype))
+        return out.view(hidden_states.shape), router_logits
+
+
+def _experts(module: nn.Module) -> object:
+    return module._modules.get("experts")
+
+
+def _check(block: nn.Module) -> None:
+    """ConfigError, naming the class, for a block that ours does not compute exactly."""
+    experts, name = block.experts, type(block).__name__
+    if isinstance(experts, nn.ModuleList):
+        if name not in BY_MODULE:
+            raise ConfigError(
+                f"use_fast_moe does not know {name} with a module an expert, only "
+                f"{', '.join(BY_MODULE)}; newer versions of transformers merge experts"
+            )
+        for expert in experts:
+            _check_modules(name, expert)
+        activations = {type(getattr(expert, "act_fn", None)).__name__ for expert in experts}
+    else:
+        kind = type(experts).__name__
+        if kind not in MERGED:
+            raise ConfigError(
+                f"use_fast_moe does not know {kind} (in {name}); it takes {', '.join(MERGED)}"
+            )
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ConfigError(f"{kind} is divided over devices; use_fast_moe takes whole experts")
+        activations = {type(getattr(experts, "act_fn", None)).__name__}
+    if not activations <= {"SiLU", "SiLUActivation"}:
+        raise ConfigError(f"{name} has the activation {', '.join(activations)}; only SiLU is known")
+    parameters = list(experts.parameters())
+    kinds = {(p.dtype, p.device, p.requires_grad) for p in parameters}
+    if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
+        raise ConfigError(
+            f"the experts of {name} have parameters of (dtype, device, requires_grad) "
+            f"{sorted(map(str, kinds))}; use_fast_moe wants one kind, floating point, not on meta"
+        )
+
+
+def _check_modules(name: str, expert: nn.Module) -> None:
+    children = dict(expert.named_children())
+    children.pop("act_fn", None)
+    plain = all(type(c) is nn.Linear and c.bias is None for c in children.values())
+    if tuple(children) != _PROJECTIONS or not plain:
+        found = ", ".join(f"{key}: {type(child).__name__}" for key, child in children.items())
+        raise ConfigError(
+            f"an expert of {name} has {found}; use_fast_moe wants plain linear layers "
+            f"{', '.join(_PROJECTIONS)} without bias"
+        )
+
+
+def _merged(experts: nn.Module) -> FastExperts:
+    fast = FastExperts(experts.gate_up_proj, experts.down_proj)
+    return fast.train(experts.training)
+
+
+def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
+    """Copies; an expert's own weights are let go as soon as its copy is made."""
+    first = experts[0]
+    inner, hidden = first.gate_proj.weight.shape
+    like = {"dtype": first.gate_proj.weight.dtype, "device": first.gate_proj.weight.device}
+    grad = first.gate_proj.weight.requires_grad
+    fast = FastExpertsByModule(
+        nn.Parameter(torch.empty(len(experts), 2 * inner, hidden, **like), requires_grad=grad),
+        nn.Parameter(torch.empty(len(experts), hidden, inner, **like), requires_grad=grad),
+    )
+    fast.load_state_dict(experts.state_dict())
+    return fast

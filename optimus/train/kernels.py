@@ -1,0 +1,243 @@
+"""What a run computes its experts with: chosen, compiled once a machine, the same on all ranks.
+
+Reduction orders differ between backends and between forms of grouped products. Ranks that differed
+would drift apart unseen, so they compare before the first step and end where they disagree.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from optimus import platform
+from optimus.config import Config, ModelConfig
+from optimus.dist.collectives import all_gather_objects, broadcast_object
+from optimus.dist.world import World
+from optimus.errors import ConfigError, one_line
+from optimus.model.moe import Experts
+from optimus.train.preflight import Preflight
+from optimus_kernels import backend
+from optimus_kernels.backend import Backend
+from optimus_kernels.cache import KernelError
+from optimus_kernels.grouped_mm import form as form_in_force
+from optimus_kernels.grouped_mm import set_form
+
+_TIMED = 3
+_MEASURED_TOKENS = 4096
+"""Enough to fill a device; more would only take longer."""
+
+
+def settle_kernels(config: Config, world: World, flight: Preflight) -> tuple[Config, Preflight]:
+    """Choose backend and grouped GEMM on all ranks; both as settings that say what was taken.
+
+    Does nothing for a model without experts, unless a backend is asked for by name. Raises
+    ConfigError on every rank if an explicit choice cannot be had somewhere or ranks differ.
+    """
+    sparse = any(config.model.experts_by_layer)
+    backend.choose(config.kernels.backend)
+    try:
+        if not sparse and backend.chosen()[0] == "auto":
+            return config, flight
+    except KernelError as error:
+        raise ConfigError(str(error), on_every_rank=True) from error
+    taken = _agree_on_backend(world)
+    form = _agree_on_form(config, world, flight) if sparse else config.kernels.grouped_gemm
+    settled = {"backend": taken.name, "grouped_gemm": form}
+    if world.is_first:
+        _say(f"kernels: {taken.name}" + (f", grouped products: {form}" if sparse else ""))
+    kernels = config.kernels.model_copy(update=settled)
+    flight = replace(
+        flight,
+        settings=flight.settings | {f"kernels.{key}": value for key, value in settled.items()},
+        differences=(*flight.differences, *_differences(settled, flight)),
+    )
+    return config.model_copy(update={"kernels": kernels}), flight
+
+
+def _agree_on_backend(world: World) -> Backend:
+    """Where the world is small, one rank of a machine compiles what is missing; the others wait in
+    the collective, bounded by parallel.timeout_s. Then all take the same."""
+    kind, builds = world.device.type, world.launch.local_rank == 0
+    found, answer = Backend("torch"), Answer()
+    if builds:
+        found, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
+    key = all_gather_objects(answer.key, world.everyone)[0]
+    if not builds:
+        found, answer = _find(kind, False, key)
+    answers = all_gather_objects(answer, world.everyone)
+    if trouble := disagreement(answers):
+        raise ConfigError(trouble, on_every_rank=True)
+    if world.is_first and found.why_not:
+        _say(f"plain torch on {kind}, since {found.why_not}")
+    backend.use(kind, found)
+    return found
+
+
+class Answer(NamedTuple):
+    """What one rank has found for itself."""
+
+    name: str = ""
+    key: str = ""
+    why_not: str = ""
+    """Under auto: why its device's own backend is not it."""
+    failure: str = ""
+    """Why an explicit choice cannot be had."""
+
+
+def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
+    try:
+        found = backend.find(kind, may_build, key)
+    except KernelError as error:
+        return Backend("torch"), Answer(failure=str(error))
+    return found, Answer(found.name, found.key, found.why_not)
+
+
+def disagreement(answers: Sequence[Answer]) -> str:
+    """One line naming ranks, where one cannot have what is asked for or they differ; else ""."""
+    failed = [rank for rank, answer in enumerate(answers) if answer.failure]
+    if failed:
+        where = "" if len(answers) == 1 else f"{_ranks(failed)}: "
+        return where + answers[failed[0]].failure
+    by_choice = defaultdict(list)
+    for rank, answer in enumerate(answers):
+        by_choice[(answer.name, answer.key)].append(rank)
+    if len(by_choice) == 1:
+        return ""
+    parts = [f"{key or name} on {_ranks(ranks)}" for (name, key), ranks in by_choice.items()]
+    reason = next((f" ({answer.why_not})" for answer in answers if answer.why_not), "")
+    return (
+        f"ranks differ in their kernels: {', '.join(parts)}{reason}; give all machines one "
+        "OPTIMUS_KERNELS_CACHE with what `optimus kernels build` made, or set kernels.backend=torch"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _agree_on_form(config: Config, world: World, flight: Preflight) -> str:
+    """Given, kept from the checkpoint, or measured by the first rank: one form on all ranks."""
+    wanted = all_gather_objects(config.kernels.grouped_gemm, world.everyone)
+    others = [rank for rank, form in enumerate(wanted) if form != wanted[0]]
+    if others:
+        raise ConfigError(
+            f"kernels.grouped_gemm = {wanted[0]!r} on rank 0 and {wanted[others[0]]!r} on "
+            f"{_ranks(others)}; give all ranks one configuration",
+            on_every_rank=True,
+        )
+    form = "loop" if config.train.deterministic else wanted[0]
+    if form == "auto":
+        stored = flight.start.full.settings if flight.start.full is not None else {}
+        form = stored.get("kernels.grouped_gemm", "auto")
+        form = "auto" if _cannot_have(form, config, world) else form  # from another machine
+    if form == "auto":
+        form = broadcast_object(
+            measure_grouped_gemm(config, world.device) if world.is_first else "", world.everyone
+        )
+    if trouble := _cannot_have(form, config, world):
+        raise ConfigError(f"kernels.{trouble}", on_every_rank=True)
+    set_form(form)
+    return form
+
+
+def _cannot_have(form: str, config: Config, world: World) -> str:
+    """Why this form does not exist for the run's device and dtype; "" if it does."""
+    like = torch.empty(0, dtype=platform.dtype_of(config.train.dtype), device=world.device)
+    try:
+        set_form(form)
+        form_in_force(like)
+    except ValueError as error:
+        return str(error)
+    finally:
+        set_form("auto")
+    return ""
+
+
+def measure_grouped_gemm(config: Config, device: torch.device) -> str:
+    """The faster form for the widest layer of this model, forward and backward, on balanced routes.
+
+    Threads are set before. A form that this device or dtype does not have is out of the race.
+    """
+    model, train = config.model, config.train
+    layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
+    tokens = min(train.microbatch_size * train.seq_len, _MEASURED_TOKENS)
+    run = _experts_pass(layer, tokens, platform.dtype_of(train.dtype), device)
+    seconds = {}
+    try:
+        for form in ("torch", "loop"):
+            set_form(form)
+            try:
+                seconds[form] = _best(run, device)
+            except ValueError as error:
+                _say(one_line(error))
+    finally:
+        set_form("auto")
+    _say(
+        f"grouped products of {layer.num_experts} experts, {tokens} tokens: "
+        + ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
+    )
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _experts_pass(
+    layer: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of one layer's experts, every expert with as many rows."""
+    with device:
+        experts = Experts(layer).to(dtype)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        x = torch.randn(tokens, layer.hidden_size).to(dtype).requires_grad_()
+        top_k = layer.num_experts_per_tok
+        weights = torch.full((tokens, top_k), 1 / top_k).to(dtype).requires_grad_()
+        slots = torch.arange(tokens * top_k).view(tokens, top_k)
+    leaves = [x, weights, *experts.parameters()]
+
+    def run() -> None:
+        out = experts(x, weights, slots % layer.num_experts)
+        torch.autograd.grad(out, leaves, out)
+
+    return run
+
+
+def _best(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the quickest of a few passes, after one that may compile or tune."""
+    run()
+    taken = []
+    for _ in range(_TIMED):
+        platform.synchronize(device)
+        start = time.perf_counter()
+        run()
+        platform.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _differences(settled: Mapping[str, str], flight: Preflight) -> list[str]:
+    """Where this run computes with something else than its checkpoint did, for the log."""
+    if flight.start.full is None:
+        return []
+    stored, step = flight.start.full.settings, flight.start.step
+    return [
+        f"kernels.{key} = {value!r} (checkpoint of step {step}: {stored[f'kernels.{key}']!r})"
+        for key, value in settled.items()
+        if stored.get(f"kernels.{key}", value) != value
+    ]
+
+
+def _say(line: str) -> None:
+    print(f"optimus: {line}", file=sys.stderr, flush=True)

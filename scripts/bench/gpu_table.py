@@ -1,0 +1,79 @@
+"""The table of `scripts/bench/gpu_all.sh`: what every part of it gave, with versions and date."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import moe_step
+
+from optimus.bench import meters, moe, step
+
+
+def page(folder: Path) -> tuple[str, str]:
+    """The device's name and the page, from FOLDER's parts.tsv and what the parts wrote."""
+    parts = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
+    bodies, found = [], {}
+    for name, _, outcome in parts:
+        path = folder / f"{name}.json"
+        if outcome == "done" and path.exists():
+            result = json.loads(path.read_text().splitlines()[-1])
+            found.setdefault("device", result["device"])
+            found.setdefault("date", result.get("date"))
+            bodies.append(f"## {name}\n\n{_body(result)}")
+    device = found.get("device", "unknown device")
+    versions = ", ".join(f"{name} {version}" for name, version in meters.versions().items())
+    lines = [
+        f"# All GPU benchmarks on {device}",
+        "",
+        f"`scripts/bench/gpu_all.sh`; {found.get('date') or 'no date'}; {versions}.",
+        "",
+        "| part | seconds | outcome |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {seconds} | {outcome}{_last(folder, name)} |"
+            for name, seconds, outcome in parts
+        ),
+        "",
+        *bodies,
+    ]
+    return device, "\n".join(lines) + "\n"
+
+
+def _body(result: dict[str, Any]) -> str:
+    if "cases" in result:
+        return moe.format_result(result)
+    return moe_step.table(result) if "blocks" in result else step.format_result(result)
+
+
+def _last(folder: Path, name: str) -> str:
+    """The last line that a part without figures wrote, such as pytest's count."""
+    path = folder / f"{name}.log"
+    lines = path.read_text().split("\n") if path.exists() else []
+    text = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {text[:120].replace('|', '/')}" if text else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--docs", type=Path, help="write DEVICE.md there too")
+    args = parser.parse_args()
+    device, text = page(args.folder)
+    (args.folder / "table.md").write_text(text)
+    print(text)
+    if args.docs:
+        name = re.sub(r"\W+", "_", device.lower()).strip("_")
+        (args.docs / f"{name}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

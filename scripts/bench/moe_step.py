@@ -1,0 +1,198 @@
+"""How much a model's training speeds up by the MoE block, and how much its share predicts.
+
+One model; its experts are exchanged between passes, so that everything else is the same, and the
+contestants take turns. A pass is forward, loss and backward of one microbatch; the update is left
+out, being the same for all. The block alone is timed in the same turns on as many tokens: with it
+a peer's pass of T seconds, of which the blocks take B, is predicted to take T - B + B_ours.
+
+    python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
+
+from optimus import platform
+from optimus.bench.meters import clocked, device_name, forget, versions
+from optimus.bench.moe_peers import PEERS, Absent
+from optimus.config import ModelConfig, make_config
+from optimus.model.flops import flops_per_token
+from optimus.model.init import initialise_
+from optimus.model.moe import FastSparseMoE
+from optimus.model.transformer import Transformer
+
+_CLOCKS = ("wall", "cpu")
+
+
+class Contest:
+    """A model whose layers' experts are ours or a peer's, over the same weights."""
+
+    def __init__(self, config: ModelConfig, names: list[str], device: torch.device, dtype) -> None:
+        with device:
+            self.model = Transformer(config)
+        initialise_(self.model, 0)
+        self.model.to(dtype)
+        self.config, self.absent = config, {}
+        self._layers = [m for m in self.model.modules() if isinstance(m, FastSparseMoE)]
+        self._experts: dict[str, list[nn.Module]] = {"ours": [one.experts for one in self._layers]}
+        for name in names:
+            try:
+                self._experts[name] = [
+                    PEERS[name](one.experts.gate_up, one.experts.down, config.num_experts_per_tok)
+                    for one in self._layers
+                ]
+            except Absent as why:
+                self.absent[name] = str(why)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._experts)
+
+    def use(self, name: str) -> None:
+        for layer, experts in zip(self._layers, self._experts[name], strict=True):
+            layer.experts = experts
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        terms = self.model.losses(tokens)
+        return terms.ce_sum / terms.num_targets + self.config.aux_loss_coef * terms.aux
+
+    def block(self, x: Tensor) -> Tensor:
+        """The first MoE block alone."""
+        return self._layers[0](x)[0]
+
+
+def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
+    """(wall, cpu) seconds of a whole pass and of one block, by contestant and round."""
+    config, device = contest.config, next(contest.model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    dtype = next(contest.model.parameters()).dtype
+    x = torch.randn(*batch, config.hidden_size, device=device).to(dtype).requires_grad_()
+    times: dict[str, dict[str, list]] = {name: {"pass": [], "block": []} for name in contest.names}
+    one = torch.ones((), device=device)
+    losses: dict[str, float] = {}
+    for number in range(rounds + 1):
+        # New tokens each time, and an untimed pass before: see optimus.bench.moe on oneDNN.
+        before, tokens = (
+            torch.randint(config.vocab_size, batch, generator=generator).to(device)
+            for _ in range(2)
+        )
+        turn = number % len(times)
+        for name in (*contest.names[turn:], *contest.names[:turn]):
+            contest.use(name)
+            if not number:  # the first round warms up
+                losses[name] = float(contest.loss(tokens).detach())
+            contest.loss(before).backward()
+            forget(contest.model, x)
+            _, whole = clocked(functools.partial(contest.loss, tokens), device, one)
+            _, block = clocked(functools.partial(contest.block, x), device, torch.ones_like(x))
+            forget(contest.model, x)
+            if number:
+                times[name]["pass"].append(whole)
+                times[name]["block"].append(block)
+    spread = max(losses.values()) - min(losses.values())
+    assert spread < 1e-2 * abs(losses["ours"]), f"blocks disagree on the loss: {losses}"
+    return times
+
+
+def summary(contest: Contest, times, clock: int, seq_len: int) -> dict[str, Any]:
+    """Medians, how much faster ours is, and how much faster its blocks alone make it."""
+    config = contest.config
+    slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
+    share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)
+    middle = {
+        name: {
+            part: statistics.median(one[clock] for one in found) for part, found in parts.items()
+        }
+        for name, parts in times.items()
+    }
+    ours, rows = middle["ours"], {}
+    for name, parts in middle.items():
+        pairs = zip(times[name]["pass"], times["ours"]["pass"], strict=True)
+        ratios = sorted(theirs[clock] / mine[clock] for theirs, mine in pairs)
+        saved = config.num_layers * (parts["block"] - ours["block"])
+        rows[name] = {
+            "pass_s": parts["pass"],
+            "block_s": parts["block"],
+            "block_ratio": parts["block"] / ours["block"],
+            "speed_up": statistics.median(ratios),
+            "speed_up_range": [ratios[0], ratios[-1]],
+            "predicted": parts["pass"] / (parts["pass"] - saved),
+        }
+    return {"clock": _CLOCKS[clock], "flop_share_of_experts": share, "blocks": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}, {result['layers']} layers, {result['dtype']}, "
+        f"{result['batch'][0]} x {result['batch'][1]} tokens, {result['device']}, "
+        f"{result['threads']} threads, {result['clock']} clock, "
+        f"{', '.join(f'{k} {v}' for k, v in result['versions'].items())}, {result['date']}; "
+        f"experts are {result['flop_share_of_experts']:.0%} of the FLOPs",
+        "",
+        "| experts | pass s | block s | block: ours is faster | pass: ours is faster | predicted |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in result["blocks"].items():
+        low, high = row["speed_up_range"]
+        lines.append(
+            f"| {name} | {row['pass_s']:.4f} | {row['block_s']:.4f} | {row['block_ratio']:.2f} "
+            f"| {row['speed_up']:.2f} ({low:.2f} to {high:.2f}) | {row['predicted']:.2f} |"
+        )
+    lines += [f"\n{name}: {why}" for name, why in result["absent"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="configs/model/demo.toml")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", default="hf-grouped,loop,three-grouped,liger,scattermoe")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    args = parser.parse_args()
+    device = platform.pick_device(0, args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    tree = tomllib.loads(Path(args.model).read_text())
+    tree["model"]["num_layers"] = args.layers or tree["model"]["num_layers"]
+    config = make_config(tree).model
+    contest = Contest(config, args.peers.split(","), device, platform.dtype_of(args.dtype))
+    batch = (args.batch, args.seq_len)
+    times = measure(contest, batch, args.rounds)
+    clock = int(device.type == "cpu" and args.threads == 1)
+    result = {
+        "model": Path(args.model).stem,
+        "layers": config.num_layers,
+        "dtype": args.dtype,
+        "batch": batch,
+        "device": device_name(device),
+        "threads": args.threads,
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "absent": contest.absent,
+        **summary(contest, times, clock, args.seq_len),
+    }
+    print(json.dumps(result) if args.json else table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""`optimus bench moe`: every block computes the same, and the figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optimus.bench import moe
+from optimus.bench.meters import saved_bytes
+from optimus.bench.moe_cases import SHAPES, Case, make_case
+from optimus.bench.moe_peers import PEERS, Absent
+from optimus.cli import main
+from optimus.errors import OptimusError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+TINY = Case("tiny-fp32", "fp32", hidden=32, inner=16, experts=6, top_k=2, tokens=24)
+
+
+def test_shapes_are_those_of_the_configurations():
+    fields = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+    found = {}
+    for path in CONFIGS.glob("mula-*.toml"):
+        model = tomllib.loads(path.read_text())["model"]
+        if "num_experts" in model:
+            found[path.stem] = tuple(model[field] for field in fields)
+    assert found == {name: shape for name, shape in SHAPES.items() if name != "small"}
+
+
+@pytest.mark.parametrize("name", ["hf-grouped", "hf-eager", "three-grouped"])
+def test_peers_compute_what_the_loop_does(name):
+    device = torch.device("cpu")
+    weights, x, grad = moe._tensors(TINY, device)
+    try:
+        peer = moe.Theirs(TINY, weights, PEERS[name])
+    except Absent as why:
+        pytest.skip(str(why))
+    blocks = {"ours": moe.Ours(TINY, weights), name: peer}
+    absent: dict[str, str] = {}
+    errors, _ = moe._check(TINY, weights, blocks, x, grad, absent)
+    assert not absent and max(errors.values()) < 1e-5
+
+
+def test_a_wrong_block_of_ours_ends_it(monkeypatch):
+    weights, x, grad = moe._tensors(TINY, torch.device("cpu"))
+    ours = moe.Ours(TINY, weights)
+    monkeypatch.setattr(ours.block.router, "normalise", True)
+    with pytest.raises(OptimusError, match="tiny-fp32: ours is off"):
+        moe._check(TINY, weights, {"ours": ours}, x, grad, {})
+
+
+def test_a_peer_that_fails_is_named():
+    weights, x, grad = moe._tensors(TINY, torch.device("cpu"))
+    broken = moe.Theirs(TINY, weights, PEERS["loop"])
+    broken.top_k = 7  # of 6 experts
+    blocks, absent = {"ours": moe.Ours(TINY, weights), "broken": broken}, {}
+    moe._check(TINY, weights, blocks, x, grad, absent)
+    assert list(blocks) == ["ours"] and absent["broken"].startswith("failed: ")
+
+
+def test_saved_bytes_are_counted_once_and_without_weights():
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    assert saved_bytes(layer, x) == 4 * 8 * 4  # x for the weight's gradient
+
+    class Two(torch.nn.Module):
+        def forward(self, x):
+            y = x.exp()  # saves y
+            return F.silu(y) * y  # saves y twice more and silu(y)
+
+    assert saved_bytes(Two(), x) == 2 * 4 * 8 * 4
+
+
+def test_the_command_gives_json_and_leaves_threads_alone(capsys, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", (64, 32, 4, 2))
+    before = torch.get_num_threads()
+    arguments = ["--case", "tiny-fp32", "--tokens", "32", "--rounds", "2", "--threads", "1"]
+    assert main(["bench", "moe", *arguments, "--peers", "loop,liger", "--json"]) == 0
+    assert torch.get_num_threads() == before
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["tokens"] == 32 and case["threads"] == 1 and case["clock"] == "cpu"
+    assert list(case["blocks"]) == ["ours", "loop"] and "GPU" in case["absent"]["liger"]
+    ours, loop = case["blocks"]["ours"], case["blocks"]["loop"]
+    assert ours["ours_is_faster"] == 1 and len(loop["forward_backward_s"]) == 2
+    flops = 3 * 2 * (3 * 32 * 2 * 64 * 32 + 32 * 64 * 4)
+    assert ours["tflops"] == pytest.approx(flops / ours["forward_backward_s"][0] / 1e12)
+    assert 0 < ours["non_gemm_share"] < 1 and ours["saved_bytes_per_token"] >= 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "tiny-fp32"], "--case tiny-fp32 must be SHAPE-fp32"),
+        (["--case", "small-fp64"], "SHAPE-bf16 with SHAPE one of small, mula-7b-a1b"),
+        (["--peers", "loop,megablocks"], "--peers megablocks: known are"),
+        (["--rounds", "0"], "--rounds and --threads must be at least 1"),
+        (["--tokens", "-1", "--case", "small-fp32"], "--tokens -1 must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(capsys, arguments, message):
+    assert main(["bench", "moe", *arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_case_that_does_not_fit_is_skipped(monkeypatch):
+    monkeypatch.setattr(moe, "free_bytes", lambda device: 10**9)
+    result = moe.bench_moe(["mula-220b-a10b-bf16"], threads=(1,), rounds=1, device="cpu")
+    assert "GB" in result["cases"][0]["skipped"]
+    assert "skipped" in moe.format_result(result)
+
+
+def test_operations_of_olmoe_are_those_of_the_facts():
+    case = make_case("mula-7b-a1b-bf16", 1, on_cpu=True)
+    assert 3 * case.forward_flops == pytest.approx(302e6, rel=0.01)

@@ -1,0 +1,47 @@
+"""Small kernel sources of our own, so that builds are real and take a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus_kernels import backend, build
+
+SOURCE = """
+#include "interface.h"
+extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) {
+  return ABI_OF_THIS_LIBRARY;
+}
+"""
+
+
+@pytest.fixture
+def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A csrc of a few lines with a cache of its own; no choice is in force."""
+    csrc = tmp_path / "csrc"
+    for folder in ("include", "cpu", "cuda", "sycl"):
+        (csrc / folder).mkdir(parents=True)
+    header = csrc / "include" / "interface.h"
+    header.write_text("#define OPTIMUS_ABI 7\n#define ABI_OF_THIS_LIBRARY OPTIMUS_ABI\n")
+    (csrc / "cpu" / "kernels.cpp").write_text(SOURCE)
+    (csrc / "cuda" / "kernels.cu").write_text(SOURCE)
+    monkeypatch.setattr(build, "csrc", lambda: csrc)
+    monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "cache"))
+    for name in ("OPTIMUS_KERNELS", "CXX", "NVCC", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backend, "_configured", "auto")
+    monkeypatch.setattr(backend, "_active", {})
+    build.source_hash.cache_clear()
+    yield csrc
+    build.source_hash.cache_clear()
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """New tensors hold NaN, so that what a kernel leaves out is not there by chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,87 @@
+"""The ladder: auto falls through with one line, a name is taken or refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from optimus_kernels import backend, build
+from optimus_kernels.cache import KernelError
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+
+
+@needs_gxx
+def test_auto_takes_the_devices_own_kernels_without_a_word(small_csrc, capfd):
+    found = backend.active(torch.device("cpu"))
+    assert found.name == "cpu" and found.library.optimus_kernels_abi() == 7
+    assert backend.active("cpu:0") is found
+    assert capfd.readouterr() == ("", "")
+
+
+def test_auto_falls_through_with_one_line_on_the_first_rank(small_csrc, monkeypatch, capfd):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(2):
+        assert backend.active("cpu").name == "torch"
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "no-such-compiler" in err and "plain torch on cpu" in err
+    backend._active.clear()
+    monkeypatch.setenv("RANK", "1")
+    assert backend.active("cpu").name == "torch"
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["cpu", "sycl", "cuda"])
+def test_a_name_that_cannot_be_had_is_refused(small_csrc, monkeypatch, name):
+    monkeypatch.setenv("OPTIMUS_KERNELS", name)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    match = "no-such-compiler" if name == "cpu" else "computes on .* use cpu or torch or auto"
+    with pytest.raises(KernelError, match=match):
+        backend.active("cpu")
+
+
+def test_the_environment_wins_over_the_configuration(small_csrc, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    backend.choose("cpu")
+    with pytest.raises(KernelError, match="kernels.backend = cpu cannot be had"):
+        backend.active("cpu")
+    monkeypatch.setenv("OPTIMUS_KERNELS", "torch")
+    assert backend.active("cpu").name == "torch"
+    monkeypatch.setenv("OPTIMUS_KERNELS", "cdua")
+    with pytest.raises(KernelError, match="OPTIMUS_KERNELS='cdua': it is one of auto, sycl"):
+        backend.chosen()
+
+
+@needs_gxx
+def test_a_library_with_another_interface_is_refused(small_csrc):
+    header = small_csrc / "include" / "interface.h"
+    header.write_text("#define OPTIMUS_ABI 7\n#define ABI_OF_THIS_LIBRARY 6\n")
+    found = backend.active("cpu")
+    assert found.name == "torch" and "has interface 6, this package needs 7" in found.why_not
+
+
+@needs_gxx
+def test_many_ranks_compile_nothing_but_load_what_is_there(small_csrc, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(backend.MAX_BUILDING_WORLD + 1))
+    found = backend.active("cpu")
+    assert found.name == "torch" and "`optimus kernels build` once" in found.why_not
+    build.build("cpu")
+    backend._active.clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert backend.active("cpu").name == "cpu"
+
+
+@needs_gxx
+def test_status_says_what_is_built_for_what_and_why_not(small_csrc):
+    status = {one["backend"]: one for one in backend.status()}
+    assert not status["cpu"]["built"] and "not built yet" in status["cpu"]["why_not"]
+    build.build("cpu")
+    (small_csrc / "cpu" / "more.cpp").write_text("")
+    build.source_hash.cache_clear()
+    entry = build.build("cpu")
+    cpu = {one["backend"]: one for one in backend.status()}["cpu"]
+    assert cpu["usable"] and cpu["library"] == str(entry.library)
+    assert cpu["built_for"]["torch"] == torch.__version__
+    assert list(cpu["refused"].values()) == ["built from other sources"]

@@ -1,0 +1,146 @@
+"""What is compiled, with what, and what makes a compiled library useless."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus_kernels import backend, build, cache, sycl_build
+from optimus_kernels.cache import KernelError
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+IPEX_EXTENSION = "intel_extension_for_pytorch.xpu.cpp_extension"
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@needs_gxx
+def test_a_build_is_kept_until_something_it_depends_on_changes(small_csrc, monkeypatch):
+    first = build.build("cpu")
+    assert build.build("cpu") == first and build.fits(first) == ""
+    (small_csrc / "include" / "more.h").write_text("// a comment\n")
+    build.source_hash.cache_clear()
+    second = build.build("cpu")
+    assert second.key != first.key and build.fits(first) == "built from other sources"
+    assert build.prebuilt("cpu") == second
+    monkeypatch.setattr(build, "CPU_FLAGS", [*build.CPU_FLAGS, "-DMORE"])
+    assert build.fits(second) == "built with other compiler flags"
+    assert build.build("cpu").key not in (first.key, second.key)
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("field", "value"), [("torch", "2.5.0"), ("machine", "riscv64"), ("arch", "sm_70")]
+)
+def test_a_library_for_another_place_is_refused_with_its_reason(small_csrc, field, value):
+    entry = build.build("cpu")
+    info = entry.path / cache.INFO
+    info.write_text(json.dumps({**entry.info, field: value}))
+    (other,) = cache.entries("cpu")
+    assert build.fits(other).startswith(f"built for {field} {value}, this is ")
+    assert build.prebuilt("cpu") is None
+    with pytest.raises(KernelError, match=f"is built for {field} {value}"):
+        backend.obtain("cpu", may_build=False)
+
+
+@needs_gxx
+def test_another_compiler_makes_another_library(small_csrc, tmp_path, monkeypatch):
+    first = build.build("cpu")
+    script = '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit;; esac\nexec g++ "$@"\n'
+    monkeypatch.setenv("CXX", f"{executable(tmp_path / 'mine', script)} -DX=1")
+    second = build.build("cpu")
+    assert second.info["compiler"] == "mine 1.0 -DX=1" and second.key != first.key
+    # Where nothing is compiled, a library of any compiler will do, and the one named comes first.
+    assert build.prebuilt("cpu", first.key) == first and build.prebuilt("cpu") == second
+
+
+def test_no_compiler_and_broken_ones_are_named(small_csrc, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelError, match="CXX=no-such-compiler: no such compiler"):
+        build.build("cpu")
+    script = '#!/bin/sh\n[ $1 = --version ] && echo me && exit\necho "x: error: sour" >&2; exit 3\n'
+    monkeypatch.setenv("CXX", str(executable(tmp_path / "sour", script)))
+    with pytest.raises(KernelError, match="sour ended with 3: x: error: sour"):
+        build.build("cpu")
+    assert cache.entries("cpu") == [] and not list(cache.cache_dir().glob(".*.tmp"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelError, match=r"no compiler: g\+\+ or .* is not on PATH"):
+        build.build("cpu")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_cuda_is_compiled_for_two_cards_at_once(small_csrc):
+    entry = build.build("cuda")
+    assert entry.info["arch"] == "sm_80,sm_90" and entry.library.stat().st_size > 1000
+    assert "release" in entry.info["compiler"]
+
+
+def test_sycl_says_what_it_lacks(small_csrc):
+    if getattr(torch.version, "xpu", None):
+        pytest.skip("this torch has xpu support")
+    (small_csrc / "sycl" / "kernels.sycl").write_text("")
+    with pytest.raises(KernelError, match="has no xpu support; install torch's xpu build"):
+        build.build("sycl")
+
+
+def test_sycl_is_compiled_ahead_of_time_for_pvc(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCH_XPU_ARCH_LIST", raising=False)
+    monkeypatch.setattr(sycl_build, "way", lambda: "torch")
+    command, environ = sycl_build.command([Path("a.sycl")], Path("include"), tmp_path)
+    assert environ["TORCH_XPU_ARCH_LIST"] == "pvc"
+    assert json.loads(command[-2]) == {"way": "torch", "sources": ["a.sycl"], "include": "include"}
+    monkeypatch.setenv("TORCH_XPU_ARCH_LIST", "pvc,bmg")
+    assert sycl_build.arch_list() == "pvc,bmg"
+
+
+def test_torchs_extension_takes_our_arguments(monkeypatch):
+    """SyclExtension wants libraries of an xpu build; all else of it is the real thing."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "include_paths", lambda **_: [])
+    monkeypatch.setattr(cpp_extension, "library_paths", lambda **_: [])
+    made = cpp_extension.SyclExtension(**sycl_build.torch_arguments(["a.sycl"], "include"))
+    assert made.name == sycl_build.NAME and made.sources == ["a.sycl"]
+    assert "-fno-fast-math" in made.extra_compile_args["sycl"]
+    assert "include" in made.include_dirs and "c10_xpu" in made.libraries
+
+
+def test_ipexs_arguments_ask_for_pvc_ahead_of_time(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_XPU_ARCH_LIST", raising=False)
+    source = tmp_path / "in" / "a.sycl"
+    source.parent.mkdir()
+    source.write_text("int x;")
+    made = sycl_build.ipex_arguments([str(source)], "include", tmp_path)
+    (copy,) = made["sources"]
+    assert copy.endswith("a_sycl.cpp") and Path(copy).read_text() == "int x;"
+    assert made["include_dirs"] == ["include", str(source.parent)]
+    assert "-fno-fast-math" in made["extra_compile_args"]["cxx"]
+    link = made["extra_link_args"]
+    assert link[link.index("-Xs") + 1] == "-device pvc"
+    assert "-fsycl-targets=spir64_gen" in link
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("intel_extension_for_pytorch") is None, reason="no IPEX here"
+)
+def test_ipexs_own_extension_takes_our_arguments(tmp_path, monkeypatch):
+    for root in ("CMPLR_ROOT", "MKLROOT", "DNNLROOT"):  # it looks for oneAPI where setvars.sh says
+        monkeypatch.setenv(root, str(tmp_path))
+    extension = importlib.import_module(IPEX_EXTENSION)
+    source = tmp_path / "a.sycl"
+    source.write_text("int x;")
+    made = extension.DPCPPExtension(**sycl_build.ipex_arguments([str(source)], "inc", tmp_path))
+    assert made.name == sycl_build.NAME and "inc" in made.include_dirs
+    assert made.extra_compile_args["cxx"].count("-fsycl") == 1
+    assert "-fsycl-targets=spir64_gen" in made.extra_link_args

@@ -1,0 +1,223 @@
+"""The CUDA kernels: compiled by nvcc, their logic run on the CPU, and on a GPU where there is one.
+
+`python -m pytest tests/kernels/test_cuda.py` on a machine with a GPU and nvcc runs everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import shutil
+
+import pytest
+import torch
+
+from optimus_kernels import backend, build, library
+from optimus_kernels.cache import Entry, KernelError
+from tests.helpers import kernel_checks as checks
+from tests.helpers.cuda_cpu import CudaOnCpu
+from tests.kernels.planted import BUGS
+
+# The package gives the op of this name; the module holds the form in use.
+GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
+SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
+
+
+def missing_compiler() -> str:
+    try:
+        build.find_compiler("cuda")
+    except KernelError as error:
+        return str(error)
+    return ""
+
+
+needs_nvcc = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(missing_compiler()),
+    reason=missing_compiler() or f"torch {torch.__version__} finds no CUDA device",
+)
+needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
+    """The library as `optimus kernels build` makes it, with warnings as errors."""
+    nvcc = " ".join(build.find_compiler("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path_factory.mktemp("cuda")))
+        patch.setenv("NVCC", f"{nvcc} -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror")
+        return build.build("cuda")
+
+
+@needs_nvcc
+def test_every_launcher_is_exported(built):
+    loaded = backend.load(built)
+    native = library.Native(loaded, "cpu")  # binds every signature, or fails
+    assert native.route_scratch(1000, 8, 64) == 16 * 64
+    assert loaded.optimus_kernels_abi() == build.interface_version()
+
+
+@needs_nvcc
+def test_the_library_holds_code_for_each_arch(built):
+    # nvcc leaves the options of its last step beside each device's code.
+    words = built.library.read_bytes()
+    for arch in build.CUDA_ARCHS:
+        assert f"-arch sm_{arch} ".encode() in words
+
+
+@needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_launchers_give_an_error_code(built):
+    native = library.Native(backend.load(built), "cpu")
+    memory = ctypes.create_string_buffer(64)
+    on, at = torch.empty(0), ctypes.addressof(memory)
+    with pytest.raises(RuntimeError, match="runtime's error [1-9]"):
+        native.call("gather", on, 0, at, at, 1, 1, at)
+
+
+# ---- run on a CPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
+    return CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+def test_route_in_fibers(emulated, monkeypatch, routing):
+    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    checks.check_route(routing, "cpu")
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+def test_rows_in_fibers(emulated, monkeypatch, dtype):
+    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    for routing in SMALL:
+        for size in (1, 136, 521):
+            run_rows(routing, size, dtype, "cpu")
+
+
+EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
+"""All experts held, and a share of them: rows beyond the last expert's hold anything."""
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
+def test_experts_in_fibers(emulated, monkeypatch, routing):
+    """The whole block as on a GPU: grouped products of torch between these kernels."""
+    exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
+    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(GROUPED, "_form", "torch")
+    actual = checks.experts_step(routing, torch.float32, torch.float32, "cpu")()
+    checks.assert_near(actual, exact, 1e-5)
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(emulated, monkeypatch, tmp_path, bug):
+    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    bug.check(emulated)
+    planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
+    monkeypatch.setattr(library, "native", lambda tensor: planted)
+    with pytest.raises(AssertionError):
+        bug.check(planted)
+
+
+# ---- run on a GPU --------------------------------------------------------------------------------
+
+
+def run_rows(routing: checks.Routing, size: int, dtype: torch.dtype, device: str) -> None:
+    checks.check_gather(routing, size, dtype, device)
+    checks.check_reduce(routing, size, dtype, True, device)
+    checks.check_reduce(routing, size, dtype, False, device)
+    checks.check_reduce_backward(routing, size, dtype, device)
+    checks.check_swiglu(routing.tokens, size, dtype, device)
+    checks.check_swiglu_backward(routing, size, dtype, device)
+
+
+@pytest.fixture
+def gpu(built, monkeypatch) -> str:
+    """Ops of tensors on this device run the library that was just built."""
+    found = backend.Backend("cuda", built.key, backend.load(built))
+    monkeypatch.setitem(backend._active, "cuda", found)
+    return "cuda"
+
+
+@needs_gpu
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+def test_route_on_a_gpu(gpu, routing):
+    checks.check_route(routing, gpu)
+
+
+@needs_gpu
+def test_numbers_from_elsewhere_and_not_finite_on_a_gpu(gpu):
+    checks.check_numbers_from_elsewhere(gpu)
+    checks.check_what_is_not_finite(gpu)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize("size", (*checks.SIZES, 2048))
+def test_rows_on_a_gpu(gpu, size, dtype):
+    for routing in checks.ROUTINGS:
+        run_rows(routing, size, dtype, gpu)
+
+
+@needs_gpu
+def test_nothing_waits_for_the_host_and_work_follows_the_stream(gpu):
+    """All ops are captured into a CUDA graph, which refuses any wait, and replayed on new input."""
+    from optimus_kernels.gather import gather
+    from optimus_kernels.reduction import reduce_rows
+    from optimus_kernels.route import route
+    from optimus_kernels.swiglu import swiglu, swiglu_backward
+
+    routing = checks.ROUTINGS[1]
+    x = checks.random(routing.tokens, 128, dtype=torch.bfloat16, device=gpu)
+    w = checks.random(routing.tokens, routing.top_k, dtype=torch.bfloat16, device=gpu, seed=2)
+    chosen = routing.chosen(gpu)
+
+    def step():
+        rows = route(chosen, 0, routing.total)
+        h = gather(x, rows.token, rows.row)
+        a = swiglu(h)
+        return reduce_rows(a, w, rows.row, rows.slot), *swiglu_backward(h, a, w, rows.slot)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    x.copy_(checks.random(routing.tokens, 128, dtype=torch.bfloat16, device=gpu, seed=5))
+    chosen.copy_(chosen.flip(0))
+    graph.replay()
+    assert all(map(torch.equal, replayed, step()))
+
+
+@needs_gpu
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
+def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
+    exact = checks.experts_step(routing, torch.float64, torch.bfloat16, "cpu")()
+    step = checks.experts_step(routing, torch.bfloat16, torch.bfloat16, gpu)
+    step()  # whatever is looked up once is looked up here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    checks.assert_near(actual, exact, 1e-2)
+
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_work_goes_to_the_tensors_device(gpu):
+    checks.check_route(checks.ROUTINGS[1], "cuda:1")
+    run_rows(checks.ROUTINGS[1], 136, torch.bfloat16, "cuda:1")

@@ -1,0 +1,241 @@
+"""Every op: its registration (torch.library.opcheck) and its compiled kernel against its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import optimus_kernels as kernels
+from optimus_kernels import backend
+from optimus_kernels.gather import reference as gather_twin
+from optimus_kernels.grouped_mm import reference as grouped_twin
+from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
+from optimus_kernels.reduction import reference as reduce_twin
+from optimus_kernels.reduction import reference_backward as reduce_backward_twin
+from optimus_kernels.route import reference as route_twin
+from optimus_kernels.swiglu import reference as swiglu_twin
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
+
+ops = torch.ops.optimus
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# T, K, E, first expert held, experts held, D, F: even sizes and odd ones, no token, none held.
+SHAPES = {
+    "all held": (37, 3, 5, 0, 5, 64, 32),
+    "odd sizes, some held": (29, 2, 7, 2, 3, 67, 21),
+    "no token": (0, 2, 4, 0, 4, 16, 8),
+    "none held": (5, 1, 4, 9, 2, 16, 8),
+    "many": (900, 8, 64, 0, 64, 129, 33),
+}
+
+
+def case(name, dtype=torch.float32):
+    tokens, k, experts, first, held, hidden, inner = SHAPES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    chosen = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    rows = route_twin(chosen, first, held)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    total = tokens * k
+    return {
+        "chosen": chosen,
+        "first": first,
+        "held": held,
+        "rows": rows,
+        "x": normal(tokens, hidden),
+        "weights": torch.rand(tokens, k, generator=generator).to(dtype),
+        "h": normal(total, 2 * inner),
+        "da": normal(total, inner),
+        "y": normal(total, hidden),
+        "gate_up": normal(held, 2 * inner, hidden) * 0.2,
+        "down": normal(held, hidden, inner) * 0.2,
+    }
+
+
+def arguments(name, dtype) -> dict[str, tuple]:
+    """Of each op, what it is called with."""
+    c = case(name, dtype)
+    rows = c["rows"]
+    weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))
+    matrices = (c["gate_up"], c["down"])
+    saved = (x, weights, *matrices, *rows)
+    extra = 31 if dtype is not torch.float32 else 0
+    preactivation = torch.zeros(len(rows.token) + extra, h.shape[1], dtype=dtype)
+    return {
+        "route": (c["chosen"], c["first"], c["held"]),
+        "gather": (x, rows.token, rows.row),
+        "swiglu": (h,),
+        "swiglu_backward": (h, da, weights, rows.slot),
+        "reduce_rows": (y, weights, rows.row, rows.slot),
+        "reduce_rows_backward": (x, y, weights, rows.slot),
+        "grouped_mm": (y, c["gate_up"].mT, rows.offsets),
+        "grouped_mm_weight": (y, h, rows.offsets),
+        "experts": (*saved, True),
+        "experts_backward": (x, *saved, preactivation, True),
+        "experts_backward_into": (
+            *(x, *saved, None),
+            *(torch.zeros_like(matrix) for matrix in matrices),
+            False,
+        ),
+    }
+
+
+NAMES = tuple(arguments("all held", torch.float32))
+DIFFERENTIABLE = {
+    "gather": (0,),
+    "swiglu": (0,),
+    "reduce_rows": (0, 1),
+    "grouped_mm": (0, 1),
+    "grouped_mm_weight": (0, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["all held", "no token", "odd sizes, some held"])
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name, shape, dtype):
+    given = list(arguments(shape, dtype)[name])
+    for index in DIFFERENTIABLE.get(name, ()):
+        given[index] = given[index].clone().requires_grad_()
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
+    torch.library.opcheck(getattr(ops, name).default, tuple(given), **tolerance)
+
+
+def test_reduction_without_weights_passes_opcheck():
+    y, _, row, slot = arguments("all held", torch.float32)["reduce_rows"]
+    torch.library.opcheck(ops.reduce_rows.default, (y.requires_grad_(), None, row, slot))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_route_sorts_by_expert_and_then_by_slot(shape):
+    c = case(shape)
+    rows = kernels.route(c["chosen"], c["first"], c["held"])
+    for ours, twin in zip(rows, c["rows"], strict=True):
+        assert torch.equal(ours, twin)
+    local = (c["chosen"] - c["first"]).flatten().tolist()
+    slots = sorted((e, slot) for slot, e in enumerate(local) if 0 <= e < c["held"])
+    assert rows.offsets[-1] == len(slots)
+    assert rows.slot.tolist() == [slot for _, slot in slots] + [-1] * (len(local) - len(slots))
+    assert rows.row.flatten()[[slot for _, slot in slots]].tolist() == list(range(len(slots)))
+
+
+TWINS = {
+    "gather": gather_twin,
+    "swiglu": swiglu_twin,
+    "swiglu_backward": swiglu_backward_twin,
+    "reduce_rows": reduce_twin,
+    "reduce_rows_backward": reduce_backward_twin,
+    "grouped_mm": grouped_twin,
+    "grouped_mm_weight": grouped_weight_twin,
+}
+ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+"""A few roundings of fp32; half a unit in the last place (2^-8, 2^-11), relative."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TWINS)
+def test_kernel_equals_its_twin(name, shape, dtype):
+    given = arguments(shape, dtype)[name]
+    ours, twin = getattr(ops, name)(*given), TWINS[name](*given)
+    last = int(case(shape)["rows"].offsets[-1])
+    for value, expected in zip(as_tuple(ours), as_tuple(twin), strict=True):
+        if name == "grouped_mm":
+            value, expected = value[:last], expected[:last]
+        assert value.dtype == expected.dtype
+        assert value.shape == expected.shape
+        if expected.numel():
+            error = (value - expected).double().norm()
+            assert error <= ERRORS[dtype] * expected.double().norm()
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_are_those_of_the_twin(name):
+    given = arguments("odd sizes, some held", torch.float64)[name]
+    last = int(given[-1][-1]) if name.startswith("grouped") else None
+    results = []
+    for function in (getattr(ops, name), TWINS[name]):
+        leaves = list(given)
+        for index in DIFFERENTIABLE[name]:
+            leaves[index] = given[index].clone().requires_grad_()
+        out = function(*leaves)
+        out = out[:last] if name == "grouped_mm" else out
+        probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        asked = [leaves[index] for index in DIFFERENTIABLE[name]]
+        results.append([out.detach(), *torch.autograd.grad((out * probe).sum(), asked)])
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_results_are_the_same_for_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    results = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        given = arguments("many", torch.bfloat16)
+        names = ("route", "gather", "swiglu", "swiglu_backward", "reduce_rows")
+        results.append(
+            [value for name in names for value in as_tuple(getattr(ops, name)(*given[name]))]
+        )
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_inputs_need_not_be_dense():
+    x, token, row = arguments("all held", torch.float32)["gather"]
+    wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
+    assert torch.equal(kernels.gather(wide, token, row), gather_twin(x, token, row))
+    h = arguments("all held", torch.float32)["swiglu"][0]
+    torch.testing.assert_close(kernels.swiglu(h.t().contiguous().t()), swiglu_twin(h))
+
+
+def test_the_compiled_kernels_were_the_ones_tested():
+    assert backend.active("cpu").name == "cpu", backend.active("cpu").why_not
+
+
+BAD = {
+    "gather": ((torch.zeros(3, 4), torch.zeros(2), torch.zeros(1, 2)), ValueError, "[3, 4]"),
+    "swiglu": ((torch.zeros(3, 5),), ValueError, "[3, 5]"),
+    "route": ((torch.zeros(3, dtype=torch.int64), 0, 2), ValueError, "[3]"),
+    "grouped_mm": (
+        (torch.zeros(3, 5), torch.zeros(2, 4, 4), torch.zeros(3, dtype=torch.int32)),
+        ValueError,
+        "[2, 4, 4]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_shapes_that_do_not_match_are_named(name):
+    given, kind, text = BAD[name]
+    with pytest.raises(kind) as failure:
+        getattr(ops, name)(*given)
+    assert text in str(failure.value)
+
+
+def test_torch_and_loop_forms_give_the_same_products():
+    given = arguments("all held", torch.bfloat16)
+    results = []
+    for form in ("torch", "loop"):
+        kernels.set_form(form)
+        results.append([kernels.grouped_mm(*given["grouped_mm"])])
+        results[-1].append(kernels.grouped_mm_weight(*given["grouped_mm_weight"]))
+    kernels.set_form("auto")
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_a_form_that_torch_lacks_is_refused():
+    kernels.set_form("torch")
+    with pytest.raises(ValueError, match="float64"):
+        kernels.grouped_mm(torch.zeros(2, 4).double(), torch.zeros(1, 4, 4).double(), offsets(2))
+    kernels.set_form("auto")
+    with pytest.raises(ValueError, match="auto, torch, loop"):
+        kernels.set_form("fast")
+
+
+def offsets(rows):
+    return torch.tensor([0, rows], dtype=torch.int32)

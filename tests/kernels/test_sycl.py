@@ -1,0 +1,110 @@
+"""The SYCL kernels on Intel's CPU device: real DPC++, real sub-groups, against the twins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from optimus_kernels import library
+from tests.helpers import kernel_checks as checks
+from tests.helpers import sycl_cpu
+from tests.kernels.planted import BUGS, Bug
+
+PREFIX = sycl_cpu.find_wheels()
+pytestmark = [
+    pytest.mark.skipif(isinstance(PREFIX, str), reason=str(PREFIX)),
+    pytest.mark.usefixtures("filled"),
+]
+
+SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
+
+
+@pytest.fixture(scope="module")
+def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
+    """The launchers with their functors built, which takes half a minute."""
+    proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
+    proof.build(proof.source)
+    return proof
+
+
+@pytest.fixture(params=sycl_cpu.LANES)
+def lanes(request, sycl, monkeypatch) -> Iterator[int]:
+    """Every op runs csrc/sycl, in sub-groups of this many lanes."""
+    sycl.use(sycl.source, request.param)
+    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    return request.param
+
+
+def test_the_device_is_a_cpu_and_every_functor_is_there(sycl):
+    # 3 dtypes, 2 widths: gather, swiglu and reduce, forward and backward; 3 kernels of route.
+    assert sycl.num_functors == 3 * 2 * 5 + 3
+    assert "Intel" in sycl.device
+
+
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+def test_route(lanes, routing):
+    checks.check_route(routing, "cpu")
+
+
+def test_route_leaves_numbers_from_elsewhere_alone(lanes):
+    checks.check_numbers_from_elsewhere("cpu")
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize("size", checks.SIZES)
+def test_rows_of_every_size(lanes, size, dtype):
+    for routing in SMALL:
+        checks.check_gather(routing, size, dtype, "cpu")
+        checks.check_reduce(routing, size, dtype, True, "cpu")
+        checks.check_reduce(routing, size, dtype, False, "cpu")
+        checks.check_reduce_backward(routing, size, dtype, "cpu")
+        checks.check_swiglu_backward(routing, size, dtype, "cpu")
+    for rows in (0, 1, 131):
+        checks.check_swiglu(rows, size, dtype, "cpu")
+
+
+def test_what_is_not_finite(lanes):
+    checks.check_what_is_not_finite("cpu")
+
+
+def test_sizes_that_cannot_be_are_refused(lanes, sycl):
+    with pytest.raises(RuntimeError, match="-2"):
+        sycl.call("gather", None, 0, None, None, -1, 4, None)
+    with pytest.raises(RuntimeError, match="-1"):
+        sycl.call("gather", None, 9, None, None, 1, 4, None)
+    with pytest.raises(RuntimeError, match="-2"):
+        sycl.call("route", None, None, 2**30, 2, 0, 4, *[None] * 5, 2**40)
+
+
+@pytest.mark.parametrize("more", [(), ("-DOPTIMUS_SYCL_ESIMD",)], ids=["plain", "esimd"])
+def test_the_file_compiles_as_it_stands(sycl, more):
+    sycl.compile(sycl.source, more)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
+    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    sycl.use(sycl.source, 16)
+    bug.check(sycl)
+    planted = bug.plant(tmp_path) / "sycl/kernels.sycl"
+    sycl.build(planted, bug.functor)
+    sycl.use(planted, 16)
+    with pytest.raises(AssertionError):
+        bug.check(sycl)
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ("throw 1;", "exception"),
+        ("outside();", "outside"),
+        ("static int calls = 0; ++calls;", "static"),
+    ],
+    ids=["an exception", "an unknown call", "a variable of the host"],
+)
+def test_code_that_no_device_can_run_is_refused(sycl, tmp_path, new, words):
+    old = "const int64_t pieces = route_pieces(slots);"
+    bug = Bug("", "include/gpu/route.h", old, f"{old} {new}", "", lambda native: None)
+    with pytest.raises(sycl_cpu.DeviceCodeError, match=words):
+        sycl.compile(bug.plant(tmp_path) / "sycl/kernels.sycl")

@@ -1,0 +1,137 @@
+"""`num_experts` as a list: layers with other numbers of experts, and dense ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from optimus.checkpoint import manager
+from optimus.config import dump_toml, load_config, make_config
+from optimus.errors import CheckpointError, ConfigError
+from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint
+from optimus.launch_env import read_launch_env
+from optimus.model.hf import config_to_hf
+from optimus.model.identity import first_difference
+from optimus.model.layers import MLP
+from optimus.model.router import load_balancing_loss, z_loss
+from optimus.observe.metrics import read_json_lines
+from optimus.train.loop import expert_load, train
+from optimus.train.preflight import preflight
+from tests.helpers.tiny import tiny_config, tiny_tree
+from tests.model.small import small_config, small_model, some_tokens
+
+MIXED = {"num_layers": 4, "num_experts": [0, 5, 3, 0], "dense_intermediate_size": 40}
+
+
+def test_each_layer_has_its_own_number():
+    model = small_model(**MIXED)
+    blocks = list(model.blocks.values())
+    assert isinstance(blocks[0].mlp, MLP) and isinstance(blocks[3].mlp, MLP)
+    assert blocks[0].mlp.up_proj.weight.shape == (40, 32)
+    assert blocks[1].mlp.experts.down.shape == (5, 32, 24)
+    assert blocks[2].mlp.router.weight.shape == (3, 32)
+    narrow = small_model(**{**MIXED, "dense_intermediate_size": 0})
+    assert narrow.blocks["0"].mlp.up_proj.weight.shape == (24, 32)
+
+
+def test_a_list_of_one_number_is_that_number():
+    one, many = small_model(num_experts=5), small_model(num_experts=[5, 5])
+    for (name, a), (other, b) in zip(one.named_parameters(), many.named_parameters(), strict=True):
+        assert name == other and torch.equal(a, b)
+    assert first_difference(one.config, many.config) is None
+    assert first_difference(one.config, small_config(num_experts=[5, 4])) is not None
+    assert config_to_hf(many.config, "float32") == config_to_hf(one.config, "float32")
+
+
+def test_losses_are_means_over_the_layers_that_route():
+    model, tokens = small_model(**MIXED), some_tokens()
+    _, routings = model.run_blocks(model.embed(tokens))
+    terms = model.losses(tokens)
+    assert len(routings) == 2
+    assert torch.equal(terms.aux, load_balancing_loss(routings, 2))
+    assert torch.equal(terms.z, z_loss(routings, 2))
+    aux = [load_balancing_loss([routing], 1) for routing in routings]
+    assert float(terms.aux) == pytest.approx(float(sum(aux)) / 2, rel=1e-6)
+    assert terms.expert_counts.shape == (2, 5)
+    assert terms.expert_counts[1, 3:].tolist() == [0, 0]
+    assert terms.expert_counts.sum(1).tolist() == [tokens.numel() * 2] * 2
+    terms.ce_sum.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_load_is_measured_against_a_layers_own_experts():
+    rows = torch.tensor([[2, 2, 2, 2, 2], [1, 2, 3, 0, 0]])
+    assert expert_load(rows, small_config(**MIXED)) == (0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"num_experts": [5]}, r"num_experts = \[5\] names 1 layers, model.num_layers = 2"),
+        ({"num_experts": [0, 0]}, "between 1 and model.num_experts = 0"),
+        ({"num_experts": [5, 1]}, "between 1 and model.num_experts = 1 in every layer that has"),
+        ({"num_experts": [5, -1]}, "model.num_experts = .*must be a whole number >= 0, or a list"),
+        ({"num_experts": [5, True]}, "must be a whole number >= 0, or a list"),
+        ({"num_experts": "many"}, "must be a whole number >= 0, or a list"),
+        ({"dense_intermediate_size": 9}, "dense_intermediate_size = 9: every layer has experts"),
+        ({"num_experts": [5, 4], "aux_loss_form": "hf"}, "aux_loss_form = 'hf' pools layers"),
+    ],
+)
+def test_lists_that_cannot_be(fields, match):
+    with pytest.raises(ConfigError, match=match):
+        small_config(**fields)
+
+
+def test_the_dense_architecture_has_no_second_width():
+    with pytest.raises(ConfigError, match="dense_intermediate_size = 9: architecture 'olmo'"):
+        small_config("olmo", dense_intermediate_size=9)
+
+
+def test_hugging_face_has_no_place_for_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"num_experts = \[0, 5, 3, 0\] has no place"):
+        config_to_hf(small_config(**MIXED), "float32")
+
+
+def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp_path):
+    settings = {
+        "model__num_experts": [0, 4, 3],
+        "model__num_layers": 3,
+        "model__dense_intermediate_size": 48,
+        "train__max_steps": 4,
+    }
+
+    def go(run_dir, **more) -> list[dict]:
+        tree = tiny_tree(tiny_data, run_dir, **settings, **more)
+        train(make_config(tree), read_launch_env({}))
+        return read_json_lines(run_dir / "metrics.jsonl")
+
+    whole = go(tmp_path / "whole")
+    go(tmp_path / "parts", train__stop_at_step=2)
+    parts = go(tmp_path / "parts")
+    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+    assert all(math.isfinite(line["expert_load_max"]) for line in whole)
+    assert 0 < whole[0]["expert_load_min"] <= 1 <= whole[0]["expert_load_max"]
+    evaluated = evaluate_checkpoint(str(tmp_path / "whole"), f"{tiny_data}/eval", 8, 0)
+    recorded = read_json_lines(tmp_path / "whole" / "eval.jsonl")[-1]["loss"]
+    assert evaluated["loss"] == pytest.approx(recorded, abs=1e-6)
+    text = continue_text(str(tmp_path / "whole"), "abc", 3, temperature=0, top_k=0, seed=0)
+    assert text.startswith("abc")
+    stored = manager.newest_valid(tmp_path / "whole").settings
+    assert stored["model.num_experts"] == [0, 4, 3]
+    with pytest.raises(CheckpointError, match=r"model.num_experts = \[0, 4, 4\]"):
+        tree = tiny_tree(
+            tiny_data, tmp_path / "whole", **{**settings, "model__num_experts": [0, 4, 4]}
+        )
+        preflight(make_config(tree), 1)
+    with pytest.raises(ConfigError, match="has no place in a Hugging Face"):
+        go(tmp_path / "models", checkpoint__model_interval=2)
+
+
+def test_toml_keeps_the_list(tmp_path):
+    config = tiny_config("", "", model__num_experts=[0, 4])
+    path = tmp_path / "c.toml"
+    path.write_text(dump_toml(config))
+    assert load_config(path) == config
+    assert load_config(path, ["model.num_experts=[4, 0]"]).model.experts_by_layer == (4, 0)

@@ -1,0 +1,65 @@
+"""With Intel's extension for PyTorch: it is imported, shown, and changes results by rounding."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus.config import dump_toml
+from optimus.observe.metrics import read_json_lines
+from tests.helpers.tiny import tiny_config
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("intel_extension_for_pytorch") is None,
+    reason="no intel-extension-for-pytorch here; `make test-compat` has it",
+)
+LOADED = (
+    "import sys; from optimus.cli import main; code = main(sys.argv[1:]); print({}); exit(code)"
+)
+
+
+def optimus(with_ipex: bool, *arguments: str) -> tuple[str, bool]:
+    """Standard output of a command in its own process, and whether that had imported IPEX."""
+    code = LOADED.format("'intel_extension_for_pytorch' in sys.modules")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={
+            **os.environ,
+            "OPTIMUS_IPEX": "1" if with_ipex else "0",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    output, _, loaded = done.stdout.strip().rpartition("\n")
+    return output, loaded == "True"
+
+
+def test_doctor_shows_it():
+    import importlib.metadata
+
+    output, loaded = optimus(True, "doctor", "--json")
+    shown = json.loads(output)["intel"]["ipex"]
+    assert loaded and shown.startswith(importlib.metadata.version("intel-extension-for-pytorch"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_is_the_same_with_it_up_to_rounding(tiny_data, tmp_path: Path, dtype):
+    losses = []
+    for with_ipex in (False, True):
+        run_dir = tmp_path / str(with_ipex)
+        config = tiny_config(tiny_data, run_dir, train__max_steps=4, train__dtype=dtype)
+        path = tmp_path / f"{with_ipex}.toml"
+        path.write_text(dump_toml(config))
+        assert optimus(with_ipex, "train", str(path))[1] == with_ipex
+        lines = read_json_lines(run_dir / "metrics.jsonl")
+        losses.append([line["loss"] for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if dtype == "fp32" else 1e-3)

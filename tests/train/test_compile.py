@@ -1,0 +1,86 @@
+"""`train.compile`: the same losses and gradients, no break in the graph, nothing else changed.
+
+Most tests keep torch.compile's front (dynamo, the joint graph of forward and backward) and leave
+out the C++ compiler behind it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from optimus.config import make_config
+from optimus.launch_env import read_launch_env
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
+from optimus.observe.metrics import read_json_lines
+from optimus.train.loop import train
+from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
+
+FAST = {"train__deterministic": False, "train__threads": 1, "optim__warmup_steps": 1}
+
+
+@pytest.fixture
+def without_a_compiler(monkeypatch):
+    whole = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(whole, backend="aot_eager"))
+
+
+def gradients(model: Transformer, tokens: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
+    terms = model.losses(tokens)
+    objective = terms.ce_sum / terms.num_targets + 0.01 * terms.aux + 0.001 * terms.z
+    objective.backward()
+    return float(objective.detach()), [parameter.grad for parameter in model.parameters()]
+
+
+def assert_compiles_to_the_same(config) -> None:
+    model = Transformer(config)
+    initialise_(model, 0)
+    compiled = copy.deepcopy(model)
+    compiled.compile_blocks()
+    tokens = torch.randint(VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+    loss, grads = gradients(model, tokens)
+    their_loss, their_grads = gradients(compiled, tokens)
+    assert their_loss == pytest.approx(loss, rel=1e-6)
+    for grad, theirs in zip(grads, their_grads, strict=True):
+        assert float((grad - theirs).norm()) <= 1e-5 * float(grad.norm())
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("form", ["torch", "loop"])
+def test_blocks_compile_to_one_graph_with_the_same_gradients(without_a_compiler, form):
+    from optimus_kernels.grouped_mm import set_form
+
+    torch.compiler.reset()
+    set_form(form)
+    try:
+        assert_compiles_to_the_same(tiny_config("", "", model__num_experts=[0, 4]).model)
+    finally:
+        set_form("auto")
+
+
+@pytest.mark.skipif("OPTIMUS_TEST_COMPILE" not in os.environ, reason="takes a minute of compiling")
+def test_blocks_compile_all_the_way():
+    torch.compiler.reset()
+    assert_compiles_to_the_same(tiny_config("", "", model__num_layers=1).model)
+
+
+@pytest.mark.parametrize("variant", [{}, {"train__dtype": "bf16"}, DENSE])
+def test_a_compiled_run_learns_as_the_other_does(without_a_compiler, tiny_data, tmp_path, variant):
+    torch.compiler.reset()
+    losses, evaluations = [], []
+    for name, more in (("eager", {}), ("compiled", {"train__compile": True})):
+        settings = {**FAST, "train__max_steps": 3, "train__sample_interval": 2, **variant, **more}
+        train(make_config(tiny_tree(tiny_data, tmp_path / name, **settings)), read_launch_env({}))
+        losses.append([x["loss"] for x in read_json_lines(tmp_path / name / "metrics.jsonl")])
+        evaluations.append(read_json_lines(tmp_path / name / "eval.jsonl")[-1]["loss"])
+    tolerance = 1e-3 if variant.get("train__dtype") == "bf16" else 1e-5
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=tolerance)
+    counts = torch._dynamo.utils.counters
+    assert counts["stats"]["unique_graphs"] > 0 and not counts["graph_break"]

@@ -1,0 +1,162 @@
+"""Ranks agree on kernels, write down what they took, and keep to it when they resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus.checkpoint import manager
+from optimus.cli import main as optimus
+from optimus.config import dump_toml, make_config
+from optimus.errors import ConfigError
+from optimus.launch_env import read_launch_env
+from optimus.train import kernels
+from optimus.train.kernels import Answer, disagreement
+from optimus.train.loop import train
+from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
+
+FAST = {
+    "train__deterministic": False,
+    "train__threads": 1,
+    "train__max_steps": 2,
+    "optim__warmup_steps": 1,
+}
+
+
+def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
+    """A run, with an environment for each rank; what it raised."""
+    os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
+    try:
+        train(make_config(tree), read_launch_env())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def resolved(run_dir: Path) -> dict:
+    return tomllib.loads((run_dir / "config.toml").read_text())["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([Answer("cpu", "cpu-1")] * 3, ""),
+        ([Answer("torch", why_not="no g++"), Answer("torch", why_not="no clang")], ""),
+        ([Answer(failure="no nvcc")], "no nvcc"),
+        ([Answer("cpu", "k"), Answer(failure="no g++"), Answer(failure="x")], "ranks 1-2: no g++"),
+        (
+            [
+                *[Answer("cpu", "cpu-1")] * 2,
+                Answer("torch", why_not="no g++"),
+                Answer("cpu", "cpu-1"),
+            ],
+            "ranks differ in their kernels: cpu-1 on ranks 0-1, 3, torch on rank 2 (no g++); ",
+        ),
+        ([Answer("cpu", "cpu-1"), Answer("cpu", "cpu-2")], "cpu-1 on rank 0, cpu-2 on rank 1; "),
+    ],
+)
+def test_where_ranks_differ_they_are_named(answers, says):
+    text = disagreement(answers)
+    assert text == says or (says and says in text and "OPTIMUS_KERNELS_CACHE" in text)
+
+
+def test_ranks_that_differ_do_not_train(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **FAST)
+    environ = {"0": {"OPTIMUS_KERNELS": "torch"}, "1": {"OPTIMUS_KERNELS": "cuda"}}
+    said = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
+    assert len(set(said)) == 1 and said[0].startswith("rank 1: OPTIMUS_KERNELS = cuda: it computes")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_ranks_share_one_build_and_say_what_they_took(ranks, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "cache"))
+    tree = tiny_tree(tiny_data, tmp_path / "run", **FAST)
+    cache = {"OPTIMUS_KERNELS_CACHE": str(tmp_path / "cache")}
+    environ = {"0": cache, "1": cache}
+    assert ranks(2, run_with, tree, environ, start_world=False, timeout_s=120) == ["", ""]
+    assert resolved(tmp_path / "run")["backend"] == "cpu"
+    assert resolved(tmp_path / "run")["grouped_gemm"] in ("torch", "loop")
+    assert len(list((tmp_path / "cache").glob("cpu-*"))) == 1
+
+
+def test_an_explicit_choice_that_cannot_be_had_is_one_line_and_status_2(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    config = tmp_path / "c.toml"
+    config.write_text(dump_toml(tiny_config(tiny_data, tmp_path / "run", **FAST)))
+    monkeypatch.setenv("OPTIMUS_KERNELS", "sycl")
+    for number, more in enumerate(([], ["kernels.backend=torch"])):  # the environment wins
+        run_dir = f"train.run_dir={tmp_path}/{number}"
+        assert optimus(["train", str(config), run_dir, *more]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "OPTIMUS_KERNELS = sycl" in err
+
+
+def test_a_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch):
+    settings = {**FAST, "kernels__backend": "torch"}
+    other = "torch"
+    tree = tiny_tree(tiny_data, tmp_path, **settings, kernels__grouped_gemm=other)
+    assert ranks(1, run_with, tree, {}, start_world=False, timeout_s=120) == [""]
+    assert resolved(tmp_path) == {"backend": "torch", "grouped_gemm": other}
+    tree = tiny_tree(tiny_data, tmp_path, **{**settings, "train__max_steps": 4})
+    assert ranks(1, run_and_count_measurements, tree, start_world=False, timeout_s=120) == [0]
+    assert resolved(tmp_path)["grouped_gemm"] == other
+    stored = manager.newest_valid(tmp_path).settings
+    assert stored["kernels.grouped_gemm"] == other and stored["kernels.backend"] == "torch"
+    fresh = tiny_tree(tiny_data, tmp_path / "fresh", **settings)
+    assert ranks(1, run_and_count_measurements, fresh, start_world=False, timeout_s=120) == [1]
+
+
+def run_and_count_measurements(tree: dict) -> int:
+    measure, calls = kernels.measure_grouped_gemm, []
+    kernels.measure_grouped_gemm = lambda *a: calls.append(1) or measure(*a)
+    assert run_with(tree, {}) == ""
+    return len(calls)
+
+
+def test_another_backend_on_resume_is_told(tiny_data, tmp_path, monkeypatch, capfd):
+    for name, steps in (("torch", 2), ("auto", 4)):
+        tree = tiny_tree(tiny_data, tmp_path, **{**FAST, "train__max_steps": steps})
+        monkeypatch.setenv("OPTIMUS_KERNELS", name)
+        train(make_config(tree), read_launch_env({}))
+    taken = resolved(tmp_path)["backend"]
+    told = f"changed on resume: kernels.backend = {taken!r} (checkpoint of step 2: 'torch')"
+    assert (told in capfd.readouterr().err) == (taken != "torch")
+
+
+def test_the_faster_form_is_measured(tiny_data, tmp_path, capfd):
+    config = tiny_config(tiny_data, tmp_path, **FAST, model__num_experts=[0, 4])
+    form = kernels.measure_grouped_gemm(config, torch.device("cpu"))
+    err = capfd.readouterr().err
+    assert form in ("torch", "loop") and "4 experts, 32 tokens: " in err
+
+
+def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    tree = tiny_tree(tiny_data, tmp_path, **{**DENSE, **FAST})
+    train(make_config(tree), read_launch_env({}))
+    assert resolved(tmp_path) == {"backend": "auto", "grouped_gemm": "auto"}
+    assert "kernels" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"kernels__grouped_gemm": "torch"}, "train.deterministic takes 'loop'"),
+        ({**DENSE, "kernels__grouped_gemm": "loop"}, "architecture 'olmo' has no experts"),
+        ({"train__compile": True}, "train.deterministic needs train.compile = false"),
+        (
+            {**FAST, "train__compile": True, "data__document_mask": True},
+            "use data.document_mask = false",
+        ),
+    ],
+)
+def test_settings_that_cannot_go_together(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        tiny_config("data", "run", **settings)
