@@ -25,12 +25,15 @@ MAX_WASTE = 0.01
 @dataclass(frozen=True)
 class Parameter:
     """One parameter as a rank holds it. `key` stands for its groups and pipeline stage: parameters
-    of equal keys share chunks. `shards` is the size of the key's shard group."""
+    of equal keys share chunks."""
 
     name: str
     shape: tuple[int, ...]
-    key: Hashable
+    key: Hashable = None
+    adders: int = 1
+    """Ranks that add up its gradient: a chunk divides evenly over them."""
     shards: int = 1
+    """Ranks over which its optimizer state is divided, a divisor of `adders`."""
 
     @property
     def size(self) -> int:
@@ -60,8 +63,9 @@ class Chunk:
     number: int
     key: Hashable
     length: int
-    """A multiple of `shards` * ALIGNMENT; equal for all chunks of a key but the last, which ends
+    """A multiple of `adders` * ALIGNMENT; equal for all chunks of a key but the last, which ends
     where its parameters do."""
+    adders: int
     shards: int
     slots: tuple[Slot, ...]
 
@@ -118,24 +122,25 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     assert len(set(names)) == len(names), "a parameter is given twice"
     chunks: list[Chunk] = []
     for key, members in classes.items():
-        shards = members[0].shards
-        assert all(p.shards == shards for p in members), f"{key}: one class, two shard groups"
-        length = best_length([p.size for p in members], target_length, shards)
-        for packed in _pack(members, length):
-            chunks.append(_make_chunk(len(chunks), key, shards, packed, length))
-        last = chunks.pop()
-        chunks.append(_make_chunk(last.number, key, shards, _members_of(last, members), 0))
+        first = members[0]
+        alike = all((p.adders, p.shards) == (first.adders, first.shards) for p in members)
+        assert alike and first.adders % first.shards == 0, f"{key}: one class, several groups"
+        length = best_length([p.size for p in members], target_length, first.adders)
+        packs = _pack(members, length)
+        for packed in packs[:-1]:
+            chunks.append(_make_chunk(len(chunks), packed, length))
+        chunks.append(_make_chunk(len(chunks), packs[-1], 0))
     return ChunkLayout(tuple(chunks))
 
 
-def best_length(sizes: Sequence[int], target: int, shards: int) -> int:
-    """The length of a class's chunks: a multiple of shards * ALIGNMENT near `target` that wastes
+def best_length(sizes: Sequence[int], target: int, adders: int) -> int:
+    """The length of a class's chunks: a multiple of adders * ALIGNMENT near `target` that wastes
     least.
 
     Tried are the lengths at which some run of consecutive parameters, beginning with one of the
     first, fits exactly: models repeat their layers, so what fits once fits again.
     """
-    step = shards * ALIGNMENT
+    step = adders * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
     least = _round_up(max(padded), step)
     target = max(target, least)
@@ -179,21 +184,15 @@ def _pack(members: Sequence[Parameter], length: int) -> list[list[Parameter]]:
     return packs
 
 
-def _make_chunk(
-    number: int, key: Hashable, shards: int, members: Sequence[Parameter], length: int
-) -> Chunk:
+def _make_chunk(number: int, members: Sequence[Parameter], length: int) -> Chunk:
     """A chunk of at least `length`."""
+    first = members[0]
     slots, offset = [], 0
     for parameter in members:
         slots.append(Slot(parameter.name, parameter.shape, number, offset))
         offset += _round_up(parameter.size, ALIGNMENT)
-    length = max(length, _round_up(offset, shards * ALIGNMENT))
-    return Chunk(number, key, length, shards, tuple(slots))
-
-
-def _members_of(chunk: Chunk, members: Sequence[Parameter]) -> list[Parameter]:
-    names = {slot.name for slot in chunk.slots}
-    return [parameter for parameter in members if parameter.name in names]
+    length = max(length, _round_up(offset, first.adders * ALIGNMENT))
+    return Chunk(number, first.key, length, first.adders, first.shards, tuple(slots))
 
 
 def _round_up(number: int, multiple: int) -> int:

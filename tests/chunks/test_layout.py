@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, lay_out
+from optimus.config import load_config
+from optimus.dist.mesh import Mesh, Place
+from optimus.parallel.placement import place_parameters, whole_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+
+
+def random_parameters(seed: int) -> list[Parameter]:
+    draw = random.Random(seed)
+    groups = {
+        "expert": (draw.choice([1, 2, 3]), 1),
+        "other": (draw.choice([4, 6]), 2),
+        "tied": (1, 1),
+    }
+    parameters = []
+    for number in range(draw.randint(1, 40)):
+        key = draw.choice(list(groups))
+        shape = tuple(draw.choice([1, 3, 7, 16, 33, 100]) for _ in range(draw.randint(1, 3)))
+        parameters.append(Parameter(f"p{number}", shape, key, *groups[key]))
+    return parameters
+
+
+@pytest.mark.parametrize("target", [1, 1000, 10**6])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_parameter_has_one_aligned_place(seed, target):
+    parameters = random_parameters(seed)
+    layout = lay_out(parameters, target)
+    slots = {slot.name: slot for slot in layout.slots}
+    assert slots.keys() == {p.name for p in parameters} and len(layout.slots) == len(slots)
+    for parameter in parameters:
+        slot = slots[parameter.name]
+        chunk = layout.chunks[slot.chunk]
+        assert slot.shape == parameter.shape and slot.stop - slot.start == parameter.size
+        assert slot.start % ALIGNMENT == 0 and slot.stop <= chunk.length
+        assert (chunk.key, chunk.adders, chunk.shards) == (
+            parameter.key,
+            parameter.adders,
+            parameter.shards,
+        )
+    for number, chunk in enumerate(layout.chunks):
+        assert chunk.number == number and chunk.length % (chunk.adders * ALIGNMENT) == 0
+        for before, after in itertools.pairwise(chunk.slots):
+            assert before.stop <= after.start
+    for key in {p.key for p in parameters}:
+        of_key = [chunk for chunk in layout.chunks if chunk.key == key]
+        assert len({chunk.length for chunk in of_key[:-1]}) <= 1
+        order = [slot.name for chunk in of_key for slot in chunk.slots]
+        assert order == [p.name for p in parameters if p.key == key]  # order of first use
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("mula-1b", Mesh(dp=8)),
+        ("mula-7b-a1b", Mesh(dp=8)),
+        ("mula-7b-a1b", Mesh(dp=4, ep=8, tp=2)),
+        ("mula-20b-a2b", Mesh(dp=32, ep=12)),
+        ("mula-100b-a7b", Mesh(dp=16, ep=12)),
+        ("mula-220b-a10b", Mesh(dp=8, ep=12)),
+        ("olmo-1b", Mesh(dp=4, tp=4)),
+    ],
+)
+@pytest.mark.parametrize("target", [1 << 24, 1 << 27])
+def test_little_is_wasted_on_real_models(model, mesh, target):
+    whole = whole_model(load_config(CONFIGS / f"{model}.toml").model)
+    parameters = [
+        Parameter(
+            name,
+            one.local_shape,
+            one.kind.expert,
+            mesh.dp if one.kind.expert else mesh.dp * mesh.ep,
+        )
+        for name, one in place_parameters(whole, mesh, Place(0, 0, 0, 0)).items()
+    ]
+    assert lay_out(parameters, target).waste <= MAX_WASTE
+
+
+def test_a_name_given_twice_is_refused():
+    with pytest.raises(AssertionError, match="given twice"):
+        lay_out([Parameter("a", (4,)), Parameter("a", (4,))], 64)
