@@ -26,7 +26,6 @@ from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan, plan_batch
 from optimus.train.shard import Shard
-from optimus.train.states import ModelStates
 from optimus.train.update import Updater
 
 _WARMUP = 2
@@ -138,7 +137,7 @@ def _contestants(
     initialise_(shard.model, config.train.seed)
     dtype = platform.dtype_of(config.train.dtype)
     plain = PlainLoop(config, copy.deepcopy(shard.model).to(dtype), plan, world.device)
-    states = ModelStates(shard.model, dtype, config.optim, shard.home_of, groups.model)
+    states = shard.make_states()
     ours = Updater(config, groups, shard, states, plan, world.device)
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (plan.microbatch_size, plan.seq_len)

@@ -222,7 +222,6 @@ def _not_yet(config: Config) -> None:
     defaults = Config(model=config.model)
     for section, key in (
         ("parallel", "ep_dispatch"),
-        ("optim", "sharding"),
         ("recompute", "modules"),
         ("checkpoint", "async_save"),
         ("offload", "mode"),

@@ -287,6 +287,8 @@ class OptimConfig(Section):
     """Clip only once the warm-up is over, as the paper does."""
     sharding: Literal["none", "so", "epso"] = "none"
     """Over which ranks the optimizer states are divided."""
+    chunk_length: Count = 1 << 24
+    """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients travel between ranks."""
 

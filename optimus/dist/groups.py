@@ -32,8 +32,8 @@ class Groups:
     """The first and the last pipeline stage."""
 
     def over(self, axes: tuple[str, ...]) -> Group:
-        """The group along some axes, as `optimus.dist.rules` names them, tp apart."""
-        groups = {(): ALONE, ("dp",): self.dp, ("dp", "ep"): self.data, ("tp",): self.tp}
+        """The group along some of the data axes, as `optimus.dist.rules` names them."""
+        groups = {(): ALONE, ("dp",): self.dp, ("ep",): self.ep, ("dp", "ep"): self.data}
         return groups[axes]
 
 

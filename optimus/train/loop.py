@@ -26,7 +26,6 @@ from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
 from optimus.train.shard import Shard, uncompiled
-from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
 from optimus.train.whole import WholeModel
@@ -87,15 +86,7 @@ class Run:
         self.model, layout = self.shard.model, self.shard.layout
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
-        dtype = platform.dtype_of(config.train.dtype)
-        self.states = ModelStates(
-            self.model,
-            dtype,
-            config.optim,
-            self.shard.home_of,
-            self.groups.model,
-            compiled=config.train.compile,
-        )
+        self.states = self.shard.make_states()
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)
         self.saves.load()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects, all_reduce_max
@@ -16,7 +17,6 @@ from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
 from optimus.train.shard import Shard, uncompiled
-from optimus.train.states import ModelStates
 
 
 class Finding(NamedTuple):
@@ -38,8 +38,9 @@ class Watch:
     A rank that found something goes on with its schedule, since the others wait for what it sends.
     """
 
-    def __init__(self, config: Config, groups: Groups, shard: Shard, states: ModelStates) -> None:
+    def __init__(self, config: Config, groups: Groups, shard: Shard, states: ChunkEngine) -> None:
         self._config, self._groups, self._shard, self._states = config, groups, shard, states
+        self._device = next(iter(states.parameters().values())).device
         self._step, self._bad_gradient = 0, ""
 
     def start(self, step: int) -> None:
@@ -47,18 +48,11 @@ class Watch:
 
     def look_at_gradients(self, stage: int) -> None:
         """Before a sum over ranks hides whose they are."""
-        target, states = self._states.target, self._states
-        for section in states.sections:
-            part = target[section.start : section.end]
-            if section.stage != stage or self._bad_gradient or guards.is_finite(part):
-                continue
-            here = [
-                slot
-                for slot in (*states.slots, *states.tied_slots)
-                if section.start <= slot.offset < section.end
-            ]
-            named = ((slot.name, slot.view(target)) for slot in reversed(here))
-            self._bad_gradient = guards.first_nonfinite(named) or ""
+        states = self._states
+        if self._bad_gradient or all(map(guards.is_finite, states.buffers_of(stage))):
+            return
+        last_first = reversed(list(states.gradients_of(stage)))
+        self._bad_gradient = guards.first_nonfinite(last_first) or ""
 
     def agree(self, microbatches: list[Microbatch]) -> None:
         """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.
@@ -67,7 +61,7 @@ class Watch:
         """
         everyone = self._groups.everyone
         trouble = bool(self._bad_gradient) or not self._losses_are_finite()
-        flag = torch.tensor([int(trouble)], device=self._states.target.device)
+        flag = torch.tensor([int(trouble)], device=self._device)
         all_reduce_max(flag, everyone)
         if not flag.item():
             return
@@ -102,7 +96,7 @@ class Watch:
         def finding(distance: int, stage: int, what: str) -> Finding:
             return Finding(distance, stage, rank, what, host)
 
-        parameter = guards.first_nonfinite(states.named(states.params).items())
+        parameter = guards.first_nonfinite(states.parameters().items())
         run = self._shard.executor.evaluate
         with uncompiled(self._config):
             layer = guards.first_nonfinite_module(self._shard.model, lambda: run(microbatches))

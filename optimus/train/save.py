@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from optimus.checkpoint import manager
@@ -20,17 +21,19 @@ from optimus.checkpoint.tensors import (
     write_tensors,
 )
 from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
+from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml
+from optimus.dist.collectives import all_gather_objects, all_reduce_max
 from optimus.dist.world import World
 from optimus.errors import NonFiniteError
 from optimus.model.hf import config_to_hf, write_hf
 from optimus.model.transformer import Transformer
 from optimus.resilience import guards
 from optimus.train.preflight import Preflight
-from optimus.train.states import ModelStates
 from optimus.train.whole import WholeModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = STATES[1:]
+_TOLD = ("parameter", "first moment of", "second moment of")
 
 
 def _nothing(name: str) -> Tensor:
@@ -56,7 +59,7 @@ class SaveAndLoad:
         config: Config,
         world: World,
         flight: Preflight,
-        states: ModelStates,
+        states: ChunkEngine,
         whole: WholeModel,
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
@@ -68,33 +71,35 @@ class SaveAndLoad:
         Without a start the states keep what they were made with.
         """
         states, start = self._states, self._flight.start
-        masters = states.named(states.masters)
         if start.full is not None:
             path = start.full.path
             states.num_updates = start.full.updates
-            self._spread_file(path / MODEL, masters)
+            self._spread_file(path / MODEL, "master")
             for kind in MOMENTS:
-                self._spread_file(path / OPTIMIZER, states.named(getattr(states, kind)), f"{kind}.")
+                self._spread_file(path / OPTIMIZER, kind, f"{kind}.")
         elif start.path is not None:
             weights = {}
             if self._world.is_first:
                 model = Transformer(self._config.model)
                 load_weights(model, start.path)
                 weights = {name: p.detach() for name, p in model.named_parameters()}
-            self._whole.spread(masters, weights.__getitem__)
+            self._spread("master", weights.__getitem__)
         states.publish()
 
-    def _spread_file(self, path: Path, local: Mapping[str, Tensor], prefix: str = "") -> None:
+    def _spread(self, state: str, source: Callable[[str], Tensor]) -> None:
+        self._whole.spread(partial(self._states.put, state), source, self._world.device)
+
+    def _spread_file(self, path: Path, state: str, prefix: str = "") -> None:
         """Give every rank its parts of the tensors in a file, whose names begin with `prefix`."""
         if not self._world.is_first:
-            self._whole.spread(local, _nothing)
+            self._spread(state, _nothing)
             return
         expected = self._whole.meta()
         if prefix:
             expected = {f"{kind}.{n}": t for kind in MOMENTS for n, t in expected.items()}
         check_tensors(path, expected)
         with open_tensors(path) as file:
-            self._whole.spread(local, lambda name: file.get_tensor(prefix + name))
+            self._spread(state, lambda name: file.get_tensor(prefix + name))
 
     def after(self, step: int, last: bool) -> None:
         """Save what is due after `step`; the last step of a run always leaves a full checkpoint."""
@@ -106,11 +111,11 @@ class SaveAndLoad:
         if not (model or full):
             return
         states = self._states
-        weights = self._whole.gather(states.named(states.masters))
+        weights = self._whole.gather(states.whole("master"))
         both = {}
         if full:
             for kind in MOMENTS:
-                both |= moments(self._whole.gather(states.named(getattr(states, kind))), kind)
+                both |= moments(self._whole.gather(states.whole(kind)), kind)
         if not self._world.is_first:
             return
         run_dir = self._config.train.run_dir
@@ -123,21 +128,21 @@ class SaveAndLoad:
         manager.forget_old(self._config.train.run_dir, settings.keep_models)
 
     def _refuse_nonfinite(self, step: int) -> None:
-        """An update can overflow though every gradient was finite; all ranks see the same."""
-        states = self._states
-        kinds = {
-            "parameter": states.masters,
-            "first moment of": states.exp_avg,
-            "second moment of": states.exp_avg_sq,
-        }
-        for kind, flat in kinds.items():
-            if not guards.is_finite(flat):
-                name = guards.first_nonfinite(states.named(flat).items())
-                raise NonFiniteError(
-                    f"step {step}: the update made {kind} {name} non-finite although gradients "
-                    "were finite; no checkpoint was written; lower the learning rate",
-                    on_every_rank=True,
-                )
+        """An update can overflow though every gradient was finite. All ranks agree on whose."""
+        found = ""
+        for kind, state in zip(_TOLD, STATES, strict=True):
+            bad = self._states.first_shard(state, lambda flat: not guards.is_finite(flat))
+            if bad and not found:
+                found = f"{kind} {bad}"
+        flag = torch.tensor([int(bool(found))], device=self._world.device)
+        all_reduce_max(flag, self._world.everyone)
+        if flag.item():
+            told = next(one for one in all_gather_objects(found, self._world.everyone) if one)
+            raise NonFiniteError(
+                f"step {step}: the update made {told} non-finite although gradients were finite; "
+                "no checkpoint was written; lower the learning rate",
+                on_every_rank=True,
+            )
 
     def _save(self, step: int, kind: str, path: Path, write: Callable[[Path], None]) -> None:
         flight = self._flight

@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from optimus.chunks.engine import ChunkEngine, Use
+from optimus.chunks.optimizer import AdamW
+from optimus.chunks.states import Home
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups
-from optimus.dist.rules import sum_axes
+from optimus.dist.rules import shard_axes, sum_axes
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.layout import Layout, make_layout
@@ -19,7 +22,6 @@ from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
-from optimus.train.states import Home
 
 
 def uncompiled(config: Config) -> AbstractContextManager:
@@ -34,7 +36,7 @@ class Shard:
     def __init__(
         self, config: Config, groups: Groups, plan: BatchPlan, device: torch.device
     ) -> None:
-        self._groups, self._device = groups, device
+        self._config, self._groups, self._device = config, groups, device
         self.layout: Layout = make_layout(
             config, groups.mesh, groups.place, plan.microbatches_per_rank
         )
@@ -67,18 +69,50 @@ class Shard:
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(schedule, stages, groups.pp, boundary_shape, dtype)
 
+    def make_states(self) -> ChunkEngine:
+        """The model's states, from the values its parameters have now; they become views of
+        chunks."""
+        config = self._config
+        engine = ChunkEngine(
+            dict(self.model.named_parameters()),
+            self.home_of,
+            AdamW(config.optim),
+            dtype=dtype_of(config.train.dtype),
+            chunk_length=config.optim.chunk_length,
+            deterministic=config.train.deterministic,
+            reduce_dtype=dtype_of(config.optim.grad_reduce_dtype),
+            everyone=self._groups.everyone,
+            compiled=config.train.compile,
+        )
+        self.model.separate_tied_uses()
+        for name, leaf in self.model.tied_uses().items():
+            engine.add_use(Use(name, leaf, "embed.weight"))
+        return engine
+
     def home_of(self, name: str) -> Home:
-        """Where the gradient of a parameter, or of a further use of one, belongs."""
+        """Whose the gradient of a parameter is, or of a further use of one."""
         owner = name if name in self.layout.placements else "embed.weight"
         kind = self.layout.placements[owner].kind
         place, groups = self._groups.place, self._groups
+        adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
+        sharding = shard_axes(kind, self._config.optim.sharding)
+        spread = tuple(axis for axis in adding if axis not in sharding)
         other_end = owner == "embed.weight" and not self.layout.has_first
-        copy = (not kind.expert and place.ep > 0) or (not kind.divided_by_tp and place.tp > 0)
+        # Of the ranks that hold the same, the first counts in the norm.
+        same = {"dp", "ep", "tp"} - set(sharding)
+        if kind.expert:
+            same -= {"ep"}
+        if kind.divided_by_tp:
+            same -= {"tp"}
+        first = all(getattr(place, axis) == 0 for axis in same)
         return Home(
             stage=self.layout.stage_of(name),
-            sum_group=groups.over(tuple(a for a in sum_axes(kind) if a != "tp")),
+            adders=groups.over(adding),
+            shards=groups.over(sharding),
+            spread=groups.over(spread),
             partial_over=groups.tp if kind.partial_over_tp else ALONE,
-            counts=not (copy or other_end),
+            far_copy=other_end,
+            first_copy=first,
         )
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:

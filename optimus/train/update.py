@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_reduce_sum
@@ -18,10 +19,8 @@ from optimus.errors import NonFiniteError
 from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan
 from optimus.train.nonfinite import Watch
-from optimus.train.reduce import make_reduction
 from optimus.train.schedule import clips_at, learning_rate
 from optimus.train.shard import Shard
-from optimus.train.states import ModelStates
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,14 @@ class Updater:
         config: Config,
         groups: Groups,
         shard: Shard,
-        states: ModelStates,
+        states: ChunkEngine,
         plan: BatchPlan,
         device: torch.device,
     ) -> None:
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._shard, self._states = shard, states
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        self._reduction = make_reduction(
-            states, config.train.deterministic, dtypes[config.optim.grad_reduce_dtype]
-        )
         self._watch = Watch(config, groups, shard, states)
+        self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
@@ -68,33 +64,25 @@ class Updater:
         own = self._shard.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        self._reduction.start()
+        self._states.start()
         terms = self._shard.executor.run(own, self._reduce, self._make_update(step, own, lr))
         return self._result(step, terms, lr)
 
     def _reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE_GRAD: what this rank adds is looked at first, as a sum hides whose NaN it is."""
         self._watch.look_at_gradients(stage)
-        self._reduction.after(stage)
+        self._states.reduce(stage)
 
     def _make_update(self, step: int, own: list[Microbatch], lr: float) -> Callable[[], None]:
         """OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
 
         def opt_step() -> None:
             self._watch.agree(own)
-            self._reduction.finish()
-            self._states.add_tied_uses()
-            self._add_far_use()
+            self._states.finish(self._far_ends)
             self._norm = self._clip(step)
             self._states.update(lr)
 
         return opt_step
-
-    def _add_far_use(self) -> None:
-        """Tied embeddings with their uses on two stages: both then hold the sum."""
-        if self._config.model.tie_embeddings and self._groups.ends.size > 1:
-            embedding = self._states.named(self._states.grads)["embed.weight"]
-            all_reduce_sum(embedding, self._groups.ends)
 
     def _clip(self, step: int) -> float:
         """The gradient norm before clipping; scales the gradients where it is too large."""

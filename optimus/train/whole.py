@@ -27,18 +27,22 @@ class WholeModel:
         """The whole parameters on the meta device, by name."""
         return dict(self._meta.named_parameters())
 
-    def spread(self, local: Mapping[str, Tensor], source: Callable[[str], Tensor]) -> None:
-        """Fill every rank's `local` tensors from whole ones, which the first rank alone asks
-        `source` for. A collective of all ranks."""
+    def spread(
+        self,
+        put: Callable[[str, Tensor], None],
+        source: Callable[[str], Tensor],
+        device: torch.device,
+    ) -> None:
+        """Give every rank what it holds of whole tensors, one by one, which the first rank alone
+        asks `source` for: `put(name, part)`. A collective of all ranks."""
         everyone = self._groups.everyone
-        device = next(iter(local.values())).device
         for name, shape in self.shapes.items():
             whole = torch.empty(shape, dtype=torch.float32, device=device)
             if everyone.rank == 0:
                 whole.copy_(source(name))
             broadcast(whole, everyone)
-            if name in local:
-                local[name].copy_(self._layout.placements[name].take(whole))
+            if name in self._layout.placements:
+                put(name, self._layout.placements[name].take(whole))
 
     def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold

@@ -13,7 +13,6 @@ from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
-from optimus.train.states import ModelStates
 from optimus.train.update import Updater
 from optimus.train.whole import WholeModel
 from tests.helpers.tiny import DENSE, VOCAB, tiny_tree
@@ -34,7 +33,7 @@ def first_gradients(tree: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
     plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, 0, shard.layout.placements)
-    states = ModelStates(shard.model, torch.float32, config.optim, shard.home_of, groups.model)
+    states = shard.make_states()
     updater = Updater(config, groups, shard, states, plan, world.device)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[groups.data.rank :: groups.data.size]]
     losses, gradients = [], {}
@@ -43,7 +42,7 @@ def first_gradients(tree: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
         losses += [result.loss, result.aux_loss, result.grad_norm]
         if step == 1:
             whole = WholeModel(config, shard.layout, groups)
-            gathered = whole.gather(states.named(states.grads))
+            gathered = whole.gather(states.whole("grad"))
             gradients = {name: gradient.clone() for name, gradient in gathered.items()}
     return gradients, losses
 

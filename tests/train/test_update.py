@@ -14,7 +14,6 @@ from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
-from optimus.train.states import ModelStates
 from optimus.train.update import Updater
 from tests.helpers.tiny import VOCAB, tiny_tree
 
@@ -71,7 +70,7 @@ def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     shard = Shard(config, groups, plan, world.device)
     model = shard.model
     initialise_(model, 0)
-    states = ModelStates(model, torch.float32, config.optim, shard.home_of, groups.model)
+    states = shard.make_states()
     updater = Updater(config, groups, shard, states, plan, world.device)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[world.rank :: world.size]]
     result = updater.run(1, own)

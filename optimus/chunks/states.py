@@ -1,0 +1,77 @@
+"""One chunk on one rank: parameters, gradients, and its shard of the optimizer's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from optimus.chunks.layout import Chunk, Slot
+from optimus.dist.collectives import ALONE, Group
+
+
+@dataclass(frozen=True)
+class Home:
+    """Whose a parameter's gradient is: the key of its class, equal on all ranks that add it.
+
+    The ranks of `adders` hold copies and add up gradients, in rank order; those of `shards` divide
+    the optimizer's state, every rank of `spread` the same part. A rank's number in `adders` is its
+    number in `shards` times the size of `spread` plus its number there.
+    """
+
+    stage: int = 0
+    """Pipeline stage with which its gradient is ready."""
+    adders: Group = ALONE
+    shards: Group = ALONE
+    spread: Group = ALONE
+    partial_over: Group = ALONE
+    """Ranks whose gradients are parts of one besides: tensor-parallel ones, of some norms."""
+    far_copy: bool = False
+    """Whether another stage holds the parameter too and counts it."""
+    first_copy: bool = field(default=True, compare=False)
+    """Whether this rank is the first of those that hold the same part of the states."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this rank holds counts in the norm: one of all copies does."""
+        return self.first_copy and not self.far_copy
+
+
+class ChunkStates:
+    """What a rank keeps of a chunk of L elements, with its shard of L / shards.
+
+    `params` [L] in the training dtype; `grads` [L] fp32, where backward adds; `master`, `exp_avg`,
+    `exp_avg_sq`, `grad` [L / shards] fp32. In fp32 training the master is the rank's part of
+    `params`; undivided, `grad` is `grads`.
+    """
+
+    def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype, device: torch.device) -> None:
+        self.chunk, self.home = chunk, home
+        length, shard = chunk.length, chunk.shard_length
+        self.params = torch.zeros(length, dtype=dtype, device=device)
+        self.grads = torch.zeros(length, dtype=torch.float32, device=device)
+        self.grad = self.grads
+        if home.shards.size > 1:
+            self.grad = torch.zeros(shard, dtype=torch.float32, device=device)
+        first = home.shards.rank * shard
+        self.own = slice(first, first + shard)
+        """This rank's part of the chunk."""
+        if dtype is torch.float32:
+            self.master = self.params[self.own]
+        else:
+            self.master = torch.zeros(shard, dtype=torch.float32, device=device)
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.master) for _ in range(2))
+
+    def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """A parameter's part of a flat [L] buffer."""
+        return flat[slot.start : slot.stop].view(slot.shape)
+
+    def piece_of(self, flat: Tensor, slot: Slot) -> tuple[Tensor, slice] | None:
+        """Where a parameter meets this rank's shard: that part of a flat [L / shards] buffer, and
+        which elements of the flattened parameter they are; None if they do not meet."""
+        start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
+        if start >= stop:
+            return None
+        here = flat[start - self.own.start : stop - self.own.start]
+        return here, slice(start - slot.start, stop - slot.start)
