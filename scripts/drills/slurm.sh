@@ -12,7 +12,6 @@
 # In the command's environment SLURM_CONF leads sbatch, srun and scontrol here, SLURM_DRILL is the
 # directory of the state, with nI.pid of every slurmd, and slurmctld.log and nI.log.
 set -euo pipefail
-export PATH=$PATH:/usr/sbin:/sbin
 
 die() {
     echo "slurm.sh: $1" >&2
@@ -33,7 +32,7 @@ shift
 [[ $nodes =~ ^[1-9][0-9]*$ && $cpus =~ ^[1-9][0-9]*$ ]] ||
     die "--nodes and --cpus are whole numbers above 0"
 for program in slurmctld slurmd munged sbatch; do
-    command -v "$program" >/dev/null || die "$program is not installed" 69
+    command -v "$program" >/dev/null || die "no $program on PATH (Debian has the daemons in /usr/sbin)" 69
 done
 if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && unshare --mount --uts --pid --fork --mount-proc true 2>/dev/null; then
     export SLURM_DRILL_INSIDE=1 # an /etc/hosts and host names that nobody else sees

@@ -1,0 +1,78 @@
+"""The job script under a real Slurm with two nodes, on machines that have one installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "scripts" / "drills" / "slurm.sh"
+PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian has the daemons
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun")
+
+needs_slurm = pytest.mark.skipif(
+    any(shutil.which(name, path=PATH) is None for name in PROGRAMS),
+    reason="no Slurm (Debian: apt-get install slurmctld slurmd slurm-client munge)",
+)
+
+
+def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
+    """The command under a Slurm of two nodes that ends with it."""
+    return subprocess.run(
+        [str(SLURM), "--nodes", "2", "--keep", str(tmp_path / "slurm"), "--", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": PATH},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@needs_slurm
+def test_two_nodes_have_names_of_their_own_and_nothing_stays(tmp_path):
+    told = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS on $SLURMD_NODENAME; exit 7"
+    done = under_slurm(tmp_path, "srun", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", told)
+    lines = [f"{rank} of 4 on n{1 + rank // 2}" for rank in range(4)]
+    assert (done.returncode, sorted(done.stdout.split("\n")[:-1])) == (7, lines), done.stderr
+    state = str(tmp_path / "slurm").encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert state not in (process / "cmdline").read_bytes(), process
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+@needs_slurm
+def test_jobs_that_are_cancelled_and_killed_write_the_same(tmp_path):
+    """Two nodes; then cancelled half-way and completed by an array of three."""
+    drill = [sys.executable, str(ROOT / "scripts" / "drills" / "data_slurm.py")]
+    done = under_slurm(tmp_path, *drill, "--files", "120", "--cases", "tasks,nodes,cancel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("byte-identical, verified") == 3
+    assert "units done, completed by an array of 3" in done.stdout
+
+
+def test_a_machine_without_slurm_is_told_so(tmp_path):
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
+    environ = os.environ | {"PATH": str(tmp_path)}
+    done = subprocess.run([str(SLURM), "--", "true"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 69
+    assert done.stderr.startswith("slurm.sh: no slurmctld on PATH") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--nodes", "0", "--", "true"], "--nodes and --cpus are whole numbers above 0"),
+        (["--speed", "9", "--", "true"], "unknown option --speed; the command comes after --"),
+        (["--nodes", "2"], "no command; give it after --"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(given, told):
+    done = subprocess.run([str(SLURM), *given], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"slurm.sh: {told}\n")
