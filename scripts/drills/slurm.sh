@@ -34,9 +34,25 @@ shift
 for program in slurmctld slurmd munged sbatch; do
     command -v "$program" >/dev/null || die "no $program on PATH (Debian has the daemons in /usr/sbin)" 69
 done
-if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && unshare --mount --uts --pid --fork --mount-proc true 2>/dev/null; then
-    export SLURM_DRILL_INSIDE=1 # an /etc/hosts and host names that nobody else sees
-    exec unshare --mount --uts --pid --fork --kill-child --mount-proc "${BASH_SOURCE[0]}" "${given[@]}"
+await() { # PID: its exit status; a trap may interrupt `wait`, which says nothing of the process
+    local status=0
+    while kill -0 "$1" 2>/dev/null; do
+        status=0
+        wait "$1" || status=$?
+    done
+    return "$status"
+}
+
+separate=(unshare --mount --uts --pid --mount-proc --fork --kill-child)
+if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && "${separate[@]}" true 2>/dev/null; then
+    # An /etc/hosts, host names and processes that nobody else sees, and that end whatever happens:
+    # the last of them with this shell, even where that is killed.
+    SLURM_DRILL_INSIDE=1 setpriv --pdeathsig KILL "${separate[@]}" \
+        "${BASH_SOURCE[0]}" "${given[@]}" <&0 &
+    child=$!
+    trap 'pkill -TERM --parent "$child" || true' INT TERM # unshare itself heeds neither
+    await "$child"
+    exit
 fi
 inside=${SLURM_DRILL_INSIDE:-}
 unset SLURM_DRILL_INSIDE
@@ -46,14 +62,14 @@ base=${keep:-$(mktemp -d /tmp/slurm-drill.XXXXXX)} # short: a socket's path has 
 mkdir -p "$base/state" "$base/spool"
 base=$(realpath "$base")
 chmod 755 "$base"
-daemons=()
+daemons=() command=''
 
 stop() {
     local status=$? pid
     trap '' INT TERM
+    [[ -z $command ]] || kill -TERM "$command" 2>/dev/null || true
     SLURM_CONF=$base/slurm.conf timeout 10 scancel --quiet --user "$(id -un)" 2>/dev/null || true
-    for ((wait = 0; wait < 50; wait++)); do # steps end before the daemons that end them
-        pgrep --full "slurmstepd.*|$base/slurm.conf" >/dev/null || break
+    for ((wait = 0; wait < 50; wait++)); do # jobs end before the daemons that end them
         [[ -n $(SLURM_CONF=$base/slurm.conf timeout 5 squeue --noheader 2>/dev/null) ]] || break
         sleep 0.1
     done
@@ -158,4 +174,6 @@ fi
 export SLURM_CONF=$base/slurm.conf SLURM_DRILL=$base
 configure
 begin
-"$@"
+"$@" <&0 & # in the background, so that a signal to this shell is heeded at once
+command=$!
+await "$command"

@@ -33,18 +33,39 @@ def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
     )
 
 
+def processes_of(state: Path) -> list[str]:
+    """Command lines that name this directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(state).encode() in words:
+            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
 @needs_slurm
 def test_two_nodes_have_names_of_their_own_and_nothing_stays(tmp_path):
     told = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS on $SLURMD_NODENAME; exit 7"
     done = under_slurm(tmp_path, "srun", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", told)
     lines = [f"{rank} of 4 on n{1 + rank // 2}" for rank in range(4)]
     assert (done.returncode, sorted(done.stdout.split("\n")[:-1])) == (7, lines), done.stderr
-    state = str(tmp_path / "slurm").encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            assert state not in (process / "cmdline").read_bytes(), process
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    assert processes_of(tmp_path / "slurm") == []
+
+
+@needs_slurm
+def test_a_signal_ends_it_all(tmp_path):
+    state = tmp_path / "slurm"
+    command = [str(SLURM), "--keep", str(state), "--", "bash", "-c", "echo up; sleep 100"]
+    environ = os.environ | {"PATH": PATH}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as drill:
+        assert drill.stdout.readline() == b"up\n"
+        assert len(processes_of(state)) >= 4  # munged, slurmctld, two slurmd
+        drill.terminate()
+        assert drill.wait(timeout=60) == 143
+    assert processes_of(state) == []
 
 
 @needs_slurm
