@@ -41,3 +41,24 @@ def test_jobs_write_the_same(made, tmp_path, how, world):
     labels = {f"[rank {rank} of {world}]" for rank in range(world)} if world > 1 else {"tokenize:"}
     assert all(any(line.startswith(label) for line in done.stderr.split("\n")) for label in labels)
     assert tree(tmp_path / "data") == tree(made.data)
+
+
+def test_a_dry_run_prints_both_commands_and_runs_neither(tmp_path):
+    command = [str(JOB_SCRIPT), "--dry-run", "--nodes", "2", "--queue", "debug"]
+    environ = os.environ | {"OPTIMUS_DATA": "/opt/optimus data"}
+
+    def told(*how: str) -> str:
+        given = [*command, *how, "--", "verify", "a b"]
+        return subprocess.run(
+            given, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    together, array = told().splitlines(), told("--array", "5").splitlines()
+    assert together[0].startswith("qsub -V") and "select=2" in together[0]
+    assert "-q debug" in together[0] and "-J" not in together[0]
+    assert "mpiexec --envall" in together[-1] and "WORLD_SIZE=2" in together[-1]
+    assert together[-1].rstrip().endswith("/opt/optimus\\ data verify a\\ b")
+    assert "select=1" in array[0] and "-J 0-4" in array[0]
+    assert "OPTIMUS_ARRAY_SIZE=5" in array[-1] and "mpiexec" not in array[-1]
+    mistake = subprocess.run([*command, "--nope"], capture_output=True, text=True)
+    assert mistake.returncode == 2 and "unknown option --nope" in mistake.stderr

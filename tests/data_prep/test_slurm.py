@@ -1,4 +1,4 @@
-"""The job script under a real Slurm with two nodes, on machines that have one installed."""
+"""The job script under a real Slurm with two nodes where one is installed, else without one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.data_prep.corpus import run_arguments, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "scripts" / "drills" / "slurm.sh"
@@ -97,3 +99,41 @@ def test_a_machine_without_slurm_is_told_so(tmp_path):
 def test_a_mistake_is_told_in_one_line(given, told):
     done = subprocess.run([str(SLURM), *given], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"slurm.sh: {told}\n")
+
+
+SRUN = """#!/bin/bash
+n=${1#--nodes=}
+for ((rank = 0; rank < n; rank++)); do
+    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
+done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+
+
+def test_the_job_script_without_slurm(made, tmp_path):
+    """What it would submit, and the script as the job runs it, with an srun that sets what
+    Slurm's does."""
+    out, program = tmp_path / "data", tmp_path / "optimus data"
+    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
+    (tmp_path / "srun").write_text(SRUN)
+    for path in (program, tmp_path / "srun"):
+        path.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "scripts" / "slurm" / "data.sh"), "--nodes", "2"]
+    words = run_arguments(made.text, made.tokenizer, out)
+
+    def script(*how: str) -> subprocess.CompletedProcess:
+        given = [*command, *how, "--", *words]
+        return subprocess.run(given, env=environ, capture_output=True, text=True)
+
+    dry = script("--dry-run")
+    assert dry.returncode == 0 and "srun" in dry.stdout and "optimus\\ data run" in dry.stdout
+    assert "sbatch" in dry.stdout
+    array = script("--dry-run", "--array", "5")
+    assert "0-4" in array.stdout and "srun" not in array.stdout.splitlines()[-1]
+    done = script("--inside")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1 of 2]" in done.stderr
+    assert tree(out) == tree(made.data)
+    assert script("--nope").returncode == 2
