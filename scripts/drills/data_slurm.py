@@ -215,7 +215,9 @@ def prepare(base: Path, files: int) -> Drill:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="of them, in this order; one may come again")
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help="in this order; one may come twice"
+    )
     parser.add_argument("--files", type=int, default=300, help="in the corpus")
     args = parser.parse_args(argv)
     if unknown := set(args.cases.split(",")) - CASES.keys():
