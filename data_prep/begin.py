@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import layout
+from data_prep.sentencepiece_model import is_sentencepiece
 from data_prep.sources import InputFile
 from data_prep.tokenize import TokenizeWork, TokenPlan, parts_dirs, read_plan
 from optimus import files
@@ -18,7 +19,6 @@ def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) ->
     Raises DataError naming the difference where `out` was begun with another plan.
     """
     content = files.checked_json(plan.to_json())
-    tokenizer = tokenizer_file.read_bytes()
     for folder in parts_dirs(out, plan).values():
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / layout.PLAN).exists():
@@ -27,9 +27,23 @@ def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) ->
                     f"{out} was begun with {difference}; choose another --out, or remove {out}"
                 )
         write_once(folder / layout.PLAN, content)
-        write_once(folder.parent / layout.TOKENIZER, tokenizer)
-    copy = parts_dirs(out, plan)["train"].parent / layout.TOKENIZER
+        copy_tokenizer(tokenizer_file, folder.parent)
+    copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
     return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Put a tokenizer beside a data set, by the name of its kind, unless a copy is there already.
+
+    A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
+    """
+    content, name = source.read_bytes(), layout.TOKENIZER
+    if is_sentencepiece(source):
+        old = folder / layout.TOKENIZER
+        if old.exists() and old.read_bytes() == content:
+            return
+        name = layout.SENTENCEPIECE
+    write_once(folder / name, content)
 
 
 def write_once(path: Path, content: bytes) -> None:

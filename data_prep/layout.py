@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 ORDER = "order.json"
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
 SET_ASIDE = "quarantine.jsonl"
 TOKENS_DIR = "tokens"
 SHARDS_DIR = "shards"
@@ -31,6 +32,15 @@ EVAL_DIR = "eval"
 
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """A data set's copy of its tokenizer, called by its kind.
+
+    A sentencepiece model in a data set of an earlier version is called `tokenizer.json` too.
+    """
+    file, model = folder / TOKENIZER, folder / SENTENCEPIECE
+    return model if model.exists() and not file.exists() else file
 
 
 def unit_name(unit: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import begin, write_once
+from data_prep.begin import begin, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
 from data_prep.finish import finish
@@ -167,7 +167,7 @@ def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bo
             f"{request.context}; give more text, a smaller --context or --carry-tails"
         )
     if place != part:
-        write_once(place / layout.TOKENIZER, (part / layout.TOKENIZER).read_bytes())
+        copy_tokenizer(layout.tokenizer_file(part), place)
     settle_order(place, order)
 
 

@@ -64,7 +64,7 @@ def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) 
 
 
 def _check_small_files(dataset: Path, manifest: Manifest) -> Iterator[str]:
-    path = dataset / layout.TOKENIZER
+    path = layout.tokenizer_file(dataset)
     try:
         facts = read_facts(path, manifest.eos_token)
     except DataError as error:
