@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import layout
+from data_prep.documents import NO_LIMITS
+from data_prep.limits import Limits
 from data_prep.sentencepiece_model import is_sentencepiece
 from data_prep.sources import InputFile
 from data_prep.tokenize import TokenizeWork, TokenPlan, parts_dirs, read_plan
@@ -13,7 +15,13 @@ from optimus import files
 from optimus.errors import DataError
 
 
-def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) -> TokenizeWork:
+def begin(
+    out: Path,
+    tokenizer_file: Path,
+    plan: TokenPlan,
+    quarantine: bool,
+    limits: Limits = NO_LIMITS,
+) -> TokenizeWork:
     """Write the plan and a copy of the tokenizer into every part of `out`, or find them there.
 
     Raises DataError naming the difference where `out` was begun with another plan.
@@ -29,7 +37,7 @@ def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) ->
         write_once(folder / layout.PLAN, content)
         copy_tokenizer(tokenizer_file, folder.parent)
     copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
-    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine)
+    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -58,7 +66,7 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
             yield f"tokenizer {key} = {then}, now {now}"
-    for key in ("text_field", "eval_fraction"):
+    for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)
         if then != now:
             yield f"{key} = {then}, now {now}"

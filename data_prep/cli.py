@@ -121,6 +121,7 @@ def _add_steps(commands: Any) -> None:
         options.add_tokenize,
         options.add_out,
         options.add_workers,
+        options.add_memory,
         options.add_ranks,
     ):
         group(add)
@@ -224,6 +225,9 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
         eval_fraction=args.eval_fraction,
         unit_bytes=args.unit_size,
         quarantine=args.on_error == "quarantine",
+        memory_bytes=args.memory,
+        max_document=args.max_document,
+        id_field=args.id_field,
     )
 
 
@@ -236,7 +240,7 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
 def _shard_request(args: argparse.Namespace) -> ShardRequest:
     from data_prep.run import ShardRequest
 
-    return ShardRequest(_workers(args), args.memory, args.strategy)
+    return ShardRequest(_workers(args), args.memory or options.SHARD_MEMORY_BYTES, args.strategy)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -328,7 +332,7 @@ def _plan(args: argparse.Namespace) -> int:
     value = estimate(
         _tokenize_request(args),
         _shuffle_request(args),
-        memory_bytes=args.memory,
+        memory_bytes=args.memory or options.SHARD_MEMORY_BYTES,
         world=args.world or 1,
         fused=args.fused,
         strategy=args.strategy,
