@@ -6,19 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import layout
+from data_prep.documents import NO_LIMITS
+from data_prep.limits import Limits
+from data_prep.sentencepiece_model import is_sentencepiece
 from data_prep.sources import InputFile
 from data_prep.tokenize import TokenizeWork, TokenPlan, parts_dirs, read_plan
 from optimus import files
 from optimus.errors import DataError
 
 
-def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) -> TokenizeWork:
+def begin(
+    out: Path,
+    tokenizer_file: Path,
+    plan: TokenPlan,
+    quarantine: bool,
+    limits: Limits = NO_LIMITS,
+) -> TokenizeWork:
     """Write the plan and a copy of the tokenizer into every part of `out`, or find them there.
 
     Raises DataError naming the difference where `out` was begun with another plan.
     """
     content = files.checked_json(plan.to_json())
-    tokenizer = tokenizer_file.read_bytes()
     for folder in parts_dirs(out, plan).values():
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / layout.PLAN).exists():
@@ -27,9 +35,23 @@ def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) ->
                     f"{out} was begun with {difference}; choose another --out, or remove {out}"
                 )
         write_once(folder / layout.PLAN, content)
-        write_once(folder.parent / layout.TOKENIZER, tokenizer)
-    copy = parts_dirs(out, plan)["train"].parent / layout.TOKENIZER
-    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine)
+        copy_tokenizer(tokenizer_file, folder.parent)
+    copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
+    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Put a tokenizer beside a data set, by the name of its kind, unless a copy is there already.
+
+    A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
+    """
+    content, name = source.read_bytes(), layout.TOKENIZER
+    if is_sentencepiece(source):
+        old = folder / layout.TOKENIZER
+        if old.exists() and old.read_bytes() == content:
+            return
+        name = layout.SENTENCEPIECE
+    write_once(folder / name, content)
 
 
 def write_once(path: Path, content: bytes) -> None:
@@ -44,7 +66,7 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
             yield f"tokenizer {key} = {then}, now {now}"
-    for key in ("text_field", "eval_fraction"):
+    for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)
         if then != now:
             yield f"{key} = {then}, now {now}"

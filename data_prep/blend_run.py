@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import write_once
+from data_prep.begin import copy_tokenizer
 from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
 from data_prep.fused import require_arrays
 from data_prep.ranks import ALONE, Team, wait_for
@@ -105,5 +105,5 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
         for folder in folders
     ]
     order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
-    write_once(request.out / layout.TOKENIZER, (folders[0] / layout.TOKENIZER).read_bytes())
+    copy_tokenizer(layout.tokenizer_file(folders[0]), request.out)
     settle_order(request.out, order)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status.
 
     0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
-    130 interrupted.
+    130 interrupted; 141 whoever read the output went away, as `head` does.
     """
     try:
-        args = _parser().parse_args(argv)
-        return args.run(args)
+        return _main(argv)
+    except BrokenPipeError:
+        _forget_output()
+        return _PIPE_CLOSED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is understood, and not at the exit
+    except BrokenPipeError:
+        raise
     except OptimusError as error:
         print(f"optimus-data: error: {one_line(error)}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -39,6 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("optimus-data: interrupted; give the command again to go on", file=sys.stderr)
         return 130
 
+
+def _forget_output() -> None:
+    """Have what is still to be written go nowhere, so that the exit does not stumble over it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+"""What a shell reports of a program that SIGPIPE ended."""
 
 _SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
 _WHOLE_RUN = (
@@ -92,6 +121,7 @@ def _add_steps(commands: Any) -> None:
         options.add_tokenize,
         options.add_out,
         options.add_workers,
+        options.add_memory,
         options.add_ranks,
     ):
         group(add)
@@ -195,6 +225,9 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
         eval_fraction=args.eval_fraction,
         unit_bytes=args.unit_size,
         quarantine=args.on_error == "quarantine",
+        memory_bytes=args.memory,
+        max_document=args.max_document,
+        id_field=args.id_field,
     )
 
 
@@ -207,7 +240,7 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
 def _shard_request(args: argparse.Namespace) -> ShardRequest:
     from data_prep.run import ShardRequest
 
-    return ShardRequest(_workers(args), args.memory, args.strategy)
+    return ShardRequest(_workers(args), args.memory or options.SHARD_MEMORY_BYTES, args.strategy)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -299,7 +332,7 @@ def _plan(args: argparse.Namespace) -> int:
     value = estimate(
         _tokenize_request(args),
         _shuffle_request(args),
-        memory_bytes=args.memory,
+        memory_bytes=args.memory or options.SHARD_MEMORY_BYTES,
         world=args.world or 1,
         fused=args.fused,
         strategy=args.strategy,

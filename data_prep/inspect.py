@@ -48,7 +48,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         row = int(permutation.apply(np.array([place]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0].tolist()
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    tokenizer = open_tokenizer(dataset / layout.TOKENIZER)
+    tokenizer = open_tokenizer(layout.tokenizer_file(dataset))
     return {
         "instance": number,
         "epoch": epoch,

@@ -11,6 +11,9 @@ from optimus.errors import ConfigError, one_line
 if TYPE_CHECKING:
     from data_prep.ranks import Team
 
+SHARD_MEMORY_BYTES = 2 * 10**9
+"""What sharding takes at most if `--memory` does not say."""
+
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -109,6 +112,19 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
         help="hold out this share of the documents, into OUT/eval (0)",
     )
     parser.add_argument(
+        "--id-field",
+        default="id",
+        metavar="NAME",
+        help="field of a document's id in JSON lines and tables, which no two may share; one "
+        "without it is fine; '': ids may be anything (id)",
+    )
+    parser.add_argument(
+        "--max-document",
+        type=size,
+        metavar="SIZE",
+        help="a document above it cannot be used: --on-error says what happens (any size)",
+    )
+    parser.add_argument(
         "--unit-size",
         type=size,
         default=UNIT_BYTES,
@@ -180,13 +196,13 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """How much memory sharding takes."""
+    """How much memory work takes."""
     parser.add_argument(
         "--memory",
         type=size,
-        default=2 * 10**9,
         metavar="SIZE",
-        help="limit for sharding, all processes of this rank together (2GB)",
+        help="limit for all processes of this rank together (to tokenize half of the machine's "
+        "memory, at least 2GB; to shard 2GB)",
     )
 
 

@@ -12,18 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import begin, write_once
+from data_prep.begin import begin, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
+from data_prep.compare_ids import drop_duplicates
 from data_prep.finish import finish
 from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
+from data_prep.limits import Limits
+from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.ranks import ALONE, Team, do_together, share, wait_for
 from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
-from data_prep.sources import UNIT_BYTES, find_inputs, require_file
-from data_prep.tokenize import TokenizeWork, check_inputs, is_complete, make_plan, tokenize_all
-from data_prep.tokenizer import read_facts
+from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
+from data_prep.tokenize import (
+    TokenizeWork,
+    TokenPlan,
+    check_inputs,
+    is_complete,
+    make_plan,
+    read_plan,
+    tokenize_all,
+)
+from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError
@@ -43,6 +54,10 @@ class TokenizeRequest:
     eval_fraction: float = 0.0
     unit_bytes: int = UNIT_BYTES
     quarantine: bool = False
+    memory_bytes: int | None = None
+    """None: half of the machine's."""
+    max_document: int | None = None
+    id_field: str = "id"
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,7 @@ def prepare(
     Raises DataError and ConfigError.
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    memory_of(request, require_file(request.tokenizer, "--tokenizer"))
     manifests = find_finished(request, shuffle_request, team)
     if not manifests:
         try:
@@ -97,19 +113,54 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
-    plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
+    plan = plan_of(request, facts, inputs)
+    workers, limits = memory_of(request, tokenizer)
     with working_in(request.out, team.rank):
-        work = begin(request.out, tokenizer, plan, request.quarantine)
+        work = begin(request.out, tokenizer, plan, request.quarantine, limits)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
         do_together(
             team,
             sizes,
-            lambda units: tokenize_all(work, request.workers, units, label),
+            lambda units: tokenize_all(work, workers, units, label),
             lambda: _missing_units(work, deep=team.rank == 0),
             request.out / layout.TOKENS_DIR,
-            request.workers,
+            workers,
         )
+        if plan.id_field:
+            drop_duplicates(work, workers, team)
+
+
+def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
+    """Workers at once, and what a document may take. Raises ConfigError for too little."""
+    return memory_to_tokenize(
+        request.memory_bytes, request.workers, tokenizer, request.max_document
+    )
+
+
+def plan_of(
+    request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
+) -> TokenPlan:
+    """The plan of what was asked for."""
+    return make_plan(
+        inputs,
+        facts,
+        request.text_field,
+        request.eval_fraction,
+        request.unit_bytes,
+        id_field=_id_field(request),
+        max_document=request.max_document,
+    )
+
+
+def _id_field(request: TokenizeRequest) -> str:
+    """As asked for; nothing where token arrays were begun before ids were looked at."""
+    tokens_dir = request.out / layout.TOKENS_DIR
+    if (tokens_dir / layout.PLAN).exists():
+        then = read_plan(tokens_dir)
+        if not (then.id_field or then.max_document):
+            return ""
+    return request.id_field
 
 
 def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
@@ -167,7 +218,7 @@ def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bo
             f"{request.context}; give more text, a smaller --context or --carry-tails"
         )
     if place != part:
-        write_once(place / layout.TOKENIZER, (part / layout.TOKENIZER).read_bytes())
+        copy_tokenizer(layout.tokenizer_file(part), place)
     settle_order(place, order)
 
 
@@ -277,13 +328,8 @@ def find_finished(
     if not removed(out / layout.TOKENS_DIR):
         return []
     tokenizer = require_file(request.tokenizer, "--tokenizer")
-    plan = make_plan(
-        find_inputs(request.inputs, request.exclude, out),
-        read_facts(tokenizer, request.eos),
-        request.text_field,
-        request.eval_fraction,
-        request.unit_bytes,
-    )
+    inputs = find_inputs(request.inputs, request.exclude, out)
+    plan = plan_of(request, read_facts(tokenizer, request.eos), inputs)
     with working_in(out, team.rank):
         work = begin(out, tokenizer, plan, request.quarantine)
         places = data_sets(out)

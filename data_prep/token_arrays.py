@@ -2,7 +2,8 @@
 
 Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the data set's dtype;
 `unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset behind
-its EOS, the number of its input in the plan, its line there (0: the whole file).
+its EOS, the number of its input in the plan, its line there (0: the whole file). Where documents
+have ids of their own, `unit-*.ids.npy` is uint8 [D, 16], their hashes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +21,10 @@ from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
 from optimus import files
 from optimus.errors import DataError
 
+ID_BYTES = 16
+"""Of the hash of a document's id."""
 _OPEN_FILES = 256
+_EOS_IN_TEXT = "the tokenizer gave the EOS id for plain text; name another with --eos"
 
 
 def array_path(tokens_dir: Path, unit: int) -> Path:
@@ -30,6 +35,11 @@ def array_path(tokens_dir: Path, unit: int) -> Path:
 def docs_path(tokens_dir: Path, unit: int) -> Path:
     """Where unit `unit`'s table of documents lies."""
     return tokens_dir / f"{unit_name(unit)}.docs.npy"
+
+
+def ids_path(tokens_dir: Path, unit: int) -> Path:
+    """Where the hashes of the ids of unit `unit`'s documents lie, if any has one."""
+    return tokens_dir / f"{unit_name(unit)}.ids.npy"
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
@@ -44,6 +54,7 @@ class TokenArrayWriter:
         self._file = file
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
+        self._ids = bytearray()
         self._taken = (0, 0)  # tokens and document values that `take` gave
         self.tokens = 0
         file.write(bytes(HEADER_BYTES))  # replaced by `finish`, when the length is known
@@ -52,30 +63,55 @@ class TokenArrayWriter:
     def documents(self) -> int:
         return len(self._docs) // 3
 
-    def append(self, encoded: list[np.ndarray], sources: list[tuple[int, int]]) -> None:
-        """Documents' ids, each followed by EOS here, with their (input, line).
+    def append(
+        self, encoded: list[np.ndarray], sources: list[tuple[int, int]], own: Sequence[bytes] = ()
+    ) -> None:
+        """Documents' token ids, each followed by EOS here, with their (input, line).
+
+        `own` are the hashes of the documents' own ids, of ID_BYTES, zeros for none.
 
         Every id is checked before it is narrowed: numpy would wrap 70000 to 4464 without a word.
         """
         eos = np.array([self._eos_id], np.uint32)
         flat = np.concatenate([part for ids in encoded for part in (ids, eos)])
         if int(flat.max()) >= self._vocab_size:
-            raise DataError(
-                f"the tokenizer gave id {int(flat.max())}, outside its vocabulary of "
-                f"{self._vocab_size}; its tokenizer.json is inconsistent"
-            )
+            raise DataError(self._outside(int(flat.max())))
         if np.count_nonzero(flat == self._eos_id) != len(encoded):
-            raise DataError("the tokenizer gave the EOS id for plain text; name another with --eos")
+            raise DataError(_EOS_IN_TEXT)
         for ids, (source, line) in zip(encoded, sources, strict=True):
             self.tokens += len(ids) + 1
             self._docs.extend((self.tokens, source, line))
+        self._ids += b"".join(own) or bytes(ID_BYTES * len(encoded))
         self._file.write(flat.astype(little_endian(self._dtype)))
+
+    def extend(self, ids: np.ndarray) -> None:
+        """Some ids of a document that `close` will end. Checked as in `append`."""
+        if len(ids) and int(ids.max()) >= self._vocab_size:
+            raise DataError(self._outside(int(ids.max())))
+        if np.any(ids == self._eos_id):
+            raise DataError(_EOS_IN_TEXT)
+        self._file.write(ids.astype(little_endian(self._dtype)))
+        self.tokens += len(ids)
+
+    def close(self, source: int, line: int, own: bytes = b"") -> None:
+        """End the document that `extend` wrote."""
+        self._file.write(np.array([self._eos_id], little_endian(self._dtype)))
+        self.tokens += 1
+        self._docs.extend((self.tokens, source, line))
+        self._ids += own or bytes(ID_BYTES)
+
+    def _outside(self, token: int) -> str:
+        return (
+            f"the tokenizer gave id {token}, outside its vocabulary of {self._vocab_size}; its "
+            "tokenizer.json is inconsistent"
+        )
 
     def drop_input(self, source: int) -> None:
         """Take back every document of the input appended last."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
+        del self._ids[self.documents * ID_BYTES :]
         self._taken = (0, 0)
         self._file.seek(self._offset(self.tokens))
         self._file.truncate()
@@ -93,12 +129,16 @@ class TokenArrayWriter:
             ids = written.read(stop - first)
         assert len(ids) == stop - first
         self._taken = (self.tokens, len(self._docs))
-        return [ids, np.array(self._docs[values:], little_endian("int64")).tobytes()]
+        rows = np.array(self._docs[values:], little_endian("int64")).tobytes()
+        return [ids, rows, bytes(self._ids[values // 3 * ID_BYTES :])]
 
-    def restore(self, ids: bytes, rows: bytes) -> None:
+    def restore(
+        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview = b""
+    ) -> None:
         """Append what `take` gave."""
         self._file.write(ids)
         self._docs.extend(np.frombuffer(rows, little_endian("int64")).tolist())
+        self._ids += own
         self.tokens += len(ids) // little_endian(self._dtype).itemsize
         self._taken = (self.tokens, len(self._docs))
 
@@ -114,6 +154,12 @@ class TokenArrayWriter:
         table = np.array(self._docs, little_endian("int64"))
         return npy_header((self.documents, 3), "int64") + table.tobytes()
 
+    def ids_bytes(self) -> bytes:
+        """The hashes of the documents' ids as a .npy file, nothing if none has an id."""
+        if not any(self._ids):
+            return b""
+        return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._ids)
+
 
 def describe(path: str | os.PathLike) -> dict[str, Any]:
     """Size and hash of a file as sidecars and manifests record them."""
@@ -125,6 +171,15 @@ def read_docs(tokens_dir: Path, unit: int) -> np.ndarray:
     with open(docs_path(tokens_dir, unit), "rb") as file:
         file.seek(HEADER_BYTES)
         return np.frombuffer(file.read(), little_endian("int64")).reshape(-1, 3)
+
+
+def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
+    """The hashes of the ids of a unit's documents, uint8 [D, 16]; None where none has an id."""
+    try:
+        data = ids_path(tokens_dir, unit).read_bytes()
+    except FileNotFoundError:
+        return None
+    return np.frombuffer(data, np.uint8, offset=HEADER_BYTES).reshape(-1, ID_BYTES)
 
 
 class TokenArrayReader:

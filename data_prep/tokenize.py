@@ -10,15 +10,22 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from data_prep import layout, segments
-from data_prep.documents import DamagedFile, Document, InputReader, Position, Problem
+from data_prep import duplicates, layout, segments
+from data_prep.documents import (
+    NO_LIMITS,
+    DamagedFile,
+    Document,
+    InputReader,
+    Position,
+    Problem,
+)
+from data_prep.limits import Limits
+from data_prep.long_text import LongText
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.sources import InputFile, group_units
@@ -26,17 +33,19 @@ from data_prep.token_arrays import (
     TokenArrayWriter,
     array_path,
     docs_path,
+    ids_path,
     sidecar_path,
 )
 from data_prep.tokenizer import TokenizerFacts, shared_encoder
+from data_prep.unit_writer import UnitWriter
 from optimus import files
 from optimus.errors import DataError
 
 PARTS = ("train", "held-out")
 _FORM_PLAN = "optimus-token-plan"
 _FORM_UNIT = "optimus-token-array"
-_BATCH_BYTES = 1 << 20
-_BATCH_DOCUMENTS = 1024
+_SINCE_2 = ("max_document", "id_field")
+"""Keys of a plan of version 2; one that has none of them is of version 1."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,10 @@ class TokenPlan:
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[int, int], ...]
     """Unit u holds inputs [first, stop)."""
+    id_field: str = ""
+    """Field of a document's own id, which no two may share; empty: ids are not looked at."""
+    max_document: int | None = None
+    """Documents of more bytes cannot be used. Not in the JSON where there is none."""
 
     @property
     def dtype(self) -> str:
@@ -64,7 +77,11 @@ class TokenPlan:
         return sum(file.size for file in self.inputs[first:stop])
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
+        value = {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
+        new = {key: value.pop(key) for key in _SINCE_2 if not value[key]}
+        if len(new) < len(_SINCE_2):
+            value["version"] = layout.PLAN_VERSION
+        return value
 
 
 def make_plan(
@@ -73,22 +90,28 @@ def make_plan(
     text_field: str,
     eval_fraction: float,
     unit_bytes: int,
+    id_field: str = "",
+    max_document: int | None = None,
 ) -> TokenPlan:
     """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
     layout.dtype_name(tokenizer.vocab_size)
     units = group_units(inputs, unit_bytes)
-    return TokenPlan(tokenizer, text_field, float(eval_fraction), tuple(inputs), units)
+    return TokenPlan(
+        tokenizer, text_field, float(eval_fraction), tuple(inputs), units, id_field, max_document
+    )
 
 
 def read_plan(tokens_dir: Path) -> TokenPlan:
     """The plan under `tokens_dir`. Raises DataError."""
-    value = layout.read_checked_json(tokens_dir / layout.PLAN, _FORM_PLAN)
+    path = tokens_dir / layout.PLAN
+    value = layout.read_checked_json(path, _FORM_PLAN, newest=layout.PLAN_VERSION)
     return TokenPlan(
         tokenizer=TokenizerFacts(**value["tokenizer"]),
         text_field=value["text_field"],
         eval_fraction=value["eval_fraction"],
         inputs=tuple(InputFile(**file) for file in value["inputs"]),
         units=tuple((first, stop) for first, stop in value["units"]),
+        **{key: value[key] for key in _SINCE_2 if key in value},
     )
 
 
@@ -115,6 +138,16 @@ class TokenizeWork:
     out: Path
     tokenizer_file: Path
     quarantine: bool
+    limits: Limits = NO_LIMITS
+
+    @property
+    def tokens_dir(self) -> Path:
+        """Where the training part's arrays are."""
+        return parts_dirs(self.out, self.plan)[PARTS[0]]
+
+    def dropped(self) -> duplicates.Duplicates | None:
+        """What is known of duplicate ids; None: nothing yet."""
+        return duplicates.read(self.tokens_dir, self.plan_xxh3) if self.plan.id_field else None
 
 
 def tokenize_all(
@@ -129,18 +162,32 @@ def tokenize_all(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    tokens_dir = parts_dirs(work.out, work.plan)[PARTS[0]]
-    checkpoints = segments.Segments(tokens_dir, unit, work.plan_xxh3)
-    if (records := _complete(work, unit)) is None:
-        _tokenize_unit(work, unit, checkpoints, advance)
-    else:
-        _check_inputs(work, unit, records, advance)
-    checkpoints.remove()
+    checkpoints = segments.Segments(work.tokens_dir, unit, work.plan_xxh3)
+    dropped = work.dropped()
+    while True:
+        if (records := _complete(work, unit, dropped)) is None:
+            _tokenize_unit(work, unit, dropped, checkpoints, advance)
+        else:
+            _check_inputs(work, unit, records, advance)
+        checkpoints.remove()
+        # If others compared all ids meanwhile, from this unit as they had made it, it may be wrong
+        # now; if they do so later, they tokenize it after us.
+        before, dropped = dropped, work.dropped()
+        if (before is None) == (dropped is None):
+            return
 
 
-def is_complete(work: TokenizeWork, unit: int) -> bool:
-    """Whether every part of the unit stands."""
-    return _complete(work, unit) is not None
+def is_complete(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
+) -> bool:
+    """Whether every part of the unit stands, without documents that were dropped."""
+    return _complete(work, unit, dropped) is not None
+
+
+def _dropped_of(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+) -> dict[tuple[int, int], tuple[int, int]]:
+    return dropped.of_inputs(*work.plan.units[unit]) if dropped else {}
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -175,7 +222,9 @@ def _check_unchanged(
     advance(file.size)
 
 
-def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
+def _complete(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+) -> dict[str, Any] | None:
     """The training part's sidecar if every part of the unit stands, else None."""
     records = {}
     for part, folder in parts_dirs(work.out, work.plan).items():
@@ -183,7 +232,10 @@ def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
             records[part] = read_unit(folder, unit, work.plan_xxh3)
         except DataError:
             return None
-    return records[PARTS[0]]
+    record = records[PARTS[0]]
+    if dropped is not None and record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
+        return None
+    return record
 
 
 def read_unit(
@@ -194,13 +246,16 @@ def read_unit(
     `has_array` False: the array itself may be gone, for `--fused` removed it.
     """
     path = sidecar_path(tokens_dir, unit)
-    record = layout.read_checked_json(path, _FORM_UNIT)
+    record = layout.read_checked_json(path, _FORM_UNIT, newest=layout.PLAN_VERSION)
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
         raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
     for key, file in (
         ("array", array_path(tokens_dir, unit)),
         ("docs", docs_path(tokens_dir, unit)),
+        ("ids", ids_path(tokens_dir, unit)),
     ):
+        if key not in record:
+            continue
         size = os.path.getsize(file) if file.exists() else None
         if not has_array and key == "array":
             continue
@@ -211,87 +266,16 @@ def read_unit(
     return record
 
 
-class _UnitWriter:
-    """Batches a unit's documents, encodes them, deals them to the parts, and keeps checkpoints."""
-
-    def __init__(
-        self,
-        work: TokenizeWork,
-        writers: dict[str, TokenArrayWriter],
-        checkpoints: segments.Segments,
-        first: int,
-    ):
-        self._encoder = shared_encoder(str(work.tokenizer_file))
-        self._below = held_out_below(work.plan.eval_fraction)
-        self._writers = writers
-        self._checkpoints = checkpoints
-        self._pending: list[tuple[int, Document]] = []
-        self._pending_bytes = self._unsaved_bytes = 0
-        self.source, self.start = first, None
-        self.hashes: list[str] = []
-        self.set_aside: list[dict[str, Any]] = []
-        for state, blobs in checkpoints.read():
-            for index, writer in enumerate(writers.values()):
-                writer.restore(*blobs[2 * index : 2 * index + 2])
-            self.source, self.hashes = state["source"], state["hashes"]
-            self.start = Position(**state["start"]) if state["start"] else None
-            self.set_aside = state["set_aside"]
-
-    def add(self, source: int, document: Document) -> None:
-        self._pending.append((source, document))
-        self._pending_bytes += len(document.data)
-        self._unsaved_bytes += len(document.data)
-        if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
-            self.flush()
-
-    @property
-    def due(self) -> bool:
-        """Whether enough text came since the last checkpoint for another."""
-        return self._unsaved_bytes >= segments.SEGMENT_BYTES
-
-    def save(self, source: int, start: Position | None) -> None:
-        """A checkpoint from which reading goes on in this input, at this place in it."""
-        self.flush()
-        state = {
-            "source": source,
-            "start": dataclasses.asdict(start) if start else None,
-            "hashes": self.hashes,
-            "set_aside": self.set_aside,
-        }
-        blobs = [blob for writer in self._writers.values() for blob in writer.take()]
-        self._checkpoints.save(state, blobs)
-        self._unsaved_bytes = 0
-
-    def flush(self) -> None:
-        encoded = self._encoder.encode([document.text for _, document in self._pending])
-        dealt: dict[str, list[int]] = {part: [] for part in self._writers}
-        for index, (_, document) in enumerate(self._pending):
-            held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
-            dealt[PARTS[held_out]].append(index)
-        for part, indices in dealt.items():
-            if indices:
-                sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
-                self._writers[part].append([encoded[i] for i in indices], sources)
-        self._pending, self._pending_bytes = [], 0
-
-    def set_input_aside(self, source: int, problem: Problem) -> None:
-        """Take back what the input gave: it turned out to be damaged."""
-        self._pending = [item for item in self._pending if item[0] != source]
-        self._pending_bytes = sum(len(document.data) for _, document in self._pending)
-        for writer in self._writers.values():
-            writer.drop_input(source)
-        self._checkpoints.remove()  # they may hold some of it
-        self.set_aside = [item for item in self.set_aside if item["input"] != source]
-        self.note(source, problem)
-
-    def note(self, source: int, problem: Problem) -> None:
-        """List a document as set aside."""
-        self.set_aside.append({"input": source, **dataclasses.asdict(problem)})
-
-
 def _tokenize_unit(
-    work: TokenizeWork, unit: int, checkpoints: segments.Segments, advance: Callable[[int], None]
+    work: TokenizeWork,
+    unit: int,
+    dropped: duplicates.Duplicates | None,
+    checkpoints: segments.Segments,
+    advance: Callable[[int], None],
 ) -> None:
+    gone = _dropped_of(work, unit, dropped)
+    if gone:
+        checkpoints.remove()  # they may hold what is dropped
     plan, folders = work.plan, parts_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
@@ -304,12 +288,19 @@ def _tokenize_unit(
             )
             for part, folder in folders.items()
         }
-        unit_writer = _UnitWriter(work, writers, checkpoints, first)
+        unit_writer = UnitWriter(
+            shared_encoder(str(work.tokenizer_file)),
+            writers,
+            held_out_below(plan.eval_fraction),
+            checkpoints,
+            first,
+            work.limits,
+        )
         for source in range(first, unit_writer.source):
             _check_unchanged(work, source, unit_writer.hashes[source - first], advance)
         for source in range(unit_writer.source, stop):
             start = unit_writer.start if source == unit_writer.source else None
-            unit_writer.hashes.append(_read_input(work, source, start, unit_writer, advance))
+            unit_writer.hashes.append(_read_input(work, source, start, unit_writer, gone, advance))
             if unit_writer.due and source + 1 < stop:
                 unit_writer.save(source + 1, None)
         unit_writer.flush()
@@ -317,6 +308,8 @@ def _tokenize_unit(
     for part in reversed(plan.parts):  # the training part's sidecar last
         writer, docs = writers[part], writers[part].docs_bytes()
         files.write_bytes(docs_path(folders[part], unit), docs)
+        if ids := writer.ids_bytes():
+            files.write_bytes(ids_path(folders[part], unit), ids)
         record = {
             "format": _FORM_UNIT,
             "version": layout.VERSION,
@@ -330,6 +323,12 @@ def _tokenize_unit(
             "inputs": unit_writer.hashes,
             "set_aside": unit_writer.set_aside if part == PARTS[0] else [],
         }
+        if ids:
+            record["version"] = layout.PLAN_VERSION
+            record["ids"] = {"size": len(ids), "xxh3": files.xxh3_bytes(ids)}
+        if gone and part == PARTS[0]:
+            record["version"] = layout.PLAN_VERSION
+            record["dropped"] = len(gone)
         layout.write_checked_json(sidecar_path(folders[part], unit), record)
 
 
@@ -337,17 +336,33 @@ def _read_input(
     work: TokenizeWork,
     source: int,
     start: Position | None,
-    unit_writer: _UnitWriter,
+    unit_writer: UnitWriter,
+    gone: Mapping[tuple[int, int], tuple[int, int]],
     advance: Callable[[int], None],
 ) -> str:
     """Write an input's documents from `start` on; the hash of the whole input."""
-    reader = InputReader(work.plan.inputs[source], work.plan.text_field, advance, start)
+    file = work.plan.inputs[source]
+    reader = InputReader(
+        file,
+        work.plan.text_field,
+        advance,
+        start,
+        limits=work.limits,
+        long_texts=True,
+        id_field=work.plan.id_field,
+    )
     try:
         for item in reader:
-            if isinstance(item, Document):
-                unit_writer.add(source, item)
+            if isinstance(item, Document) and (first := gone.get((source, item.line))):
+                unit_writer.note(
+                    source, Problem(item.line, duplicate_of(work.plan, item.id, *first))
+                )
+            elif isinstance(item, Document):
+                unit_writer.add(source, item, f"{file.name}:{item.line}")
                 if unit_writer.due and item.line:  # line 0: the file is one document
                     unit_writer.save(source, reader.position())
+            elif isinstance(item, LongText):
+                unit_writer.add_long(source, item, reader, f"{file.name}:0")
             elif work.quarantine:
                 unit_writer.note(source, item)
             else:
@@ -357,6 +372,12 @@ def _read_input(
             raise DataError(_complaint(work.plan, source, error.problem)) from None
         unit_writer.set_input_aside(source, error.problem)
     return reader.xxh3
+
+
+def duplicate_of(plan: TokenPlan, own_id: object, source: int, line: int) -> str:
+    """What is wrong with a document whose id an earlier one has."""
+    shown = "" if own_id is None else f" {own_id!r}"
+    return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
 
 
 def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:

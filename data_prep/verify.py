@@ -17,7 +17,7 @@ from data_prep.manifest import Manifest, ShardEntry, read_manifest
 from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
 from data_prep.shuffle import Order
-from data_prep.token_arrays import array_path, docs_path
+from data_prep.token_arrays import array_path, docs_path, ids_path
 from data_prep.tokenize import read_plan, read_unit
 from data_prep.tokenizer import read_facts
 from optimus import files
@@ -64,7 +64,7 @@ def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) 
 
 
 def _check_small_files(dataset: Path, manifest: Manifest) -> Iterator[str]:
-    path = dataset / layout.TOKENIZER
+    path = layout.tokenizer_file(dataset)
     try:
         facts = read_facts(path, manifest.eos_token)
     except DataError as error:
@@ -116,6 +116,8 @@ def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
         if has_arrays:
             yield from _check_file(array, record["array"]["size"], unit.xxh3)
         yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
+        if ids := record.get("ids"):
+            yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:

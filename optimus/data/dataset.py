@@ -35,7 +35,7 @@ class InstanceSource(Protocol):
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json that made the ids."""
+        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Instances [start, stop), int64 [n, C], a new array; stateless."""
@@ -88,8 +88,8 @@ class TokenDataset:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json that made the ids."""
-        return str(self.path / layout.TOKENIZER)
+        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
+        return str(layout.tokenizer_file(self.path))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Instances [start, stop), int64 [n, C], a new array; numbers run on through epochs.

@@ -56,7 +56,10 @@ def write_corpus(folder: Path, seed: int = 0) -> None:
             for number in range(80):
                 text = "" if number == 7 else words(rng, rng.randint(1, 70))
                 text = SPECIAL if number == 11 else text
-                file.write(json.dumps({"id": number, "text": text}) + "\n" * (1 + (number == 20)))
+                file.write(
+                    json.dumps({"id": f"{name}-{number}", "text": text})
+                    + "\n" * (1 + (number == 20))
+                )
     with gzip.open(folder / "d.txt.gz", "wt", encoding="utf-8") as file:
         file.write(words(rng, 200))
 

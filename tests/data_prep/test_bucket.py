@@ -33,6 +33,7 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
     more = ["--strategy", "bucket", "--workers", str(workers)]
     if block == "many runs":
         monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
+        monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
         more += ["--memory", str(PROCESS_BYTES * (workers + (workers > 1)) + 20_000 * workers)]
     assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
     assert tree(out) == tree(made.data)
@@ -40,6 +41,7 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
 
 def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
+    monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--memory", str(PROCESS_BYTES + 20_000)]
     arguments = run_arguments(made.text, made.tokenizer, out, *more)
