@@ -49,7 +49,7 @@ class ShardReader:
     def pick_into(
         self, out: np.ndarray, rows: np.ndarray, places: np.ndarray | None = None
     ) -> None:
-        """out[places[i]] = row rows[i] for all i, or out[i]; `rows`, `places` int64 [n], out [_, C].
+        """out[places[i]] (or out[i]) = row rows[i] for all i; both int64 [n], `out` [_, C].
 
         Rows are read in ascending order. The loop is lean: a row costs little more than its copy.
         """

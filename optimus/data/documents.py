@@ -8,10 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 
-def document_ids(
-    tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None
-) -> np.ndarray:
-    """int32 [B, C], in `out` or a new array: how many documents end before each token of `tokens` [B, C].
+def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
+    """int32 [B, C], in `out` or a new array: how many documents end before each of `tokens` [B, C].
 
     A document ends at its EOS, which belongs to it, and EOS occurs nowhere else (CONTRACT.md,
     "Data set"). So the ids come from the tokens alone: 0 for what an instance begins with, though
