@@ -6,6 +6,7 @@ ends with the same bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from data_prep.bucket import remove_spill
 from data_prep.finish import finish
 from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
 from data_prep.manifest import Manifest, read_manifest
+from data_prep.packed import require_zstd
 from data_prep.ranks import ALONE, Team, do_together, share, wait_for
 from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
@@ -77,10 +79,12 @@ def prepare(
     Raises DataError and ConfigError.
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    if fused:
+        require_zstd()
     manifests = find_finished(request, shuffle_request, team)
     if not manifests:
         try:
-            tokenize(request, team)
+            tokenize(request, team, packed=fused)
             shuffle(request.out, request.out, shuffle_request, team)
             manifests = shard(request.out, shard_request, team)
         except DataError:  # or did the others finish, and remove what was read here?
@@ -92,14 +96,18 @@ def prepare(
     return manifests
 
 
-def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
-    """Token arrays of all inputs under request.out. Raises DataError and ConfigError."""
+def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
+    """Token arrays of all inputs under request.out, `packed` or as they are to stay.
+
+    Raises DataError and ConfigError.
+    """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
     plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
     with working_in(request.out, team.rank):
         work = begin(request.out, tokenizer, plan, request.quarantine)
+        work = dataclasses.replace(work, packed=packed)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
         do_together(

@@ -19,6 +19,7 @@ import xxhash
 
 from data_prep import layout, segments
 from data_prep.documents import DamagedFile, Document, InputReader, Position, Problem
+from data_prep.packed import is_packed, packed_path
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.sources import InputFile, group_units
@@ -115,6 +116,12 @@ class TokenizeWork:
     out: Path
     tokenizer_file: Path
     quarantine: bool
+    packed: bool = False
+    """Whether arrays are written packed, for `--fused`; complete ones may then be either."""
+
+    def array_path(self, folder: Path, unit: int) -> Path:
+        """Where this work writes a unit's token array."""
+        return packed_path(folder, unit) if self.packed else array_path(folder, unit)
 
 
 def tokenize_all(
@@ -130,7 +137,8 @@ def tokenize_all(
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
     tokens_dir = parts_dirs(work.out, work.plan)[PARTS[0]]
-    checkpoints = segments.Segments(tokens_dir, unit, work.plan_xxh3)
+    written_by = f"{work.plan_xxh3} packed" if work.packed else work.plan_xxh3
+    checkpoints = segments.Segments(tokens_dir, unit, written_by)
     if (records := _complete(work, unit)) is None:
         _tokenize_unit(work, unit, checkpoints, advance)
     else:
@@ -183,6 +191,8 @@ def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
             records[part] = read_unit(folder, unit, work.plan_xxh3)
         except DataError:
             return None
+        if not work.packed and not array_path(folder, unit).exists():
+            return None  # a run with --fused was ended, and now the arrays are to stay
     return records[PARTS[0]]
 
 
@@ -201,8 +211,10 @@ def read_unit(
         ("array", array_path(tokens_dir, unit)),
         ("docs", docs_path(tokens_dir, unit)),
     ):
+        if key == "array" and not has_array:
+            continue
         size = os.path.getsize(file) if file.exists() else None
-        if not has_array and key == "array":
+        if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
             continue
         if size != record[key]["size"]:
             raise DataError(
@@ -297,10 +309,11 @@ def _tokenize_unit(
     with contextlib.ExitStack() as stack:
         writers = {
             part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
+                stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
                 plan.tokenizer.vocab_size,
                 plan.dtype,
                 plan.tokenizer.eos_id,
+                work.packed,
             )
             for part, folder in folders.items()
         }
@@ -315,6 +328,8 @@ def _tokenize_unit(
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
     for part in reversed(plan.parts):  # the training part's sidecar last
+        if not work.packed:
+            packed_path(folders[part], unit).unlink(missing_ok=True)
         writer, docs = writers[part], writers[part].docs_bytes()
         files.write_bytes(docs_path(folders[part], unit), docs)
         record = {
