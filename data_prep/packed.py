@@ -70,6 +70,12 @@ def _unpack(data: bytes, dtype: np.dtype) -> np.ndarray:
         raise ValueError(str(error)) from None
 
 
+def packed_share(ids: np.ndarray) -> float:
+    """Bytes of `ids`, of an array's dtype, when packed, over those when not."""
+    frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
+    return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
+
+
 class PackedStore:
     """Where a TokenArrayWriter puts ids, packed. `file` is at its start."""
 

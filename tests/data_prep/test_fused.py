@@ -78,44 +78,6 @@ def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
     assert main(arguments) == 0 and arrays(out) == []
 
 
-def test_plan_is_near_the_truth(made, tmp_path, capsys):
-    words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:], "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    manifest = json.loads((made.data / "manifest.json").read_text())
-    held = json.loads((made.data / "eval" / "manifest.json").read_text())
-    tokens = manifest["tokens"] + held["tokens"]
-    assert abs(value["tokens"] / tokens - 1) < 0.15
-    assert abs(value["documents"] / (manifest["documents"] + held["documents"]) - 1) < 0.3
-    on_disk = sum(len(content) for name, content in tree(made.data).items() if ".npy" in name)
-    assert abs(value["disk_final_bytes"] / on_disk - 1) < 0.3
-    assert value["fits"] and value["dtype"] == "uint16" and value["tokenize_s"] > 0
-    assert not (tmp_path / "out").exists(), "it writes nothing"
-    assert not list(tmp_path.iterdir())
-    assert main(["plan", *words[1:]]) == 0
-    assert "fits" in capsys.readouterr().out
-
-
-def test_plan_says_when_it_does_not_fit(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Free())
-    words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:]]) == 1
-    assert "does NOT fit" in capsys.readouterr().out
-
-
-class Free:
-    free = 1000
-
-
-def test_durations():
-    assert [duration(s) for s in (5, 90, 7200, 200_000)] == [
-        "5.0 s",
-        "1.5 min",
-        "2.0 h",
-        "2.3 days",
-    ]
-
-
 def standard_library(count: int) -> list[str]:
     """Real text: so many of the interpreter's larger modules."""
     modules = sorted(Path(os.__file__).parent.glob("*.py"), key=lambda path: -path.stat().st_size)
@@ -147,26 +109,20 @@ def written_and_kept(arguments: list[str]) -> tuple[int, int]:
         measured.write_text(json.dumps([int(facts["wchar"]), *(peak or [kept])]))
         return status
 
-    def fresh() -> int:
-        return in_child(work)  # wchar of a fork begins at 0
-
-    assert fresh() == 0
+    assert in_child(work) == 0  # the count of a fork begins at 0
     written, most = json.loads(measured.read_text())
     return written, most
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
-    """2.3 MB of Python: 0.80 of the bytes and of the disk with small units, 0.75 with checkpoints.
-
-    What does not shrink: the shards, half of all; and the tokenizer and the tables of documents.
-    """
+    """2.3 MB of Python: 0.75 of the bytes, 0.65 where units have checkpoints; 0.75 of the disk."""
     texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
     assert (
         main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
         == 0
     )
-    for checkpoints, unit, bar in ((False, "1MB", 0.82), (True, "100MB", 0.78)):
+    for checkpoints, unit, bar in ((False, "1MB", 0.78), (True, "100MB", 0.68)):
         monkeypatch.setattr(segments, "SEGMENT_BYTES", (100_000 if checkpoints else 1 << 30))
         figures = []
         for more in ([], ["--fused"]):
@@ -175,8 +131,8 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
             arguments += ["--context", "512", "--workers", "1", "--unit-size", unit, *more]
             figures.append(written_and_kept(arguments))
         (plain_written, plain_most), (written, most) = figures
-        print(checkpoints, written, plain_written, written / plain_written, most / plain_most)
-        assert written < bar * plain_written and most < 0.82 * plain_most
+        assert written < bar * plain_written, (written, plain_written)
+        assert most < 0.78 * plain_most, (most, plain_most)
 
 
 def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
