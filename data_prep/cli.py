@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status.
 
     0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
-    130 interrupted.
+    5 another rank failed; 130 interrupted.
     """
     try:
         args = _parser().parse_args(argv)

@@ -20,7 +20,7 @@ from data_prep.finish import finish
 from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.packed import require_zstd
-from data_prep.ranks import ALONE, Team, do_together, share, wait_for
+from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, find_inputs, require_file
@@ -81,6 +81,17 @@ def prepare(
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
     if fused:
         require_zstd()
+    with together(team, request.out) as team:
+        return _prepare(request, shuffle_request, shard_request, fused, team)
+
+
+def _prepare(
+    request: TokenizeRequest,
+    shuffle_request: ShuffleRequest,
+    shard_request: ShardRequest,
+    fused: bool,
+    team: Team,
+) -> list[Manifest]:
     manifests = find_finished(request, shuffle_request, team)
     if not manifests:
         try:
@@ -105,7 +116,7 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
     plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
-    with working_in(request.out, team.rank):
+    with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, request.quarantine)
         work = dataclasses.replace(work, packed=packed)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
@@ -142,7 +153,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     all. Raises DataError where the training part has no instance, or `target` already has another
     order.
     """
-    with working_in(target, team.rank):
+    with working_in(target, team.rank), together(team, target) as team:
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
         for part, place in parts:
             require_arrays(part / layout.TOKENS_DIR)
@@ -236,7 +247,7 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
     manifests = []
-    with working_in(out, team.rank):
+    with working_in(out, team.rank), together(team, out) as team:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
                 manifests.insert(0, _shard_part(dataset, request, team))

@@ -20,6 +20,7 @@ from data_prep.verify import verify
 from optimus import files
 from optimus.errors import DataError
 from tests.data_prep.corpus import in_child, run_arguments, run_killed_at, tree
+from tests.data_prep.test_ranks import start_rank, statuses
 
 
 def arrays(out) -> list[str]:
@@ -76,6 +77,15 @@ def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert len(arrays(out)) > 4 and list(verify(out)) == []
     assert main(arguments) == 0 and arrays(out) == []
+
+
+def test_fused_on_three_ranks(made, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "data"
+    assert main(run_arguments(made.text, made.tokenizer, whole, "--fused")) == 0
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused", "--world", "3")
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert main(arguments[:-2]) == 0  # sweeps what was left
+    assert tree(out) == tree(whole)
 
 
 def standard_library(count: int) -> list[str]:
