@@ -101,13 +101,7 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
     )
-    parser.add_argument(
-        "--eval-fraction",
-        type=fraction,
-        default=0.0,
-        metavar="F",
-        help="hold out this share of the documents, into OUT/eval (0)",
-    )
+    _add_eval_fraction(parser)
     parser.add_argument(
         "--unit-size",
         type=size,
@@ -138,6 +132,17 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
+    )
+    _add_eval_fraction(parser)
+
+
+def _add_eval_fraction(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--eval-fraction",
+        type=fraction,
+        default=0.0,
+        metavar="F",
+        help="hold out this share of the documents, into OUT/eval (0)",
     )
 
 

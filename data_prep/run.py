@@ -7,7 +7,6 @@ ends with the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, find_inputs, require_file
-from data_prep.tokenize import TokenizeWork, check_inputs, is_complete, make_plan, tokenize_all
+from data_prep.tokenize import check_inputs, make_plan, missing_units, tokenize_all
 from data_prep.tokenizer import read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -125,19 +124,10 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
             team,
             sizes,
             lambda units: tokenize_all(work, request.workers, units, label),
-            lambda: _missing_units(work, deep=team.rank == 0),
+            lambda: missing_units(work, deep=team.rank == 0),
             request.out / layout.TOKENS_DIR,
             request.workers,
         )
-
-
-def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
-    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
-    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
-    there = set(os.listdir(folder))
-    units = range(len(work.plan.units))
-    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
 
 
 def data_sets(out: Path) -> list[Path]:

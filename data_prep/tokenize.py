@@ -151,6 +151,15 @@ def is_complete(work: TokenizeWork, unit: int) -> bool:
     return _complete(work, unit) is not None
 
 
+def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
+    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
+    there = set(os.listdir(folder))
+    units = range(len(work.plan.units))
+    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
+    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
+
+
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
     """Raises DataError where an input of these units, whose arrays may be gone, has changed."""
     folder = parts_dirs(work.out, work.plan)[PARTS[0]]
