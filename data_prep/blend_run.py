@@ -10,7 +10,7 @@ from data_prep import layout
 from data_prep.begin import copy_tokenizer
 from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
 from data_prep.fused import require_arrays
-from data_prep.ranks import ALONE, Team, wait_for
+from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.run import ShuffleRequest, settle_order
 from data_prep.shuffle import make_order
 from data_prep.tokenize import read_plan
@@ -47,7 +47,7 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
         same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
         return order if same else None
 
-    with working_in(request.out, team.rank):
+    with working_in(request.out, team.rank), together(team, request.out) as team:
         wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
         order = made()
         assert order is not None

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status.
 
     0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
-    130 interrupted; 141 whoever read the output went away, as `head` does.
+    5 another rank failed; 130 interrupted; 141 whoever read the output went away, as `head` does.
     """
     try:
         return _main(argv)
@@ -129,9 +129,8 @@ def _add_steps(commands: Any) -> None:
     add = _add(
         commands, "import", _import, "Instead of tokenize: Megatron-LM's or dolma's token files."
     )
-    options.add_import(add)
-    options.add_out(add)
-    options.add_workers(add)
+    for group in (options.add_import, options.add_out, options.add_workers, options.add_ranks):
+        group(add)
 
     add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
@@ -273,19 +272,35 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from data_prep.importers.run import ImportRequest, import_tokens
+    from data_prep.run import data_sets
     from data_prep.shuffle import read_token_set
 
     start, out = time.monotonic(), Path(args.out)
     request = ImportRequest(
-        args.input, args.tokenizer, out, _workers(args), args.exclude, args.eos, args.dtype
+        inputs=args.input,
+        tokenizer=args.tokenizer,
+        out=out,
+        workers=_workers(args),
+        exclude=args.exclude,
+        eos=args.eos,
+        dtype=args.dtype,
+        eval_fraction=args.eval_fraction,
     )
-    mended = import_tokens(request)
-    _, _, records = read_token_set(out / "tokens")
-    total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-    value = {"out": args.out, **total, **mended, "wall_s": round(time.monotonic() - start, 3)}
-    line = f"{out}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
-    line += f"{len(records)} arrays; EOS added to {mended['eos_added']:,} documents, "
-    return _answer(args, value, [line + f"{mended['empty_documents']:,} empty ones left out"])
+    mended = import_tokens(request, options.team_of(args))
+    parts, lines = {}, []
+    for dataset in data_sets(out):
+        _, _, records = read_token_set(dataset / "tokens")
+        total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+        parts[records[0]["part"]] = total
+        lines.append(
+            f"{dataset}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
+            f"{len(records)} arrays"
+        )
+    lines[0] += f"; EOS added to {mended['eos_added']:,} documents, "
+    lines[0] += f"{mended['empty_documents']:,} empty ones left out"
+    value = {"out": args.out, **parts.pop("train"), **mended, **parts}
+    value["wall_s"] = round(time.monotonic() - start, 3)
+    return _answer(args, value, lines)
 
 
 def _shuffle(args: argparse.Namespace) -> int:

@@ -11,12 +11,15 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep import layout
 from data_prep.documents import DamagedFile, Document, InputReader
+from data_prep.packed import packed_share, require_zstd
 from data_prep.progress import short
 from data_prep.run import ShuffleRequest, TokenizeRequest
 from data_prep.shard import divide_memory
@@ -49,6 +52,8 @@ class Sample:
     encoded_bytes: int = 0
     encode_s: float = 0.0
     """CPU seconds of encoding `encoded_bytes`."""
+    ids: list[np.ndarray] = field(default_factory=list)
+    """Of some of the encoded text, uint32."""
 
 
 def estimate(
@@ -79,7 +84,12 @@ def estimate(
     shard_bytes, docs_bytes = instances * row_bytes, documents * _DOC_BYTES
     if strategy == "auto":
         strategy = "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
-    peak = token_bytes + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
+    waiting = token_bytes
+    if fused:
+        require_zstd()
+        ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
+        waiting = round(token_bytes * packed_share(ids)) if len(ids) else 0
+    peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     place = _nearest(request.out)
     written_per_s = _write_speed(place)
@@ -157,9 +167,11 @@ def _sample_stratum(
             text += len(item.data)
             if encoded < _SAMPLE_TEXT_BYTES:
                 start = time.process_time()
-                tokens += sum(len(ids) for ids in encoder.encode([item.text]))
+                ids = encoder.encode([item.text])[0]
+                tokens += len(ids)
                 sample.encode_s += time.process_time() - start
                 encoded += len(item.data)
+                sample.ids.append(ids)
             if read >= _SAMPLE_DISK_BYTES:
                 break
     except DamagedFile:

@@ -6,7 +6,7 @@ ends with the same bytes.
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,16 @@ from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays
 from data_prep.limits import Limits
 from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
-from data_prep.ranks import ALONE, Team, do_together, share, wait_for
+from data_prep.packed import require_zstd
+from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
 from data_prep.tokenize import (
-    TokenizeWork,
     TokenPlan,
     check_inputs,
-    is_complete,
     make_plan,
+    missing_units,
     read_plan,
     tokenize_all,
 )
@@ -93,10 +93,23 @@ def prepare(
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
     memory_of(request, require_file(request.tokenizer, "--tokenizer"))
+    if fused:
+        require_zstd()
+    with together(team, request.out) as team:
+        return _prepare(request, shuffle_request, shard_request, fused, team)
+
+
+def _prepare(
+    request: TokenizeRequest,
+    shuffle_request: ShuffleRequest,
+    shard_request: ShardRequest,
+    fused: bool,
+    team: Team,
+) -> list[Manifest]:
     manifests = find_finished(request, shuffle_request, team)
     if not manifests:
         try:
-            tokenize(request, team)
+            tokenize(request, team, packed=fused)
             shuffle(request.out, request.out, shuffle_request, team)
             manifests = shard(request.out, shard_request, team)
         except DataError:  # or did the others finish, and remove what was read here?
@@ -108,22 +121,26 @@ def prepare(
     return manifests
 
 
-def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
-    """Token arrays of all inputs under request.out. Raises DataError and ConfigError."""
+def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
+    """Token arrays of all inputs under request.out, `packed` or as they are to stay.
+
+    Raises DataError and ConfigError.
+    """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
     inputs = find_inputs(request.inputs, request.exclude, request.out)
     plan = plan_of(request, facts, inputs)
     workers, limits = memory_of(request, tokenizer)
-    with working_in(request.out, team.rank):
+    with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
+        work = dataclasses.replace(work, packed=packed)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
         do_together(
             team,
             sizes,
             lambda units: tokenize_all(work, workers, units, label),
-            lambda: _missing_units(work, deep=team.rank == 0),
+            lambda: missing_units(work, deep=team.rank == 0),
             request.out / layout.TOKENS_DIR,
             workers,
         )
@@ -163,15 +180,6 @@ def _id_field(request: TokenizeRequest) -> str:
     return request.id_field
 
 
-def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
-    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
-    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
-    there = set(os.listdir(folder))
-    units = range(len(work.plan.units))
-    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
-
-
 def data_sets(out: Path) -> list[Path]:
     """The training set in `out` and its held-out set, where token arrays of it exist."""
     held_out = out / layout.EVAL_DIR
@@ -185,7 +193,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     all. Raises DataError where the training part has no instance, or `target` already has another
     order.
     """
-    with working_in(target, team.rank):
+    with working_in(target, team.rank), together(team, target) as team:
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
         for part, place in parts:
             require_arrays(part / layout.TOKENS_DIR)
@@ -279,7 +287,7 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
     manifests = []
-    with working_in(out, team.rank):
+    with working_in(out, team.rank), together(team, out) as team:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
                 manifests.insert(0, _shard_part(dataset, request, team))

@@ -45,7 +45,10 @@ def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -
     source = max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
-    fd = os.open(array_path(dataset / source.tokens_dir, unit), os.O_RDONLY)
+    path = array_path(dataset / source.tokens_dir, unit)
+    if not path.exists():
+        return 1.0  # packed: buckets would write it out whole, which packing avoids
+    fd = os.open(path, os.O_RDONLY)
     try:
         end = os.fstat(fd).st_size
         if end < 64 * size:

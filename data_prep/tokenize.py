@@ -26,6 +26,7 @@ from data_prep.documents import (
 )
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
+from data_prep.packed import is_packed, packed_path
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.sources import InputFile, group_units
@@ -139,11 +140,17 @@ class TokenizeWork:
     tokenizer_file: Path
     quarantine: bool
     limits: Limits = NO_LIMITS
+    packed: bool = False
+    """Whether arrays are written packed, for `--fused`; complete ones may then be either."""
 
     @property
     def tokens_dir(self) -> Path:
         """Where the training part's arrays are."""
         return parts_dirs(self.out, self.plan)[PARTS[0]]
+
+    def array_path(self, folder: Path, unit: int) -> Path:
+        """Where this work writes a unit's token array."""
+        return packed_path(folder, unit) if self.packed else array_path(folder, unit)
 
     def dropped(self) -> duplicates.Duplicates | None:
         """What is known of duplicate ids; None: nothing yet."""
@@ -162,7 +169,8 @@ def tokenize_all(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    checkpoints = segments.Segments(work.tokens_dir, unit, work.plan_xxh3)
+    written_by = f"{work.plan_xxh3} packed" if work.packed else work.plan_xxh3
+    checkpoints = segments.Segments(work.tokens_dir, unit, written_by)
     dropped = work.dropped()
     while True:
         if (records := _complete(work, unit, dropped)) is None:
@@ -188,6 +196,15 @@ def _dropped_of(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
 ) -> dict[tuple[int, int], tuple[int, int]]:
     return dropped.of_inputs(*work.plan.units[unit]) if dropped else {}
+
+
+def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
+    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
+    there = set(os.listdir(folder))
+    units = range(len(work.plan.units))
+    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
+    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -232,6 +249,8 @@ def _complete(
             records[part] = read_unit(folder, unit, work.plan_xxh3)
         except DataError:
             return None
+        if not work.packed and not array_path(folder, unit).exists():
+            return None  # a run with --fused was ended, and now the arrays are to stay
     record = records[PARTS[0]]
     if dropped is not None and record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
         return None
@@ -254,10 +273,10 @@ def read_unit(
         ("docs", docs_path(tokens_dir, unit)),
         ("ids", ids_path(tokens_dir, unit)),
     ):
-        if key not in record:
+        if key not in record or (key == "array" and not has_array):
             continue
         size = os.path.getsize(file) if file.exists() else None
-        if not has_array and key == "array":
+        if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
             continue
         if size != record[key]["size"]:
             raise DataError(
@@ -281,10 +300,11 @@ def _tokenize_unit(
     with contextlib.ExitStack() as stack:
         writers = {
             part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
+                stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
                 plan.tokenizer.vocab_size,
                 plan.dtype,
                 plan.tokenizer.eos_id,
+                work.packed,
             )
             for part, folder in folders.items()
         }
@@ -306,6 +326,8 @@ def _tokenize_unit(
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
     for part in reversed(plan.parts):  # the training part's sidecar last
+        if not work.packed:
+            packed_path(folders[part], unit).unlink(missing_ok=True)
         writer, docs = writers[part], writers[part].docs_bytes()
         files.write_bytes(docs_path(folders[part], unit), docs)
         if ids := writer.ids_bytes():

@@ -1,4 +1,4 @@
-"""Sorted runs, removed arrays, estimates: other ways to the same bytes."""
+"""Sorted runs, and estimates of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from data_prep.plan import duration
 from data_prep.ranks import ALONE, Team
 from data_prep.shard import PROCESS_BYTES
 from data_prep.shuffle import read_order
-from data_prep.verify import verify
 from tests.data_prep.corpus import run_arguments, run_killed_at, tree
 
 
@@ -73,61 +72,6 @@ def test_auto_chooses_by_what_reading_costs(made, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(strategy, "_PROBE_ROWS", 1)
     assert 0 < strategy.random_read_cost(made.data, order, 32) < 1e6
-
-
-def arrays(out) -> list[str]:
-    return [name for name in tree(out) if name.endswith(".npy") and name.count("unit-")
-            and ".docs." not in name]  # fmt: skip
-
-
-def test_fused_leaves_the_shards_alone(made, tmp_path, capsys):
-    out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
-    assert main(arguments) == 0
-    assert arrays(out) == [] and len(arrays(made.data)) > 4
-    found, expected = tree(out), tree(made.data)
-    for name in ("tokens/removed.json", "eval/tokens/removed.json"):
-        del found[name]
-    assert found == {name: expected[name] for name in expected if name not in arrays(made.data)}
-    assert list(verify(out)) == []
-    capsys.readouterr()
-    assert main(["inspect", str(out), "3"]) == 0 and main(["inspect", str(made.data), "3"]) == 0
-    one, two = capsys.readouterr().out.split("instance 3")[1:]
-    assert one == two
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    assert main(arguments) == 0 and main(arguments[:-1]) == 0
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-
-
-def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
-    out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
-    assert main(arguments) == 0
-    for command, told in (
-        (["shuffle", str(out), "--to", str(tmp_path / "x"), "--context", "8"], "by --fused"),
-        ([*arguments, "--seed", "6"], "seed = 5, now 6"),
-        ([*arguments, "--shard-size", "4096"], "instances_per_shard"),
-        ([*arguments, "--eval-fraction", "0.2"], "eval_fraction"),
-    ):
-        capsys.readouterr()
-        assert main(command) == 2
-        assert told in capsys.readouterr().err.splitlines()[-1]
-    assert arrays(out) == []
-    (out / "shards" / "shard-00001.npy").unlink()
-    assert any("shard-00001" in line for line in verify(out))
-    assert main(arguments) == 0, "everything is made again"
-    assert list(verify(out)) == [] and arrays(out) == []
-
-
-def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
-    out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
-    monkeypatch.setattr("data_prep.run.remove_arrays", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main(arguments)
-    monkeypatch.undo()
-    assert len(arrays(out)) > 4 and list(verify(out)) == []
-    assert main(arguments) == 0 and arrays(out) == []
 
 
 def test_plan_is_near_the_truth(made, tmp_path, capsys):

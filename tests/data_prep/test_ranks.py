@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from data_prep.cli import main
 from data_prep.options import team_of
 from data_prep.ranks import Team, do_together, share, wait_for
+from data_prep.tokenize import read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError
@@ -140,6 +142,40 @@ def test_an_error_counts_only_if_the_work_is_not_there(tmp_path):
     late, there[1:] = [], []
     with pytest.raises(DataError):
         do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
+
+
+def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
+    """At once, whatever their patience, in one line; and the command, once mended, goes on."""
+    text, out = tmp_path / "text", tmp_path / "data"
+    shutil.copytree(made.text, text)
+    lines = (text / "a.jsonl").read_bytes()
+    (text / "a.jsonl").write_bytes(lines + b"{\n")
+    arguments = run_arguments(text, made.tokenizer, out, "--world", "3", "--patience", "3000")
+
+    def start(rank: int) -> subprocess.Popen:
+        words = [sys.executable, "-m", "data_prep.cli", *arguments, "--rank", str(rank)]
+        return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+    assert main([*arguments, "--world", "1"]) == 2
+    plan = read_plan(out / "tokens")
+    index = [file.name for file in plan.inputs].index(str(text / "a.jsonl"))
+    unit = [first <= index < stop for first, stop in plan.units].index(True)
+    sizes = list(map(plan.unit_bytes, range(len(plan.units))))
+    failing = next(rank for rank in range(3) if unit in share(sizes, rank, 3))
+    for _ in range(2):  # the second time, marks of the first lie there
+        waiting = [start(rank) for rank in range(3) if rank != failing]
+        for rank in waiting:
+            assert "tokenize" in rank.stderr.readline()  # its share is done
+        bad = start(failing)
+        assert "a.jsonl:" in bad.communicate(timeout=60)[1] and bad.returncode == 2
+        for rank in waiting:
+            line = rank.communicate(timeout=20)[1].splitlines()[-1]
+            assert f"error: rank {failing} failed: {text}/a.jsonl:" in line
+            assert rank.returncode == 5
+    (out / ".failed-rank-1.elsewhere.1.abc.tmp").write_text("of another machine, once")
+    (text / "a.jsonl").write_bytes(lines + b"\n\n")  # of the size that was planned
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert not list(out.glob(".failed*"))
 
 
 def test_rank_zero_acts_and_others_wait():
