@@ -98,7 +98,13 @@ def _add_makers(commands: Any) -> None:
     add.add_argument(
         "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
     )
-    add.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+    add.add_argument(
+        "--out",
+        required=True,
+        type=options.folder,
+        metavar="FILE",
+        help="the tokenizer.json to write",
+    )
 
     add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
     for group in _WHOLE_RUN:
@@ -134,7 +140,12 @@ def _add_steps(commands: Any) -> None:
 
     add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
-    add.add_argument("--to", metavar="NEW", help="put the data set here and leave OUT as it is")
+    add.add_argument(
+        "--to",
+        type=options.folder,
+        metavar="NEW",
+        help="put the data set here and leave OUT as it is",
+    )
     options.add_shuffle(add)
     options.add_ranks(add)
 
@@ -183,11 +194,12 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
+    from data_prep.progress import say
     from data_prep.sources import find_inputs
     from data_prep.train_tokenizer import train_tokenizer
 
     start = time.monotonic()
-    inputs = find_inputs(args.input, args.exclude)
+    inputs = find_inputs(args.input, args.exclude, say=say)
     size, set_aside = train_tokenizer(
         inputs,
         args.vocab_size,
@@ -239,7 +251,13 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
 def _shard_request(args: argparse.Namespace) -> ShardRequest:
     from data_prep.run import ShardRequest
 
-    return ShardRequest(_workers(args), args.memory or options.SHARD_MEMORY_BYTES, args.strategy)
+    return ShardRequest(_workers(args), _shard_memory(args), args.strategy)
+
+
+def _shard_memory(args: argparse.Namespace) -> int:
+    from data_prep.shard import memory_for
+
+    return args.memory or memory_for(_workers(args))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -347,7 +365,7 @@ def _plan(args: argparse.Namespace) -> int:
     value = estimate(
         _tokenize_request(args),
         _shuffle_request(args),
-        memory_bytes=args.memory or options.SHARD_MEMORY_BYTES,
+        memory_bytes=_shard_memory(args),
         world=args.world or 1,
         fused=args.fused,
         strategy=args.strategy,

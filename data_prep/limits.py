@@ -60,10 +60,8 @@ def divide_memory(
     None: half of this machine's memory, but at least 2 GB. Raises ConfigError where not even one
     worker fits.
     """
-    if memory_bytes is None:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory_bytes = max(_DEFAULT_BYTES, physical // 2)
-    reserve = _BASE_BYTES + _TOKENIZER_FACTOR * tokenizer.stat().st_size
+    memory_bytes = default_bytes() if memory_bytes is None else memory_bytes
+    reserve = _reserve(tokenizer)
     for count in range(workers, 0, -1):
         room = (memory_bytes - (count > 1) * _PARENT_BYTES) // count - reserve
         if room >= _LEAST_ROOM_BYTES:
@@ -72,6 +70,22 @@ def divide_memory(
     raise ConfigError(
         f"--memory {memory_bytes / 1e6:.0f}MB is too little to tokenize; give {least:.0f}MB or more"
     )
+
+
+def default_bytes() -> int:
+    """Half of this machine's memory, but at least 2 GB."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(_DEFAULT_BYTES, physical // 2)
+
+
+def _reserve(tokenizer: Path) -> int:
+    """What a worker needs beside a document."""
+    return _BASE_BYTES + _TOKENIZER_FACTOR * tokenizer.stat().st_size
+
+
+def bytes_for(workers: int, tokenizer: Path) -> int:
+    """Memory that lets so many workers tokenize at once."""
+    return workers * (_reserve(tokenizer) + _LEAST_ROOM_BYTES) + _PARENT_BYTES + 10**6
 
 
 def bytes_of_line(line: bytes) -> int:

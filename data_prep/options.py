@@ -11,9 +11,6 @@ from optimus.errors import ConfigError, one_line
 if TYPE_CHECKING:
     from data_prep.ranks import Team
 
-SHARD_MEMORY_BYTES = 2 * 10**9
-"""What sharding takes at most if `--memory` does not say."""
-
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -49,6 +46,13 @@ def fraction(text: str) -> float:
     return value
 
 
+def folder(text: str) -> str:
+    """The name of a directory, which an empty one, the working directory to many, is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
+    return text
+
+
 def size(text: str) -> int:
     """Bytes of `2GB`, `512MiB`, `4096`."""
     upper = text.strip().upper()
@@ -73,7 +77,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="files, directories or quoted globs (** crosses directories): text and source files "
         "(a document each), .jsonl, .jsonl.gz, .jsonl.zst (a document a line), .parquet (a row); "
-        "@FILE: the inputs that FILE lists, one a line",
+        "below directories, names that begin with a dot are left out, and counted; a link to "
+        "nothing is an error; @FILE: the inputs that FILE lists, one a line, behind a # a comment",
     )
     parser.add_argument(
         "--exclude",
@@ -164,7 +169,9 @@ def _add_eval_fraction(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Where output goes."""
-    parser.add_argument("--out", required=True, metavar="DIR", help="the output directory")
+    parser.add_argument(
+        "--out", required=True, type=folder, metavar="DIR", help="the output directory"
+    )
 
 
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +214,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         type=size,
         metavar="SIZE",
         help="limit for all processes of this rank together (to tokenize half of the machine's "
-        "memory, at least 2GB; to shard 2GB)",
+        "memory, at least 2GB; to shard 2GB, or 135MB a worker)",
     )
 
 

@@ -42,10 +42,15 @@ def read_column(
                     f"{name}: has no column {column!r}, only {', '.join(schema.names)}; "
                     "--text-field names the right one"
                 )
+            twice = [name for name in (column, id_column) if schema.names.count(name) > 1]
+            if twice:
+                raise DataError(f"{name}: has several columns {twice[0]!r}; rename all but one")
             kind = schema.field(column).type
             text = (pyarrow.types.is_string, pyarrow.types.is_large_string)
             if not any(is_kind(kind) for is_kind in text):
-                raise DataError(f"{name}: column {column!r} is {kind}, not text")
+                raise DataError(
+                    f"{name}: column {column!r} is {kind}, not text; write it as string"
+                )
             has_ids = id_column in schema.names and id_column != column
             wanted = [column, id_column] if has_ids else [column]
             for group in range(table.num_row_groups):

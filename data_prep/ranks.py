@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.peers import Peers
+from data_prep.progress import say
 from optimus.errors import DataError, LostPeerError
 
 PATIENCE_S = 120.0
@@ -45,6 +46,11 @@ class Team:
         """Raises LostPeerError where another rank failed."""
         if self.peers is not None:
             self.peers.check()
+
+    def say(self, line: str) -> None:
+        """A line that one rank says for all."""
+        if self.rank == 0:
+            say(line)
 
     def label(self, text: str) -> str:
         """`text` for a line of progress, with the rank where there are several."""

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import begin, copy_tokenizer
+from data_prep.begin import begin, check_tokenizer, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
 from data_prep.compare_ids import drop_duplicates
 from data_prep.finish import finish
 from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
-from data_prep.limits import Limits
+from data_prep.limits import Limits, bytes_for, default_bytes
 from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.packed import require_zstd
+from data_prep.progress import say
 from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
-from data_prep.shard import divide_memory, read_shard_record, shard_all
+from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
 from data_prep.tokenize import (
@@ -128,9 +129,13 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    inputs = find_inputs(request.inputs, request.exclude, request.out)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, team.say)
     plan = plan_of(request, facts, inputs)
     workers, limits = memory_of(request, tokenizer)
+    if workers < request.workers:
+        enough = bytes_for(request.workers, tokenizer)
+        label, memory = team.label("tokenize"), request.memory_bytes or default_bytes()
+        say(fewer_workers(label, memory, workers, request.workers, enough))
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
         work = dataclasses.replace(work, packed=packed)
@@ -193,24 +198,28 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     all. Raises DataError where the training part has no instance, or `target` already has another
     order.
     """
+    if not (source / layout.TOKENS_DIR / layout.PLAN).exists():
+        raise DataError(f"{source} has no token arrays; give what tokenize, run or import wrote")
     with working_in(target, team.rank), together(team, target) as team:
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
-        for part, place in parts:
+        for part, _ in parts:
             require_arrays(part / layout.TOKENS_DIR)
-            place.mkdir(exist_ok=True)
 
         def done() -> bool:
             return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
 
         def do() -> None:
-            for part, place in parts:
-                _shuffle_part(part, place, request, held_out=part != source)
+            orders = [_order_of(*pair, request, held_out=pair[0] != source) for pair in parts]
+            for (part, place), order in zip(parts, orders, strict=True):  # before any write
+                check_order(place, order, layout.tokenizer_file(part))
+            for (part, place), order in zip(parts, orders, strict=True):
+                write_order(place, order, layout.tokenizer_file(part))
 
         wait_for(team, done, do)
         return [_as_asked(place, request, held_out=part != source) for part, place in parts]
 
 
-def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> None:
+def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> Order:
     order = make_order(
         part / layout.TOKENS_DIR,
         place,
@@ -225,9 +234,7 @@ def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bo
             f"{part}: {tokens} tokens in {len(order.units)} arrays make no instance of "
             f"{request.context}; give more text, a smaller --context or --carry-tails"
         )
-    if place != part:
-        copy_tokenizer(layout.tokenizer_file(part), place)
-    settle_order(place, order)
+    return order
 
 
 def _follows(place: Path, tokens_dir: Path) -> bool:
@@ -253,32 +260,55 @@ def _as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
         ("instances_per_shard", length),
     ):
         if getattr(order, key) != now:
-            raise DataError(_another_order(place, key, getattr(order, key), now))
+            raise DataError(_another_order(place, key, getattr(order, key), now, order))
     return order
 
 
-def _another_order(place: Path, key: str, then: object, now: object) -> str:
+def _another_order(
+    place: Path, key: str, then: object, now: object, order: Order | BlendOrder
+) -> str:
+    if isinstance(order, BlendOrder):
+        return f"{place} is a blend with {key} = {then}, now {now}; choose another --out"
     return (
         f"{place} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
         "goes elsewhere: optimus-data shuffle OUT --to NEW"
     )
 
 
-def settle_order(dataset: Path, order: Order | BlendOrder) -> None:
-    """Write the order of a data set, or find it there. Raises DataError where there is another."""
+def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
+    """Raises DataError where `dataset` holds other work than this order. Touches nothing."""
     path = dataset / layout.ORDER
     if not path.exists():
-        layout.write_checked_json(path, order.to_json())
+        own = dataset / layout.TOKENS_DIR / layout.PLAN
+        if own.exists() and layout.TOKENS_DIR not in [one.tokens_dir for one in order.sources]:
+            raise DataError(f"{dataset} has token arrays of its own; choose another output")
+        check_tokenizer(tokenizer, dataset)
         return
-    old, new = read_any_order(dataset).to_json(), order.to_json()
-    for key, then in old.items():
-        if then == new.get(key):
+    then = read_any_order(dataset)
+    old, new = then.to_json(), order.to_json()
+    if old["format"] != new["format"]:
+        held = "a blend" if isinstance(then, BlendOrder) else "another data set, no blend"
+        raise DataError(f"{dataset} holds {held}; choose another output")
+    for key, value in old.items():
+        if value == new.get(key):
             continue
+        if key in ("part", "plan", "tokens_dir"):
+            raise DataError(f"{dataset} was made of other token arrays; choose another output")
         if key == "units":
             raise DataError(f"{path}: the token arrays are not those that were shuffled; remove it")
-        if isinstance(then, list):
-            raise DataError(f"{path}: is another blend of other sources; choose another --out")
-        raise DataError(_another_order(dataset, key, then, new.get(key)))
+        if key == "blended":
+            raise DataError(
+                f"{dataset} is a blend of other sources or shares; choose another --out"
+            )
+        raise DataError(_another_order(dataset, key, value, new.get(key), then))
+
+
+def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
+    """Write an order that `check_order` allows, and a copy of the tokenizer beside it."""
+    dataset.mkdir(exist_ok=True)
+    if not (dataset / layout.ORDER).exists():
+        layout.write_checked_json(dataset / layout.ORDER, order.to_json())
+    copy_tokenizer(tokenizer, dataset)
 
 
 def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:

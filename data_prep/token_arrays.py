@@ -198,11 +198,21 @@ def describe(path: str | os.PathLike) -> dict[str, Any]:
     return {"size": os.path.getsize(path), "xxh3": files.xxh3_file(path)}
 
 
-def read_docs(tokens_dir: Path, unit: int) -> np.ndarray:
-    """The document table of a unit, int64 [D, 3]."""
-    with open(docs_path(tokens_dir, unit), "rb") as file:
-        file.seek(HEADER_BYTES)
-        return np.frombuffer(file.read(), little_endian("int64")).reshape(-1, 3)
+def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:
+    """The document table of a unit, int64 [D, 3]; `xxh3` is the hash that its file should have.
+
+    Raises DataError for a file that is not there or is damaged.
+    """
+    path = docs_path(tokens_dir, unit)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    rows, rest = divmod(len(data) - HEADER_BYTES, 3 * 8)
+    whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
+    if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
+        raise DataError(f"{path}: is damaged; verify lists all damage, tokenizing again mends it")
+    return np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
 
 
 def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:

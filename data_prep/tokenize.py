@@ -45,6 +45,8 @@ from optimus.errors import DataError
 PARTS = ("train", "held-out")
 _FORM_PLAN = "optimus-token-plan"
 _FORM_UNIT = "optimus-token-array"
+IMPORT_FIELD = "import "
+"""In a plan of import, stands in the place of a field of text before the way ids were read."""
 _SINCE_2 = ("max_document", "id_field")
 """Keys of a plan of version 2; one that has none of them is of version 1."""
 
@@ -114,6 +116,11 @@ def read_plan(tokens_dir: Path) -> TokenPlan:
         units=tuple((first, stop) for first, stop in value["units"]),
         **{key: value[key] for key in _SINCE_2 if key in value},
     )
+
+
+def is_import(plan: TokenPlan) -> bool:
+    """Whether its arrays come from token files, whose text is not known, and not from text."""
+    return plan.text_field.startswith(IMPORT_FIELD)
 
 
 def held_out_below(eval_fraction: float) -> int:

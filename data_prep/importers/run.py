@@ -26,6 +26,7 @@ from data_prep.sources import InputFile, find_inputs, require_file
 from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, sidecar_path
 from data_prep.tokenize import _FORM_UNIT as FORM_UNIT
 from data_prep.tokenize import (
+    IMPORT_FIELD,
     PARTS,
     TokenizeWork,
     TokenPlan,
@@ -72,7 +73,8 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    plan = _make_plan(find_inputs(request.inputs, request.exclude, request.out), facts, request)
+    found = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    plan = _make_plan(found, facts, request)
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = _ImportWork(begin(request.out, tokenizer, plan, quarantine=False), request.dtype)
         folder = request.out / layout.TOKENS_DIR
@@ -113,7 +115,9 @@ def _make_plan(
         inputs += own
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = f"import {request.dtype or 'as described'}"  # another reading would be another plan
+    how = (
+        f"{IMPORT_FIELD}{request.dtype or 'as described'}"  # another reading would be another plan
+    )
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
