@@ -169,7 +169,10 @@ def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
     there = set(os.listdir(folder))
     units = range(len(work.plan.units))
     left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
+    if not deep or left:
+        return left
+    dropped = work.dropped()
+    return [unit for unit in units if not is_complete(work, unit, dropped)]
 
 
 def data_sets(out: Path) -> list[Path]:

@@ -233,7 +233,8 @@ def _complete(
         except DataError:
             return None
     record = records[PARTS[0]]
-    if dropped is not None and record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
+    # A list that was lost is made again from units with all of their documents.
+    if record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
         return None
     return record
 
