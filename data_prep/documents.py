@@ -185,15 +185,17 @@ class InputReader:
         while data := stream.readline(most):
             self._line += 1
             where, size = f"{self._file.name}:{self._line}", len(data)
+            needs = bytes_of_line(data) if size > LONG_BYTES else 0
             if len(data) == most and not data.endswith(b"\n"):
-                data = data[:1]
+                data = b""
                 size += _rest_of_line(stream)
+                needs = needs * size // most
             self._offset += size
             if reason := limits.too_long(size):
                 yield Problem(self._line, "a line of " + reason)
                 continue
             if size > LONG_BYTES:
-                limits.refuse(where, f"a line of {size} bytes", max(3 * size, bytes_of_line(data)))
+                limits.refuse(where, f"a line of {size} bytes", max(3 * size, needs))
             if data.strip():
                 yield _from_json(data, self._line, self._text_field, self._id_field)
 

@@ -60,12 +60,18 @@ NONE = Duplicates(np.empty((0, 4), np.int64))
 
 
 def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
-    """What was found in these token arrays, or None where they were not compared yet."""
-    if not (tokens_dir / MARK).exists():
+    """What was found in these token arrays, or None where that is not known, or no longer."""
+    try:
+        return read_whole(tokens_dir, plan_xxh3)
+    except DataError:
         return None
+
+
+def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
+    """What was found. Raises DataError where it is missing, damaged or of another plan."""
     mark = layout.read_checked_json(tokens_dir / MARK, _FORM)
     if mark["plan"] != plan_xxh3:
-        return None
+        raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
     if not mark["count"]:
         return NONE
     path = tokens_dir / TABLE
@@ -74,7 +80,7 @@ def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if files.xxh3_bytes(data) != mark["xxh3"]:
-        raise DataError(f"{path}: its content is damaged (hash differs); remove {MARK} beside it")
+        raise DataError(f"{path}: its content is damaged (hash differs)")
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     return Duplicates(table.reshape(-1, 4))
 

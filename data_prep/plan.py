@@ -38,7 +38,8 @@ _SAMPLE_DISK_BYTES = 8 << 20
 """Read of each, to learn how much text its bytes hold."""
 _LARGEST_WHOLE = 64 << 20
 """A text file is one document and read whole: larger ones are not sampled."""
-_DOC_BYTES = 24
+_DOC_BYTES = 40
+"""Its row, 24, and the hash of its id."""
 _PROBE_BYTES = 32 << 20
 
 

@@ -211,7 +211,10 @@ def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
     there = set(os.listdir(folder))
     units = range(len(work.plan.units))
     left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
+    if not deep or left:
+        return left
+    dropped = work.dropped()
+    return [unit for unit in units if not is_complete(work, unit, dropped)]
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -259,7 +262,8 @@ def _complete(
         if not work.packed and not array_path(folder, unit).exists():
             return None  # a run with --fused was ended, and now the arrays are to stay
     record = records[PARTS[0]]
-    if dropped is not None and record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
+    # A list that was lost is made again from units with all of their documents.
+    if record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
         return None
     return record
 

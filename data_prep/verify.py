@@ -12,6 +12,7 @@ import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder, read_any_order
+from data_prep.duplicates import read_whole
 from data_prep.fused import removed
 from data_prep.manifest import Manifest, ShardEntry, read_manifest
 from data_prep.packed import PackedArray, packed_path
@@ -101,6 +102,11 @@ def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
     ):
         yield f"{tokens_dir / layout.PLAN}: is not the plan that {dataset / layout.ORDER} names"
         return
+    if plan.id_field and order.part == "train":
+        try:
+            read_whole(tokens_dir, order.plan)
+        except DataError as error:
+            yield str(error)
     has_arrays = not removed(tokens_dir)
     for number, unit in enumerate(order.units):
         try:

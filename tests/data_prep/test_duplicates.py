@@ -12,6 +12,7 @@ import pytest
 from data_prep import duplicates
 from data_prep.cli import main
 from data_prep.duplicates import find, hash_of
+from data_prep.verify import verify
 from tests.data_prep.corpus import run_killed_at, tree
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_tokenize import stored_documents
@@ -79,6 +80,10 @@ def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch
     before = tree(out)
     assert main(arguments(made, tmp_path, *more)) == 0
     assert tree(out) == before
+    (out / "tokens" / "duplicates.json").write_text("lost")
+    assert any("duplicates.json" in line for line in verify(out))
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert tree(out) == before, "found again, though the documents had been taken out"
 
 
 def test_kills_and_ranks_change_no_byte(made, tmp_path, capfd):

@@ -97,3 +97,31 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path):
     assert len(list(Segments(tmp_path, 0, "plan").read())) == 1
     Segments(tmp_path, 0, "plan").remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkeypatch, capfd):
+    """Killed at every commit; what stands is not encoded again."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr("data_prep.parquet._ROWS", 16)
+    rng, folder = random.Random(9), tmp_path / "text"
+    folder.mkdir()
+    texts = [words(rng, rng.randint(1, 60)) for _ in range(300)]
+    table = pyarrow.table({"id": list(range(300)), "text": texts})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=90)
+    assert parquet.ParquetFile(folder / "a.parquet").num_row_groups == 4
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(arguments(folder, made, whole)) == 0
+    given, kills, stood = arguments(folder, made, out), 0, set()
+    while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
+        kills += 1
+        for checkpoint in (out / "tokens").glob("*.part-*"):
+            data = checkpoint.read_bytes()
+            head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            stood.add(head["state"]["start"]["offset"])
+    assert len(stood) > 5 and any(row % 90 for row in stood), "behind rows within a group"
+    assert main(given) == 0
+    assert tree(out) == tree(whole)
+    capfd.readouterr()
