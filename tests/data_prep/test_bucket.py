@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
 import numpy as np
 import pytest
 
-from data_prep import strategy
 from data_prep.cli import main
 from data_prep.permutation import Permutation
-from data_prep.plan import duration
-from data_prep.ranks import ALONE, Team
 from data_prep.shard import PROCESS_BYTES
-from data_prep.shuffle import read_order
 from tests.data_prep.corpus import run_arguments, run_killed_at, tree
 
 
@@ -55,58 +50,3 @@ def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch, capfd):
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)
     capfd.readouterr()
-
-
-def test_auto_chooses_by_what_reading_costs(made, monkeypatch):
-    order = read_order(made.data)
-
-    def choose(team=ALONE) -> str:
-        return strategy.choose_strategy(made.data, order, "auto", team)
-
-    assert choose() == "gather"
-    monkeypatch.setattr(strategy, "memory_bytes", lambda: 100)
-    monkeypatch.setattr(strategy, "random_read_cost", lambda *_: 3.5)
-    assert choose() == "bucket" and choose(Team(0, 2)) == "gather"
-    monkeypatch.setattr(strategy, "random_read_cost", lambda *_: 2.5)
-    assert choose() == "gather"
-    monkeypatch.undo()
-    monkeypatch.setattr(strategy, "_PROBE_ROWS", 1)
-    assert 0 < strategy.random_read_cost(made.data, order, 32) < 1e6
-
-
-def test_plan_is_near_the_truth(made, tmp_path, capsys):
-    words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:], "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    manifest = json.loads((made.data / "manifest.json").read_text())
-    held = json.loads((made.data / "eval" / "manifest.json").read_text())
-    tokens = manifest["tokens"] + held["tokens"]
-    assert abs(value["tokens"] / tokens - 1) < 0.15
-    assert abs(value["documents"] / (manifest["documents"] + held["documents"]) - 1) < 0.3
-    on_disk = sum(len(content) for name, content in tree(made.data).items() if ".npy" in name)
-    assert abs(value["disk_final_bytes"] / on_disk - 1) < 0.3
-    assert value["fits"] and value["dtype"] == "uint16" and value["tokenize_s"] > 0
-    assert not (tmp_path / "out").exists(), "it writes nothing"
-    assert not list(tmp_path.iterdir())
-    assert main(["plan", *words[1:]]) == 0
-    assert "fits" in capsys.readouterr().out
-
-
-def test_plan_says_when_it_does_not_fit(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Free())
-    words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:]]) == 1
-    assert "does NOT fit" in capsys.readouterr().out
-
-
-class Free:
-    free = 1000
-
-
-def test_durations():
-    assert [duration(s) for s in (5, 90, 7200, 200_000)] == [
-        "5.0 s",
-        "1.5 min",
-        "2.0 h",
-        "2.3 days",
-    ]
