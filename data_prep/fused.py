@@ -14,8 +14,9 @@ from pathlib import Path
 
 from data_prep import layout
 from data_prep.packed import packed_path
+from data_prep.progress import Progress
 from data_prep.token_arrays import array_path
-from data_prep.tokenize import read_plan
+from data_prep.tokenize import read_plan, read_unit
 from optimus import files
 from optimus.errors import DataError
 
@@ -38,6 +39,26 @@ def mark_removed(tokens_dir: Path) -> None:
     if not removed(tokens_dir):
         value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
         layout.write_checked_json(tokens_dir / MARK, value)
+
+
+def check_arrays(tokens_dir: Path) -> None:
+    """Read arrays that are not packed once more before they go: they are the proof of the shards.
+
+    Packed ones were checked, block by block, whenever they were read. Raises DataError where one is
+    not what its sidecar says.
+    """
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    units = range(len(read_plan(tokens_dir).units))
+    paths = {unit: path for unit in units if (path := array_path(tokens_dir, unit)).exists()}
+    with Progress("check token arrays", sum(p.stat().st_size for p in paths.values()), "B") as bar:
+        for unit, path in paths.items():
+            if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
+                shards = tokens_dir.parent / layout.SHARDS_DIR
+                raise DataError(
+                    f"{path}: its content is damaged (hash differs), and with it shards made of "
+                    f"it; remove it and {shards}, and give the command again"
+                )
+            bar.advance(path.stat().st_size)
 
 
 def remove_arrays(tokens_dir: Path) -> None:

@@ -17,7 +17,14 @@ from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
 from data_prep.compare_ids import drop_duplicates
 from data_prep.finish import finish
-from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
+from data_prep.fused import (
+    check_arrays,
+    mark_removed,
+    remove_arrays,
+    removed,
+    require_arrays,
+    take_back,
+)
 from data_prep.limits import Limits, bytes_for, default_bytes
 from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
@@ -345,9 +352,13 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
 def drop_arrays(out: Path) -> None:
     """`--fused`: remove the token arrays of a finished data set, all marked before the first goes.
 
-    The training part's mark, which is looked for, is written first and taken back last.
+    The training part's mark, which is looked for, is written first and taken back last. Raises
+    DataError where an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
+    for folder in folders:
+        if not removed(folder):
+            check_arrays(folder)
     for folder in folders:
         mark_removed(folder)
     for folder in folders:

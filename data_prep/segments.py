@@ -74,10 +74,12 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Forget every checkpoint."""
-        number = 0
-        while number < self._next or self._path(number).exists():
+        """Forget every checkpoint, the last first: a kill leaves no gap that hides the rest."""
+        number = self._next
+        while self._path(number).exists():
+            number += 1
+        while number > 0:
+            number -= 1
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(number))
-            number += 1
         self._next = 0

@@ -19,7 +19,7 @@ import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder
-from data_prep.bucket import Spill, SpillReader, open_spill, spill_all
+from data_prep.bucket import Spill, SpillReader, open_spill, rows_of_run, spill_all
 from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress, say
@@ -126,7 +126,10 @@ def shard_all(
 def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
     dataset, order = work.dataset, work.order
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
-    if _missing(work, deep=True) and choose_strategy(dataset, order, strategy, team) == "bucket":
+    run_rows = rows_of_run(order, work.block_bytes)
+    if _missing(work, deep=True) and (
+        choose_strategy(dataset, order, strategy, team, run_rows) == "bucket"
+    ):
         spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
         spill_all(spill, workers, team)
         work = dataclasses.replace(work, spill=spill)

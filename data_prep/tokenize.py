@@ -232,8 +232,13 @@ def _check_inputs(
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), records["inputs"], strict=True):
         _check_unchanged(work, source, xxh3, advance)
-    if records["set_aside"] and not work.quarantine:
-        item = records["set_aside"][0]
+    _accept_set_aside(work, records["set_aside"])
+
+
+def _accept_set_aside(work: TokenizeWork, items: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError for what an earlier run set aside, where this one is to fail at it."""
+    if items and not work.quarantine:
+        item = items[0]
         raise DataError(_complaint(work.plan, item["input"], Problem(item["line"], item["reason"])))
 
 
@@ -327,6 +332,7 @@ def _tokenize_unit(
             first,
             work.limits,
         )
+        _accept_set_aside(work, unit_writer.set_aside)
         for source in range(first, unit_writer.source):
             _check_unchanged(work, source, unit_writer.hashes[source - first], advance)
         for source in range(unit_writer.source, stop):

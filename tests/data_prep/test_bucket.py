@@ -1,12 +1,14 @@
-"""Sorted runs, and estimates of a run."""
+"""Sorted runs: the same bytes, kills, damage."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import numpy as np
 import pytest
 
+from data_prep import bucket
 from data_prep.cli import main
 from data_prep.permutation import Permutation
 from data_prep.shard import PROCESS_BYTES
@@ -50,3 +52,25 @@ def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch, capfd):
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)
     capfd.readouterr()
+
+
+def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", "bucket")
+    real = bucket.spill_all
+
+    def spill_and_damage(spill, *more):
+        real(spill, *more)
+        path = next(spill.folder.glob("unit-?????.npy"))
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 4
+        path.write_bytes(data)
+
+    monkeypatch.setattr("data_prep.shard.spill_all", spill_and_damage)
+    assert main(arguments) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "unit-00000.npy: its content is damaged (hash differs); remove " in told
+    monkeypatch.undo()
+    shutil.rmtree(told.split("; remove ")[1].split(" and give")[0])
+    assert main(arguments) == 0
+    assert tree(out) == tree(made.data)

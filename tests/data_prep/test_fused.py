@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,3 +232,26 @@ def test_no_zstandard(made, tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 2 and "pip install zstandard" in done.stderr
     assert not (tmp_path / "data").exists()
+
+
+def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, capsys):
+    """Arrays of `tokenize` that `--fused` finds are the only proof that its shards are right."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out)
+    begin = arguments.index("--context")
+    assert main(["tokenize", *arguments[1:begin], "--eval-fraction", "0.15",
+                 "--unit-size", "6000"]) == 0  # fmt: skip
+    path = out / "tokens" / "unit-00000.npy"
+    data = bytearray(path.read_bytes())
+    data[328] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main([*arguments, "--fused"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: its content is damaged" in told and f"remove it and {out / 'shards'}" in told
+    assert path.exists() and not (out / "tokens" / "removed.json").exists()
+    path.unlink()
+    shutil.rmtree(out / "shards")
+    assert main([*arguments, "--fused"]) == 0 and arrays(out) == []
+    expected = tree(made.data)
+    assert all(expected[name] == data for name, data in tree(out).items() if "shard-" in name)

@@ -56,6 +56,12 @@ def test_shares_are_complete_and_balanced():
     assert share([], 0, 3) == []
 
 
+def test_the_largest_goes_first():
+    """Dealt in the order of their numbers, the large one would come on top of half of the rest."""
+    sizes = [1] * 8 + [8]
+    assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
+
+
 def test_three_ranks_at_once_write_the_same(made, tmp_path):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
