@@ -186,7 +186,7 @@ MISTAKES = {
     "shard first": (["shard", str(ROOT / "docs")], "order.json: cannot be read"),
     "shuffle first": (
         ["shuffle", str(ROOT / "docs"), "--context", "4", "--to", "TMP"],
-        "plan.json",
+        "has no token arrays; give what",
     ),
 }
 

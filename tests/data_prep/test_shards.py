@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +17,7 @@ from data_prep.shard import PROCESS_BYTES, divide_memory, memory_for
 from data_prep.shuffle import default_shard_bytes, read_order
 from data_prep.token_arrays import array_path
 from optimus.errors import ConfigError
-from tests.data_prep.corpus import CONTEXT, run_arguments
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments
 
 
 def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
@@ -134,17 +130,9 @@ def test_memory_is_bounded(made, tmp_path):
     base = ["--tokenizer", str(made.tokenizer), "--out", out]
     assert main(["import", "--input", str(tmp_path / "a.npy"), *base]) == 0
     assert main(["shuffle", out, "--context", "2048", "--shard-size", "1GB"]) == 0
-    code = (
-        "import resource, sys; from data_prep.cli import main; status = main(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
-    )
     for strategy in ("gather", "bucket"):
         words = ["shard", out, "--workers", "1", "--memory", "125MB", "--strategy", strategy]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout.split()[-1]) << 10 <= 125e6
+        assert peak_memory(words) <= 125e6
         shutil.rmtree(tmp_path / "out" / "shards")
         (tmp_path / "out" / "manifest.json").unlink()
 
