@@ -12,7 +12,8 @@ from data_prep.limits import Limits
 from data_prep.sentencepiece_model import is_sentencepiece
 from data_prep.shuffle import Order
 from data_prep.sources import InputFile
-from data_prep.tokenize import TokenizeWork, TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.token_plan import TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.tokenize import TokenizeWork
 from optimus import files
 from optimus.errors import DataError
 

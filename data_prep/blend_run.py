@@ -13,7 +13,7 @@ from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.run import ShuffleRequest, check_order, write_order
 from data_prep.shuffle import make_order, rows_of_shard
-from data_prep.tokenize import TokenPlan, is_import, read_plan
+from data_prep.token_plan import TokenPlan, is_import, read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import ConfigError, DataError

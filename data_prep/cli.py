@@ -271,7 +271,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _tokenize(args: argparse.Namespace) -> int:
     from data_prep.run import data_sets, tokenize
-    from data_prep.shuffle import read_token_set
+    from data_prep.token_set import read_token_set
 
     start = time.monotonic()
     tokenize(_tokenize_request(args), options.team_of(args))
@@ -291,7 +291,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from data_prep.importers.run import ImportRequest, import_tokens
     from data_prep.run import data_sets
-    from data_prep.shuffle import read_token_set
+    from data_prep.token_set import read_token_set
 
     start, out = time.monotonic(), Path(args.out)
     request = ImportRequest(

@@ -7,7 +7,8 @@ import contextlib
 from data_prep import duplicates
 from data_prep.documents import DamagedFile, Document, InputReader
 from data_prep.ranks import Team, share, wait_for
-from data_prep.tokenize import TokenizeWork, duplicate_of, is_complete, parts_dirs, tokenize_all
+from data_prep.token_plan import parts_dirs
+from data_prep.tokenize import TokenizeWork, duplicate_of, is_complete, tokenize_all
 from optimus.errors import DataError
 
 _LEAST_BYTES = 64 << 20

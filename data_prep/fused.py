@@ -16,7 +16,8 @@ from data_prep import layout
 from data_prep.packed import packed_path
 from data_prep.progress import Progress
 from data_prep.token_arrays import array_path
-from data_prep.tokenize import read_plan, read_unit
+from data_prep.token_plan import read_plan
+from data_prep.token_set import read_unit
 from optimus import files
 from optimus.errors import DataError
 

@@ -15,7 +15,7 @@ from data_prep.permutation import MAX_SEED, Permutation
 from data_prep.reader import ShardReader
 from data_prep.shuffle import Order
 from data_prep.token_arrays import read_docs
-from data_prep.tokenize import read_plan
+from data_prep.token_plan import read_plan
 from data_prep.tokenizer import open_tokenizer
 from optimus.errors import ConfigError
 

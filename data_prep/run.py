@@ -34,14 +34,8 @@ from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
-from data_prep.tokenize import (
-    TokenPlan,
-    check_inputs,
-    make_plan,
-    missing_units,
-    read_plan,
-    tokenize_all,
-)
+from data_prep.token_plan import TokenPlan, make_plan, read_plan
+from data_prep.tokenize import check_inputs, missing_units, tokenize_all
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files

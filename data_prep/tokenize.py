@@ -1,14 +1,11 @@
 """Tokenization: a unit of input files becomes a token array T_i, its held-out documents another.
 
-A unit is complete once both of its sidecars stand; everything else of it was written before. What
-a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
+What a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,115 +23,16 @@ from data_prep.documents import (
 )
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
-from data_prep.packed import is_packed, packed_path
+from data_prep.packed import packed_path
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
-from data_prep.sources import InputFile, group_units
-from data_prep.token_arrays import (
-    TokenArrayWriter,
-    array_path,
-    docs_path,
-    ids_path,
-    sidecar_path,
-)
-from data_prep.tokenizer import TokenizerFacts, shared_encoder
+from data_prep.token_arrays import TokenArrayWriter, array_path
+from data_prep.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.token_set import UnitIdentity, read_unit, write_unit
+from data_prep.tokenizer import shared_encoder
 from data_prep.unit_writer import UnitWriter
 from optimus import files
 from optimus.errors import DataError
-
-PARTS = ("train", "held-out")
-_FORM_PLAN = "optimus-token-plan"
-_FORM_UNIT = "optimus-token-array"
-IMPORT_FIELD = "import "
-"""In a plan of import, stands in the place of a field of text before the way ids were read."""
-_SINCE_2 = ("max_document", "id_field")
-"""Keys of a plan of version 2; one that has none of them is of version 1."""
-
-
-@dataclass(frozen=True)
-class TokenPlan:
-    """What tokenizing does, settled before it starts: inputs, tokenizer, rules, units."""
-
-    tokenizer: TokenizerFacts
-    text_field: str
-    eval_fraction: float
-    inputs: tuple[InputFile, ...]
-    units: tuple[tuple[int, int], ...]
-    """Unit u holds inputs [first, stop)."""
-    id_field: str = ""
-    """Field of a document's own id, which no two may share; empty: ids are not looked at."""
-    max_document: int | None = None
-    """Documents of more bytes cannot be used. Not in the JSON where there is none."""
-
-    @property
-    def dtype(self) -> str:
-        return layout.dtype_name(self.tokenizer.vocab_size)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return PARTS if self.eval_fraction > 0 else PARTS[:1]
-
-    def unit_bytes(self, unit: int) -> int:
-        """Input bytes of a unit."""
-        first, stop = self.units[unit]
-        return sum(file.size for file in self.inputs[first:stop])
-
-    def to_json(self) -> dict[str, Any]:
-        value = {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
-        new = {key: value.pop(key) for key in _SINCE_2 if not value[key]}
-        if len(new) < len(_SINCE_2):
-            value["version"] = layout.PLAN_VERSION
-        return value
-
-
-def make_plan(
-    inputs: Sequence[InputFile],
-    tokenizer: TokenizerFacts,
-    text_field: str,
-    eval_fraction: float,
-    unit_bytes: int,
-    id_field: str = "",
-    max_document: int | None = None,
-) -> TokenPlan:
-    """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
-    layout.dtype_name(tokenizer.vocab_size)
-    units = group_units(inputs, unit_bytes)
-    return TokenPlan(
-        tokenizer, text_field, float(eval_fraction), tuple(inputs), units, id_field, max_document
-    )
-
-
-def read_plan(tokens_dir: Path) -> TokenPlan:
-    """The plan under `tokens_dir`. Raises DataError."""
-    path = tokens_dir / layout.PLAN
-    value = layout.read_checked_json(path, _FORM_PLAN, newest=layout.PLAN_VERSION)
-    return TokenPlan(
-        tokenizer=TokenizerFacts(**value["tokenizer"]),
-        text_field=value["text_field"],
-        eval_fraction=value["eval_fraction"],
-        inputs=tuple(InputFile(**file) for file in value["inputs"]),
-        units=tuple((first, stop) for first, stop in value["units"]),
-        **{key: value[key] for key in _SINCE_2 if key in value},
-    )
-
-
-def is_import(plan: TokenPlan) -> bool:
-    """Whether its arrays come from token files, whose text is not known, and not from text."""
-    return plan.text_field.startswith(IMPORT_FIELD)
-
-
-def held_out_below(eval_fraction: float) -> int:
-    """A document is held out if xxh3_64 of its text is below this: h < f * 2^64, exactly."""
-    return math.ceil(eval_fraction * 2.0**64)
-
-
-def parts_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
-    """The folders of token arrays of each part that the plan makes."""
-    places = {
-        PARTS[0]: out / layout.TOKENS_DIR,
-        PARTS[1]: out / layout.EVAL_DIR / layout.TOKENS_DIR,
-    }
-    return {part: places[part] for part in plan.parts}
 
 
 @dataclass(frozen=True)
@@ -273,34 +171,6 @@ def _complete(
     return record
 
 
-def read_unit(
-    tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
-) -> dict[str, Any]:
-    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError.
-
-    `has_array` False: the array itself may be gone, for `--fused` removed it.
-    """
-    path = sidecar_path(tokens_dir, unit)
-    record = layout.read_checked_json(path, _FORM_UNIT, newest=layout.PLAN_VERSION)
-    if record["plan"] != plan_xxh3 or record["unit"] != unit:
-        raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
-    for key, file in (
-        ("array", array_path(tokens_dir, unit)),
-        ("docs", docs_path(tokens_dir, unit)),
-        ("ids", ids_path(tokens_dir, unit)),
-    ):
-        if key not in record or (key == "array" and not has_array):
-            continue
-        size = os.path.getsize(file) if file.exists() else None
-        if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
-            continue
-        if size != record[key]["size"]:
-            raise DataError(
-                f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"
-            )
-    return record
-
-
 def _tokenize_unit(
     work: TokenizeWork,
     unit: int,
@@ -345,30 +215,10 @@ def _tokenize_unit(
     for part in reversed(plan.parts):  # the training part's sidecar last
         if not work.packed:
             packed_path(folders[part], unit).unlink(missing_ok=True)
-        writer, docs = writers[part], writers[part].docs_bytes()
-        files.write_bytes(docs_path(folders[part], unit), docs)
-        if ids := writer.ids_bytes():
-            files.write_bytes(ids_path(folders[part], unit), ids)
-        record = {
-            "format": _FORM_UNIT,
-            "version": layout.VERSION,
-            "plan": work.plan_xxh3,
-            "part": part,
-            "unit": unit,
-            "tokens": writer.tokens,
-            "documents": writer.documents,
-            "array": arrays[part],
-            "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
-            "inputs": unit_writer.hashes,
-            "set_aside": unit_writer.set_aside if part == PARTS[0] else [],
-        }
-        if ids:
-            record["version"] = layout.PLAN_VERSION
-            record["ids"] = {"size": len(ids), "xxh3": files.xxh3_bytes(ids)}
-        if gone and part == PARTS[0]:
-            record["version"] = layout.PLAN_VERSION
-            record["dropped"] = len(gone)
-        layout.write_checked_json(sidecar_path(folders[part], unit), record)
+        more = {"dropped": len(gone)} if gone and part == PARTS[0] else {}
+        set_aside = unit_writer.set_aside if part == PARTS[0] else []
+        identity = UnitIdentity(work.plan_xxh3, part, unit, unit_writer.hashes, set_aside)
+        write_unit(folders[part], identity, writers[part], arrays[part], more)
 
 
 def _read_input(

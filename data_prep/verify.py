@@ -20,7 +20,8 @@ from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
 from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path, docs_path, ids_path
-from data_prep.tokenize import read_plan, read_unit
+from data_prep.token_plan import read_plan
+from data_prep.token_set import read_unit
 from data_prep.tokenizer import read_facts
 from optimus import files
 from optimus.errors import DataError

@@ -23,19 +23,10 @@ from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import ALONE, Team, do_together, together
 from data_prep.sources import InputFile, find_inputs, require_file
-from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, sidecar_path
-from data_prep.tokenize import _FORM_UNIT as FORM_UNIT
-from data_prep.tokenize import (
-    IMPORT_FIELD,
-    PARTS,
-    TokenizeWork,
-    TokenPlan,
-    held_out_below,
-    is_complete,
-    missing_units,
-    parts_dirs,
-    read_unit,
-)
+from data_prep.token_arrays import TokenArrayWriter, array_path
+from data_prep.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.token_set import UnitIdentity, read_unit, write_unit
+from data_prep.tokenize import TokenizeWork, is_complete, missing_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -163,23 +154,9 @@ def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
         "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
     }
     for part in reversed(plan.parts):  # the training part's sidecar last
-        writer, docs = writers[part], writers[part].docs_bytes()
-        files.write_bytes(docs_path(folders[part], unit), docs)
-        record = {
-            "format": FORM_UNIT,
-            "version": layout.VERSION,
-            "plan": work.base.plan_xxh3,
-            "part": part,
-            "unit": unit,
-            "tokens": writer.tokens,
-            "documents": writer.documents,
-            "array": arrays[part],
-            "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
-            "inputs": hashes,
-            "set_aside": [],
-            "mended": mended if part == PARTS[0] else {},
-        }
-        layout.write_checked_json(sidecar_path(folders[part], unit), record)
+        identity = UnitIdentity(work.base.plan_xxh3, part, unit, hashes, [])
+        more = {"mended": mended if part == PARTS[0] else {}}
+        write_unit(folders[part], identity, writers[part], arrays[part], more)
 
 
 def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:

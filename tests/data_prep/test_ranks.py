@@ -16,7 +16,7 @@ import pytest
 from data_prep.cli import main
 from data_prep.options import team_of
 from data_prep.ranks import Team, do_together, share, wait_for
-from data_prep.tokenize import read_plan
+from data_prep.token_plan import read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError

@@ -17,7 +17,9 @@ def train(source: Path, out: Path, *more: str) -> list[str]:
 
 def test_it_holds_no_file_of_text(tmp_path):
     """36 MB of JSON lines in 18 MB of memory beside what the program takes anyway."""
-    lines = [json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)]
+    lines = [
+        json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)
+    ]
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
     small.write_text("\n".join(lines))
     large.write_text("\n".join(lines * 140))
