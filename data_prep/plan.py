@@ -90,11 +90,7 @@ def estimate(
     shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
     if strategy == "auto":
         strategy = "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
-    waiting = token_bytes
-    if fused:
-        require_zstd()
-        ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
-        waiting = round(token_bytes * packed_share(ids)) if len(ids) else 0
+    waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
     peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     place = _nearest(request.out)
@@ -126,6 +122,13 @@ def estimate(
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
+
+
+def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
+    """What token arrays of so many bytes take while they wait packed."""
+    require_zstd()
+    ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
+    return round(token_bytes * packed_share(ids)) if len(ids) else 0
 
 
 def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
