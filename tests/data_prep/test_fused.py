@@ -255,3 +255,19 @@ def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, c
     assert main([*arguments, "--fused"]) == 0 and arrays(out) == []
     expected = tree(made.data)
     assert all(expected[name] == data for name, data in tree(out).items() if "shard-" in name)
+
+
+def test_duplicate_ids_of_packed_arrays(made, tmp_path):
+    """Units that hold them are packed again without them."""
+    text = tmp_path / "text"
+    shutil.copytree(made.text, text)
+    (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')
+    base = run_arguments(text, made.tokenizer, tmp_path / "one", "--on-error", "quarantine")
+    assert main(base) == 0
+    base[base.index("--out") + 1] = str(tmp_path / "two")
+    assert main([*base, "--fused"]) == 0
+    one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
+    assert "duplicate id" in one["quarantine.jsonl"].decode()
+    gone = [name for name in one if name not in two]
+    assert gone and all(name in arrays(tmp_path / "one") for name in gone)
+    assert all(one[name] == content for name, content in two.items() if "removed" not in name)
