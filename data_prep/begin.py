@@ -6,30 +6,90 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import layout
+from data_prep.blend import read_any_order
+from data_prep.documents import NO_LIMITS
+from data_prep.limits import Limits
+from data_prep.sentencepiece_model import is_sentencepiece
+from data_prep.shuffle import Order
 from data_prep.sources import InputFile
-from data_prep.tokenize import TokenizeWork, TokenPlan, parts_dirs, read_plan
+from data_prep.token_plan import TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.tokenize import TokenizeWork
 from optimus import files
 from optimus.errors import DataError
 
 
-def begin(out: Path, tokenizer_file: Path, plan: TokenPlan, quarantine: bool) -> TokenizeWork:
+def begin(
+    out: Path,
+    tokenizer_file: Path,
+    plan: TokenPlan,
+    quarantine: bool,
+    limits: Limits = NO_LIMITS,
+) -> TokenizeWork:
     """Write the plan and a copy of the tokenizer into every part of `out`, or find them there.
 
     Raises DataError naming the difference where `out` was begun with another plan.
     """
     content = files.checked_json(plan.to_json())
-    tokenizer = tokenizer_file.read_bytes()
-    for folder in parts_dirs(out, plan).values():
+    folders = parts_dirs(out, plan).values()
+    for folder in folders:  # all of it before anything is written
+        _check_own(out, folder, tokenizer_file, plan, files.xxh3_bytes(content))
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / layout.PLAN).exists():
-            for difference in differences(read_plan(folder), plan):
-                raise DataError(
-                    f"{out} was begun with {difference}; choose another --out, or remove {out}"
-                )
         write_once(folder / layout.PLAN, content)
-        write_once(folder.parent / layout.TOKENIZER, tokenizer)
-    copy = parts_dirs(out, plan)["train"].parent / layout.TOKENIZER
-    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine)
+        copy_tokenizer(tokenizer_file, folder.parent)
+    copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
+    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
+
+
+def _check_own(
+    out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
+) -> None:
+    """Raises DataError where the data set that `tokens_dir` is for holds other work."""
+    if (tokens_dir / layout.PLAN).exists():
+        for difference in differences(read_plan(tokens_dir), plan):
+            raise DataError(
+                f"{out} was begun with {difference}; choose another --out, or remove {out}"
+            )
+        return
+    dataset = tokens_dir.parent
+    if (dataset / layout.ORDER).exists():
+        order = read_any_order(dataset)
+        if not (
+            isinstance(order, Order)
+            and (order.tokens_dir, order.plan)
+            == (
+                tokens_dir.name,
+                plan_xxh3,
+            )
+        ):
+            raise DataError(
+                f"{dataset} holds a data set whose token arrays are elsewhere, a blend or what "
+                "`shuffle --to` made; choose another --out"
+            )
+    check_tokenizer(tokenizer_file, dataset)
+
+
+def check_tokenizer(source: Path, folder: Path) -> None:
+    """Raises DataError where another tokenizer lies in a folder that no plan or order claims."""
+    if (folder / layout.ORDER).exists():
+        return  # whose it is stands there; a damaged copy is written again
+    copy = layout.tokenizer_file(folder)
+    if copy.exists() and copy.read_bytes() != source.read_bytes():
+        raise DataError(f"{copy} is another tokenizer than {source}; choose another output")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Put a tokenizer beside a data set, by the name of its kind, unless a copy is there already.
+
+    A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
+    """
+    content, name = source.read_bytes(), layout.TOKENIZER
+    if is_sentencepiece(source):
+        old = folder / layout.TOKENIZER
+        if old.exists() and old.read_bytes() == content:
+            return
+        name = layout.SENTENCEPIECE
+    write_once(folder / name, content)
 
 
 def write_once(path: Path, content: bytes) -> None:
@@ -44,7 +104,11 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
             yield f"tokenizer {key} = {then}, now {now}"
-    for key in ("text_field", "eval_fraction"):
+    if is_import(old) != is_import(new):
+        what = ("text", "imported token files")
+        yield f"{what[is_import(old)]}, now {what[is_import(new)]}"
+        return
+    for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)
         if then != now:
             yield f"{key} = {then}, now {now}"

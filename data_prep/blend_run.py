@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import write_once
 from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
 from data_prep.fused import require_arrays
-from data_prep.ranks import ALONE, Team, wait_for
-from data_prep.run import ShuffleRequest, settle_order
-from data_prep.shuffle import make_order
-from data_prep.tokenize import read_plan
+from data_prep.mixing import Mixing, integer_weights
+from data_prep.ranks import ALONE, Team, together, wait_for
+from data_prep.run import ShuffleRequest, check_order, write_order
+from data_prep.shuffle import make_order, rows_of_shard
+from data_prep.token_plan import TokenPlan, is_import, read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import ConfigError, DataError
@@ -47,15 +47,37 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
         same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
         return order if same else None
 
-    with working_in(request.out, team.rank):
+    with working_in(request.out, team.rank), together(team, request.out) as team:
         wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
         order = made()
         assert order is not None
-        if [source.weight for source in order.blended] != weights or order.seed != (
-            request.shuffle.seed
-        ):
-            raise DataError(f"{request.out}: holds another blend; choose another --out")
+        _check_as_asked(order, request, weights)
         return order
+
+
+def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[str]) -> None:
+    """Raises DataError where an order is not what was asked for: other ranks may ask otherwise."""
+    ask = request.shuffle
+    row_bytes = ask.context * layout.little_endian(order.dtype).itemsize
+    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
+    most = mixing.before_repeating([source.num_instances for source in order.sources])
+    for what, then, now in (
+        ("weights", [source.weight for source in order.blended], list(weights)),
+        ("context", order.context, ask.context),
+        ("seed", order.seed, ask.seed),
+        ("carry_tails", order.sources[0].carry_tails, ask.carry_tails),
+        ("instances", order.num_instances, request.instances or most),
+        (
+            "instances_per_shard",
+            order.instances_per_shard,
+            rows_of_shard(order.num_instances, row_bytes, ask.shard_bytes),
+        ),
+    ):
+        if then != now:
+            raise DataError(
+                f"{request.out} is another blend, with {what} = {then}, now {now}; choose another "
+                "--out"
+            )
 
 
 def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:
@@ -77,7 +99,11 @@ def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:
 
 
 def _check_together(folders: Sequence[Path]) -> list[str]:
-    """The hash of each source's plan. Raises DataError where tokenizers differ."""
+    """The hash of each source's plan.
+
+    Raises DataError where tokenizers differ, or what is held out: a text that one source holds out
+    must not come back by another.
+    """
     plans = []
     first = None
     for folder in folders:
@@ -87,8 +113,23 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         first = first or plan
         if plan.tokenizer != first.tokenizer:
             raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")
+        _check_held_out(folders[0], first, folder, plan)
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
     return plans
+
+
+def _check_held_out(first: Path, one: TokenPlan, folder: Path, plan: TokenPlan) -> None:
+    if plan.eval_fraction != one.eval_fraction:
+        raise DataError(
+            f"{folder} holds out {plan.eval_fraction:g} of its documents and {first} "
+            f"{one.eval_fraction:g}, so that one might train on what the other holds out; make "
+            "them with the same --eval-fraction"
+        )
+    if plan.eval_fraction and is_import(plan) != is_import(one):
+        raise DataError(
+            f"{first} and {folder} hold out documents, one by text and one by imported ids, so "
+            "that one might train on what the other holds out; make them without --eval-fraction"
+        )
 
 
 def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str]) -> None:
@@ -105,5 +146,6 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
         for folder in folders
     ]
     order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
-    write_once(request.out / layout.TOKENIZER, (folders[0] / layout.TOKENIZER).read_bytes())
-    settle_order(request.out, order)
+    tokenizer = layout.tokenizer_file(folders[0])
+    check_order(request.out, order, tokenizer)
+    write_order(request.out, order, tokenizer)

@@ -5,8 +5,9 @@ the rows they become, so that what a shard needs of a run is one piece. A shard 
 from a piece of every run. 4 V bytes are moved instead of the 2 V of random gathering, in reads of
 run * shard / V bytes instead of one row each. The bytes of the shards are the same.
 
-OUT/spill/ORDER-ROWS/unit-00000.npy        run 0: [ROWS * C] tokens; there only when complete
-OUT/spill/ORDER-ROWS/unit-00000.starts.npy its pieces: int64 [shards + 1], the first row of each
+OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; there only when complete
+OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], the first row and
+xxh3 of each, compared when a shard has read all of it
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder
@@ -28,8 +30,11 @@ from data_prep.ranks import Team, do_together
 from data_prep.shuffle import Order
 from data_prep.token_arrays import TokenArrayReader, array_path
 from optimus import files
+from optimus.errors import DataError
 
 SPILL_DIR = "spill"
+_VERSION = 2
+"""Of the layout of runs: those of another are not read."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class Spill:
         first = run * self.run_rows
         return first, min(first + self.run_rows, self.order.num_instances)
 
-    def starts_path(self, run: int) -> Path:
-        return array_path(self.folder, run).with_suffix(".starts.npy")
+    def pieces_path(self, run: int) -> Path:
+        return array_path(self.folder, run).with_suffix(".pieces.npy")
 
     def missing(self) -> list[int]:
         """Runs that are not complete."""
@@ -64,12 +69,17 @@ def open_spill(
     dataset: Path, order: Order | BlendOrder, order_xxh3: str, block_bytes: int
 ) -> Spill:
     """The place of the runs for blocks of `block_bytes` of memory, made if need be."""
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    fit = max(1, block_bytes * 3 // 4 // (row_bytes + 2 * INDEX_BYTES))
-    run_rows = 1 << (fit.bit_length() - 1)  # the same on ranks whose memory differs a little
-    folder = dataset / SPILL_DIR / f"{order_xxh3}-{run_rows}"
+    run_rows = rows_of_run(order, block_bytes)
+    folder = dataset / SPILL_DIR / f"{order_xxh3}-{run_rows}-{_VERSION}"
     folder.mkdir(parents=True, exist_ok=True)
     return Spill(dataset, order, folder, run_rows, block_bytes)
+
+
+def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
+    """Rows of a run for blocks of `block_bytes`: the same where memory differs a little."""
+    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
+    fit = max(1, block_bytes * 3 // 4 // (row_bytes + 2 * INDEX_BYTES))
+    return 1 << (fit.bit_length() - 1)
 
 
 def spill_all(spill: Spill, workers: int, team: Team) -> None:
@@ -98,16 +108,26 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
     instances = np.argsort(becomes)
     becomes = becomes[instances]
     edges = np.arange(order.num_shards + 1) * order.instances_per_shard
-    starts = np.searchsorted(becomes, edges).astype(layout.little_endian("int64"))
+    starts = np.searchsorted(becomes, edges)
     instances += first
-    header = layout.npy_header((len(starts),), "int64")
-    files.write_bytes(spill.starts_path(run), header + starts.tobytes())
     with open_gatherer(spill.dataset, order, spill.block_bytes // 8) as gatherer:
         rows = gatherer.rows(instances)
+    pieces = np.zeros((len(starts), 2), layout.little_endian("int64"))
+    pieces[:, 0] = starts
+    for shard in range(order.num_shards):
+        piece = rows[starts[shard] : starts[shard + 1]]
+        pieces[shard, 1] = _signed(xxhash.xxh3_64_intdigest(piece))
+    header = layout.npy_header(pieces.shape, "int64")
+    files.write_bytes(spill.pieces_path(run), header + pieces.tobytes())
     with files.atomic_writer(path) as file:
         file.write(layout.npy_header((rows.size,), order.dtype))
         file.write(rows)
     advance(stop - first)
+
+
+def _signed(value: int) -> int:
+    """A hash of 64 bits as an int64."""
+    return value - (1 << 64) if value >> 63 else value
 
 
 class SpillReader:
@@ -119,11 +139,16 @@ class SpillReader:
         self._reader = TokenArrayReader(spill.folder, spill.order.dtype)
         row_bytes = spill.order.context * self._dtype.itemsize
         self._window_rows = max(1, spill.block_bytes // 8 // row_bytes)
-        offset = layout.HEADER_BYTES + 8 * shard
+        offset = layout.HEADER_BYTES + 16 * shard
+        self._folder = spill.folder
         self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run
+        self._stop = np.empty(spill.num_runs, np.int64)  # the end of this shard's piece of it
+        self._xxh3 = np.empty(spill.num_runs, np.int64)
+        self._digests: dict[int, xxhash.xxh3_64] = {}  # of pieces begun
         for run in range(spill.num_runs):
-            with open(spill.starts_path(run), "rb", buffering=0) as file:
-                self._next[run] = np.frombuffer(os.pread(file.fileno(), 8, offset), "<i8")[0]
+            with open(spill.pieces_path(run), "rb", buffering=0) as file:
+                found = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
+                self._next[run], self._xxh3[run], self._stop[run] = found
 
     def __enter__(self) -> SpillReader:
         return self
@@ -145,4 +170,17 @@ class SpillReader:
                 piece = self._reader.read(run, begin, begin + len(part) * self._context)
                 out[part] = piece.reshape(-1, self._context)
                 self._next[run] += len(part)
+                self._check(run, piece)
         return out
+
+    def _check(self, run: int, piece: np.ndarray) -> None:
+        """Raises DataError where a piece has been read to its end and is not what was written."""
+        digest = self._digests.setdefault(run, xxhash.xxh3_64())
+        digest.update(piece)
+        if self._next[run] < self._stop[run]:
+            return
+        if _signed(self._digests.pop(run).intdigest()) != self._xxh3[run]:
+            raise DataError(
+                f"{array_path(self._folder, run)}: its content is damaged (hash differs); remove "
+                f"{self._folder} and give the command again"
+            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status.
 
     0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
-    130 interrupted.
+    5 another rank failed; 130 interrupted; 141 whoever read the output went away, as `head` does.
     """
     try:
-        args = _parser().parse_args(argv)
-        return args.run(args)
+        return _main(argv)
+    except BrokenPipeError:
+        _forget_output()
+        return _PIPE_CLOSED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is understood, and not at the exit
+    except BrokenPipeError:
+        raise
     except OptimusError as error:
         print(f"optimus-data: error: {one_line(error)}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -39,6 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("optimus-data: interrupted; give the command again to go on", file=sys.stderr)
         return 130
 
+
+def _forget_output() -> None:
+    """Have what is still to be written go nowhere, so that the exit does not stumble over it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+"""What a shell reports of a program that SIGPIPE ended."""
 
 _SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
 _WHOLE_RUN = (
@@ -69,7 +98,13 @@ def _add_makers(commands: Any) -> None:
     add.add_argument(
         "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
     )
-    add.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+    add.add_argument(
+        "--out",
+        required=True,
+        type=options.folder,
+        metavar="FILE",
+        help="the tokenizer.json to write",
+    )
 
     add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
     for group in _WHOLE_RUN:
@@ -92,6 +127,7 @@ def _add_steps(commands: Any) -> None:
         options.add_tokenize,
         options.add_out,
         options.add_workers,
+        options.add_memory,
         options.add_ranks,
     ):
         group(add)
@@ -99,13 +135,17 @@ def _add_steps(commands: Any) -> None:
     add = _add(
         commands, "import", _import, "Instead of tokenize: Megatron-LM's or dolma's token files."
     )
-    options.add_import(add)
-    options.add_out(add)
-    options.add_workers(add)
+    for group in (options.add_import, options.add_out, options.add_workers, options.add_ranks):
+        group(add)
 
     add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
-    add.add_argument("--to", metavar="NEW", help="put the data set here and leave OUT as it is")
+    add.add_argument(
+        "--to",
+        type=options.folder,
+        metavar="NEW",
+        help="put the data set here and leave OUT as it is",
+    )
     options.add_shuffle(add)
     options.add_ranks(add)
 
@@ -154,11 +194,12 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
+    from data_prep.progress import say
     from data_prep.sources import find_inputs
     from data_prep.train_tokenizer import train_tokenizer
 
     start = time.monotonic()
-    inputs = find_inputs(args.input, args.exclude)
+    inputs = find_inputs(args.input, args.exclude, say=say)
     size, set_aside = train_tokenizer(
         inputs,
         args.vocab_size,
@@ -195,6 +236,9 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
         eval_fraction=args.eval_fraction,
         unit_bytes=args.unit_size,
         quarantine=args.on_error == "quarantine",
+        memory_bytes=args.memory,
+        max_document=args.max_document,
+        id_field=args.id_field,
     )
 
 
@@ -207,7 +251,13 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
 def _shard_request(args: argparse.Namespace) -> ShardRequest:
     from data_prep.run import ShardRequest
 
-    return ShardRequest(_workers(args), args.memory, args.strategy)
+    return ShardRequest(_workers(args), _shard_memory(args), args.strategy)
+
+
+def _shard_memory(args: argparse.Namespace) -> int:
+    from data_prep.shard import memory_for
+
+    return args.memory or memory_for(_workers(args))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -221,7 +271,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _tokenize(args: argparse.Namespace) -> int:
     from data_prep.run import data_sets, tokenize
-    from data_prep.shuffle import read_token_set
+    from data_prep.token_set import read_token_set
 
     start = time.monotonic()
     tokenize(_tokenize_request(args), options.team_of(args))
@@ -240,19 +290,35 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from data_prep.importers.run import ImportRequest, import_tokens
-    from data_prep.shuffle import read_token_set
+    from data_prep.run import data_sets
+    from data_prep.token_set import read_token_set
 
     start, out = time.monotonic(), Path(args.out)
     request = ImportRequest(
-        args.input, args.tokenizer, out, _workers(args), args.exclude, args.eos, args.dtype
+        inputs=args.input,
+        tokenizer=args.tokenizer,
+        out=out,
+        workers=_workers(args),
+        exclude=args.exclude,
+        eos=args.eos,
+        dtype=args.dtype,
+        eval_fraction=args.eval_fraction,
     )
-    mended = import_tokens(request)
-    _, _, records = read_token_set(out / "tokens")
-    total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-    value = {"out": args.out, **total, **mended, "wall_s": round(time.monotonic() - start, 3)}
-    line = f"{out}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
-    line += f"{len(records)} arrays; EOS added to {mended['eos_added']:,} documents, "
-    return _answer(args, value, [line + f"{mended['empty_documents']:,} empty ones left out"])
+    mended = import_tokens(request, options.team_of(args))
+    parts, lines = {}, []
+    for dataset in data_sets(out):
+        _, _, records = read_token_set(dataset / "tokens")
+        total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+        parts[records[0]["part"]] = total
+        lines.append(
+            f"{dataset}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
+            f"{len(records)} arrays"
+        )
+    lines[0] += f"; EOS added to {mended['eos_added']:,} documents, "
+    lines[0] += f"{mended['empty_documents']:,} empty ones left out"
+    value = {"out": args.out, **parts.pop("train"), **mended, **parts}
+    value["wall_s"] = round(time.monotonic() - start, 3)
+    return _answer(args, value, lines)
 
 
 def _shuffle(args: argparse.Namespace) -> int:
@@ -299,7 +365,7 @@ def _plan(args: argparse.Namespace) -> int:
     value = estimate(
         _tokenize_request(args),
         _shuffle_request(args),
-        memory_bytes=args.memory,
+        memory_bytes=_shard_memory(args),
         world=args.world or 1,
         fused=args.fused,
         strategy=args.strategy,

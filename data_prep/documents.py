@@ -1,20 +1,28 @@
 """The documents of one input file, in order, with what is wrong in it said by file and line.
 
 Plain text and source files are one document each; JSON lines are a document a line, parquet files
-a document a row. Text is taken
-byte for byte: no newline is translated, nothing is stripped, an empty text is a document.
+a document a row. Text is taken byte for byte: no newline is translated, nothing is stripped, an
+empty text is a document. What a document takes of memory is known before it is held.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import IO
 
+from data_prep.limits import Limits, bytes_of_line
+from data_prep.long_text import LongText, decode, survey, text_blocks
 from data_prep.sources import InputFile, kind_of, packing_of
 from data_prep.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
+
+NO_LIMITS = Limits()
+LONG_BYTES = 4 << 20
+"""A text file that is longer is given in blocks, to a caller who takes them."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class Document:
     text: str
     data: bytes
     line: int
+    id: object = None
+    """Its id as it stands in the input, where ids are asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class InputReader:
     """Iterates over the documents of one file; afterwards `xxh3` is the hash of its bytes.
 
     `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
-    it. A line and an unpacked text are held whole: memory is some 8 times the longest document.
+    it, or the text of a long text file. A JSON line takes 3 times its bytes while it is read, if it
+    is ASCII without escapes like \\u00e9, and at most 11 times (limits.bytes_of_line); a value of a
+    table 6 times; a text file some MB with `long_texts`, else 5 times.
     """
 
     def __init__(
@@ -67,11 +79,15 @@ class InputReader:
         text_field: str,
         advance: Callable[[int], None],
         start: Position | None = None,
+        limits: Limits = NO_LIMITS,
+        long_texts: bool = False,
+        id_field: str = "",
     ):
         self._file = file
         self._text_field = text_field
         self._advance = advance
         self._start = start
+        self._limits, self._long_texts, self._id_field = limits, long_texts, id_field
         self._raw: HashingFile | None = None
         self._offset = start.offset if start else 0
         self._line = start.line if start else 0
@@ -82,7 +98,11 @@ class InputReader:
         assert self._raw is not None
         return Position(self._offset, self._line, *self._raw.so_far())
 
-    def __iter__(self) -> Iterator[Document | Problem]:
+    def pass_by(self, size: int) -> None:
+        """So many bytes of a long text are dealt with: its position is behind them."""
+        self._offset += size
+
+    def __iter__(self) -> Iterator[Document | Problem | LongText]:
         """Documents and problems in order.
 
         Raises DamagedFile when the file cannot be unpacked to its end, and DataError when it cannot
@@ -111,7 +131,7 @@ class InputReader:
                 f"{raw.size} now; let nobody write to it, remove the output and start again"
             )
 
-    def _documents(self, buffered: io.BufferedReader) -> Iterator[Document | Problem]:
+    def _documents(self, buffered: io.BufferedReader) -> Iterator[Document | Problem | LongText]:
         name, packing = self._file.name, packing_of(self._file.name)
         if packing and self._file.size == 0:
             raise DamagedFile(1, f"damaged {packing}: the file is empty")
@@ -123,35 +143,98 @@ class InputReader:
         stream = unpack(buffered, name)
         try:
             if kind_of(name) == "text":
-                yield _whole(stream.read())
+                yield self._text(stream)
                 return
-            left = self._offset
-            while left and (block := stream.read(min(left, READ_BYTES))):
-                left -= len(block)
-            for data in stream:
-                self._line += 1
-                self._offset += len(data)
-                if data.strip():
-                    yield _from_json(data, self._line, self._text_field)
+            _skip(stream, self._offset)
+            yield from self._lines(stream)
         except DamagedStream as error:
             line, reason = self._line + 1, str(error)
             if packing == "gzip":
                 line, reason = damage_of_gzip(name)
             raise DamagedFile(line, f"damaged {packing}: {reason}") from None
 
+    def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
+        """The one document of a text file; a long one is unpacked twice."""
+        if not self._start:
+            data = stream.read(LONG_BYTES + 1)
+            if len(data) <= LONG_BYTES:
+                reason = self._limits.too_long(len(data))
+                return Problem(0, reason) if reason else _whole(data)
+        with open(self._file.name, "rb") as again:
+            found = survey(unpack(again, self._file.name))
+        if reason := self._limits.too_long(found.size):
+            return Problem(0, reason)
+        if found.problem:
+            return Problem(*found.problem)
+        if not self._long_texts:
+            return _whole(data + stream.read())
+        if self._start:
+            _skip(stream, self._offset)
+            blocks = text_blocks(stream)
+        else:
+            first, tail = decode(data, last=False)
+            blocks = itertools.chain([first], text_blocks(stream, tail))
+        return LongText(found.size, found.xxh3, blocks, self._offset)
+
+    def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
+        limits = self._limits
+        # Reading joins the pieces of a line; one too long for that is told by its length alone.
+        most = -1 if limits.room_bytes is None else limits.room_bytes // 2
+        if limits.max_document is not None and not 0 <= most < limits.max_document:
+            most = limits.max_document + 1
+        while data := stream.readline(most):
+            self._line += 1
+            where, size = f"{self._file.name}:{self._line}", len(data)
+            needs = bytes_of_line(data) if size > LONG_BYTES else 0
+            if len(data) == most and not data.endswith(b"\n"):
+                data = b""
+                size += _rest_of_line(stream)
+                needs = needs * size // most
+            self._offset += size
+            if reason := limits.too_long(size):
+                yield Problem(self._line, "a line of " + reason)
+                continue
+            if size > LONG_BYTES:
+                limits.refuse(where, f"a line of {size} bytes", max(3 * size, needs))
+            if data.strip():
+                yield _from_json(data, self._line, self._text_field, self._id_field)
+
     def _rows(self) -> Iterator[Document | Problem]:
         from data_prep.parquet import DamagedTable, read_column
 
         try:
-            for value in read_column(self._file.name, self._text_field, self._offset):
+            rows = read_column(self._file.name, self._text_field, self._id_field, self._offset)
+            for value, own_id in rows:
                 self._line += 1
                 self._offset += 1
+                size = value.as_buffer().size if value.is_valid else 0
+                if reason := self._limits.too_long(size):
+                    yield Problem(self._line, "a value of " + reason)
+                    continue
+                where = f"{self._file.name}:{self._line}"
+                self._limits.refuse(where, f"a value of {size} bytes", 6 * size)
+                value = value.as_py()
                 if value is None:
                     yield Problem(self._line, f"column {self._text_field!r} is null here")
                 else:
-                    yield Document(value, value.encode(), self._line)
+                    yield Document(value, value.encode(), self._line, own_id)
         except DamagedTable as error:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
+
+
+def _skip(stream: IO[bytes], size: int) -> None:
+    while size and (block := stream.read(min(size, READ_BYTES))):
+        size -= len(block)
+
+
+def _rest_of_line(stream: IO[bytes]) -> int:
+    """Bytes of a line that is not wanted, its newline among them."""
+    size = 0
+    while data := stream.readline(READ_BYTES):
+        size += len(data)
+        if data.endswith(b"\n"):
+            break
+    return size
 
 
 def _whole(data: bytes) -> Document | Problem:
@@ -162,7 +245,7 @@ def _whole(data: bytes) -> Document | Problem:
         return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the file)")
 
 
-def _from_json(data: bytes, line: int, text_field: str) -> Document | Problem:
+def _from_json(data: bytes, line: int, text_field: str, id_field: str) -> Document | Problem:
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as error:
@@ -179,6 +262,6 @@ def _from_json(data: bytes, line: int, text_field: str) -> Document | Problem:
     if not isinstance(text, str):
         return Problem(line, f"field {text_field!r} is {type(text).__name__}, not a string")
     try:
-        return Document(text, text.encode(), line)
+        return Document(text, text.encode(), line, value.get(id_field) if id_field else None)
     except UnicodeEncodeError as error:
         return Problem(line, f"field {text_field!r} is not Unicode text: {error.reason}")

@@ -13,8 +13,9 @@ from data_prep.begin import write_once
 from data_prep.blend import BlendOrder
 from data_prep.manifest import BlendEntry, InputEntry, Manifest, SetAside, ShardEntry
 from data_prep.shard import read_shard_record, shard_path
-from data_prep.shuffle import Order, read_token_set
-from data_prep.tokenize import TokenPlan
+from data_prep.shuffle import Order
+from data_prep.token_plan import TokenPlan
+from data_prep.token_set import read_token_set
 from optimus import files
 from optimus.errors import DataError
 

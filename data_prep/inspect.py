@@ -11,11 +11,11 @@ import numpy as np
 from data_prep import layout
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.manifest import read_manifest
-from data_prep.permutation import Permutation
+from data_prep.permutation import MAX_SEED, Permutation
 from data_prep.reader import ShardReader
 from data_prep.shuffle import Order
 from data_prep.token_arrays import read_docs
-from data_prep.tokenize import read_plan
+from data_prep.token_plan import read_plan
 from data_prep.tokenizer import open_tokenizer
 from optimus.errors import ConfigError
 
@@ -36,19 +36,23 @@ class Segment:
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
     """Instance `number` (they run on through epochs): ids, text, place and sources.
 
-    Raises DataError for a damaged data set, ConfigError for a negative number.
+    Raises DataError for a damaged data set, ConfigError for a number that there is none of.
     """
     if number < 0:
         raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
     manifest, order = read_manifest(dataset), read_any_order(dataset)
+    if manifest.num_instances == 0:
+        raise ConfigError(f"instance {number} does not exist; {dataset} has none")
     epoch, place = divmod(number, manifest.num_instances)
+    if epoch > MAX_SEED:
+        raise ConfigError(f"instance {number} lies beyond the last epoch, number {MAX_SEED}")
     row = place
     if epoch > 0:
         permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
         row = int(permutation.apply(np.array([place]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0].tolist()
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    tokenizer = open_tokenizer(dataset / layout.TOKENIZER)
+    tokenizer = open_tokenizer(layout.tokenizer_file(dataset))
     return {
         "instance": number,
         "epoch": epoch,
@@ -71,7 +75,7 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[Seg
     segments: list[Segment] = []
     while position < end:
         unit = int(np.searchsorted(starts, position, side="right")) - 1
-        docs = read_docs(tokens_dir, unit)
+        docs = read_docs(tokens_dir, unit, order.units[unit].docs_xxh3)
         offset = position - int(starts[unit])
         index = int(np.searchsorted(docs[:, 0], offset, side="right"))
         doc_end, source_file, line = (int(value) for value in docs[index])

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Version of every file format written here; readers refuse any other."""
+PLAN_VERSION = 2
+"""Of plans, and of the sidecars of their units, that use what version 1 has no words for."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
 SET_ASIDE = "quarantine.jsonl"
 TOKENS_DIR = "tokens"
 SHARDS_DIR = "shards"
@@ -31,6 +34,15 @@ EVAL_DIR = "eval"
 
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """A data set's copy of its tokenizer, called by its kind.
+
+    A sentencepiece model in a data set of an earlier version is called `tokenizer.json` too.
+    """
+    file, model = folder / TOKENIZER, folder / SENTENCEPIECE
+    return model if model.exists() and not file.exists() else file
 
 
 def unit_name(unit: int) -> str:
@@ -63,7 +75,7 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     Written here and not by numpy, whose padding may change between versions: the bytes of our
     files must not.
     """
-    code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}[dtype]
+    code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8", "uint8": "|u1"}[dtype]
     text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {shape!r}, }}"
     length = HEADER_BYTES - 10
     assert len(text) < length, text
@@ -75,7 +87,9 @@ def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
     files.write_bytes(path, files.checked_json(value))
 
 
-def read_checked_json(path: str | os.PathLike, *forms: str) -> dict[str, Any]:
+def read_checked_json(
+    path: str | os.PathLike, *forms: str, newest: int = VERSION
+) -> dict[str, Any]:
     """What `write_checked_json` wrote, if every byte is as written and its `format` is of `forms`.
 
     Raises DataError naming the file when it is missing, damaged, or of another format or version.
@@ -86,9 +100,9 @@ def read_checked_json(path: str | os.PathLike, *forms: str) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
-    if value.get("format") not in forms or value.get("version") != VERSION:
+    if value.get("format") not in forms or value.get("version") not in range(1, newest + 1):
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "
-            f"this program reads {forms[0]} version {VERSION}"
+            f"this program reads {forms[0]} version {newest}"
         )
     return value

@@ -46,6 +46,13 @@ def fraction(text: str) -> float:
     return value
 
 
+def folder(text: str) -> str:
+    """The name of a directory, which an empty one, the working directory to many, is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
+    return text
+
+
 def size(text: str) -> int:
     """Bytes of `2GB`, `512MiB`, `4096`."""
     upper = text.strip().upper()
@@ -70,7 +77,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="files, directories or quoted globs (** crosses directories): text and source files "
         "(a document each), .jsonl, .jsonl.gz, .jsonl.zst (a document a line), .parquet (a row); "
-        "@FILE: the inputs that FILE lists, one a line",
+        "below directories, names that begin with a dot are left out, and counted; a link to "
+        "nothing is an error; @FILE: the inputs that FILE lists, one a line, behind a # a comment",
     )
     parser.add_argument(
         "--exclude",
@@ -101,12 +109,19 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
     )
+    _add_eval_fraction(parser)
     parser.add_argument(
-        "--eval-fraction",
-        type=fraction,
-        default=0.0,
-        metavar="F",
-        help="hold out this share of the documents, into OUT/eval (0)",
+        "--id-field",
+        default="id",
+        metavar="NAME",
+        help="field of a document's id in JSON lines and tables, which no two may share; one "
+        "without it is fine; '': ids may be anything (id)",
+    )
+    parser.add_argument(
+        "--max-document",
+        type=size,
+        metavar="SIZE",
+        help="a document above it cannot be used: --on-error says what happens (any size)",
     )
     parser.add_argument(
         "--unit-size",
@@ -139,11 +154,24 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
     )
+    _add_eval_fraction(parser)
+
+
+def _add_eval_fraction(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--eval-fraction",
+        type=fraction,
+        default=0.0,
+        metavar="F",
+        help="hold out this share of the documents, into OUT/eval (0)",
+    )
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Where output goes."""
-    parser.add_argument("--out", required=True, metavar="DIR", help="the output directory")
+    parser.add_argument(
+        "--out", required=True, type=folder, metavar="DIR", help="the output directory"
+    )
 
 
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
@@ -180,13 +208,13 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """How much memory sharding takes."""
+    """How much memory work takes."""
     parser.add_argument(
         "--memory",
         type=size,
-        default=2 * 10**9,
         metavar="SIZE",
-        help="limit for sharding, all processes of this rank together (2GB)",
+        help="limit for all processes of this rank together (to tokenize half of the machine's "
+        "memory, at least 2GB; to shard 2GB, or 135MB a worker)",
     )
 
 
@@ -195,8 +223,9 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="remove the token arrays when the shards stand: half the disk, but another context "
-        "or seed then needs tokenizing again",
+        help="keep the token arrays packed until the shards stand, then remove them: about three "
+        "quarters of the bytes written, half of them kept; another context or seed then needs "
+        "tokenizing again",
     )
 
 

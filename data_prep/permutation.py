@@ -7,7 +7,7 @@ modulo 2^64. Specification and test vectors: docs/formats/dataset.md, "Permutati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,49 +44,37 @@ class Permutation:
         bits = max(2, (n - 1).bit_length())
         self._left_bits = bits // 2
         self._right_bits = bits - bits // 2
-        self._keys = [np.uint64(key) for key in round_keys(seed, epoch)]
+        self._rounds = [(r, np.uint64(key)) for r, key in enumerate(round_keys(seed, epoch))]
 
     def apply(self, places: np.ndarray) -> np.ndarray:
         """Images of `places` (any integer dtype, every one in [0, n)) as int64."""
-        return self._walk(places, self._feistel)
+        return self._walk(places, self._rounds)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
         """The places whose images these are: inverse(apply(i)) == i."""
-        return self._walk(images, self._unfeistel)
+        return self._walk(images, self._rounds[::-1])
 
-    def _walk(self, places: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def _walk(self, places: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
         places = np.asarray(places)
         out = np.empty(places.shape, np.int64)
         for begin in range(0, len(places), _CHUNK):
-            chunk = step(places[begin : begin + _CHUNK].astype(np.uint64))
+            chunk = self._feistel(places[begin : begin + _CHUNK].astype(np.uint64), rounds)
             outside = np.flatnonzero(chunk >= self.n)
             while outside.size:
-                again = step(chunk[outside])
+                again = self._feistel(chunk[outside], rounds)
                 chunk[outside] = again
                 outside = outside[again >= self.n]
             out[begin : begin + _CHUNK] = chunk
         return out
 
-    def _feistel(self, value: np.ndarray) -> np.ndarray:
+    def _feistel(self, value: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
+        """The network; with its rounds in reverse, which undo themselves, its inverse."""
         right_bits = np.uint64(self._right_bits)
         left_drop = np.uint64(64 - self._left_bits)
         right_drop = np.uint64(64 - self._right_bits)
         left = value >> right_bits
         right = value & np.uint64((1 << self._right_bits) - 1)
-        for r, key in enumerate(self._keys):
-            if r % 2 == 0:
-                left ^= _mix64(right + key) >> left_drop
-            else:
-                right ^= _mix64(left + key) >> right_drop
-        return (left << right_bits) | right
-
-    def _unfeistel(self, value: np.ndarray) -> np.ndarray:
-        right_bits = np.uint64(self._right_bits)
-        left_drop = np.uint64(64 - self._left_bits)
-        right_drop = np.uint64(64 - self._right_bits)
-        left = value >> right_bits
-        right = value & np.uint64((1 << self._right_bits) - 1)
-        for r, key in reversed(list(enumerate(self._keys))):
+        for r, key in rounds:
             if r % 2 == 0:
                 left ^= _mix64(right + key) >> left_drop
             else:

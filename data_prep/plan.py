@@ -6,18 +6,22 @@ machine now. Counts are usually within some per cent where inputs are alike.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep import layout
-from data_prep.documents import DamagedFile, Document, InputReader
-from data_prep.progress import short
+from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.packed import packed_share, require_zstd
+from data_prep.progress import say, short
 from data_prep.run import ShuffleRequest, TokenizeRequest
 from data_prep.shard import divide_memory
 from data_prep.shuffle import rows_of_shard
@@ -34,7 +38,8 @@ _SAMPLE_DISK_BYTES = 8 << 20
 """Read of each, to learn how much text its bytes hold."""
 _LARGEST_WHOLE = 64 << 20
 """A text file is one document and read whole: larger ones are not sampled."""
-_DOC_BYTES = 24
+_DOC_BYTES = 40
+"""Its row, 24, and the hash of its id."""
 _PROBE_BYTES = 32 << 20
 
 
@@ -49,6 +54,10 @@ class Sample:
     encoded_bytes: int = 0
     encode_s: float = 0.0
     """CPU seconds of encoding `encoded_bytes`."""
+    ids: list[np.ndarray] = field(default_factory=list)
+    """Of some of the encoded text, uint32."""
+    problem: str = ""
+    """The first that was met."""
 
 
 def estimate(
@@ -63,7 +72,7 @@ def estimate(
     """Counts, bytes and seconds of `run`, and whether the disk holds it. Raises as `run` does."""
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    inputs = find_inputs(request.inputs, request.exclude, request.out)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, say)
     shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
     sample = take_sample(inputs, request.text_field, str(tokenizer))
     input_bytes = sum(file.size for file in inputs)
@@ -71,15 +80,18 @@ def estimate(
     tokens = round(sample.tokens) + documents
     units = len(group_units(inputs, request.unit_bytes))
     tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
-    instances = max(0, tokens - tails) // shuffle.context
+    held_out = round(tokens * request.eval_fraction)
+    instances = max(0, tokens - held_out - tails) // shuffle.context
+    eval_instances = held_out // shuffle.context
     dtype = layout.dtype_name(facts.vocab_size)
     row_bytes = shuffle.context * layout.little_endian(dtype).itemsize
     rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
     token_bytes = tokens * layout.little_endian(dtype).itemsize
-    shard_bytes, docs_bytes = instances * row_bytes, documents * _DOC_BYTES
+    shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
     if strategy == "auto":
         strategy = "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
-    peak = token_bytes + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
+    waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
+    peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     place = _nearest(request.out)
     written_per_s = _write_speed(place)
@@ -95,6 +107,7 @@ def estimate(
         "documents": documents,
         "tokens": tokens,
         "instances": instances,
+        "eval_instances": eval_instances,
         "shards": -(-instances // rows),
         "dtype": dtype,
         "strategy": strategy,
@@ -109,6 +122,13 @@ def estimate(
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
+
+
+def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
+    """What token arrays of so many bytes take while they wait packed."""
+    require_zstd()
+    ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
+    return round(token_bytes * packed_share(ids)) if len(ids) else 0
 
 
 def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
@@ -129,12 +149,19 @@ def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) ->
         for first, stop in itertools.pairwise(edges):
             _sample_stratum(alike[first:stop], text_field, tokenizer, sample)
     if not sample.encoded_bytes:
-        raise DataError(f"nothing of {len(inputs)} inputs can be sampled; are they all too large?")
+        raise DataError(f"nothing of {len(inputs)} inputs can be sampled: {_why(known, sample)}")
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
     sample.text_bytes *= left_out
     sample.tokens *= left_out
     sample.documents *= len(inputs) / len(known) if left_out > 1 else 1
     return sample
+
+
+def _why(known: Sequence[InputFile], sample: Sample) -> str:
+    """Why a sample is empty."""
+    if not known:
+        return f"they are texts of more than {_LARGEST_WHOLE >> 20} MiB, which are not read here"
+    return sample.problem or "what was read of them holds no text"
 
 
 def _sample_stratum(
@@ -152,18 +179,23 @@ def _sample_stratum(
     try:
         for item in InputReader(file, text_field, advance):
             if not isinstance(item, Document):
+                assert isinstance(item, Problem)
+                sample.problem = sample.problem or f"{file.name}:{item.line}: {item.reason}"
                 continue
             documents += 1
             text += len(item.data)
             if encoded < _SAMPLE_TEXT_BYTES:
                 start = time.process_time()
-                tokens += sum(len(ids) for ids in encoder.encode([item.text]))
+                ids = encoder.encode([item.text])[0]
+                tokens += len(ids)
                 sample.encode_s += time.process_time() - start
                 encoded += len(item.data)
+                sample.ids.append(ids)
             if read >= _SAMPLE_DISK_BYTES:
                 break
-    except DamagedFile:
-        pass  # the run will say so
+    except DamagedFile as error:  # the run will say so
+        problem = error.problem
+        sample.problem = sample.problem or f"{file.name}:{problem.line}: {problem.reason}"
     scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
     sample.documents += documents * (len(stratum) if read >= file.size else scale)
     sample.text_bytes += text * scale
@@ -193,7 +225,8 @@ def _write_speed(place: Path) -> float | None:
     except OSError:
         return None
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def describe(value: dict[str, Any]) -> list[str]:
@@ -205,7 +238,8 @@ def describe(value: dict[str, Any]) -> list[str]:
         f"input   {value['inputs']:,} files, {short(value['input_bytes'])}B, in {value['units']:,} "
         f"units; about {short(value['documents'])} documents, {short(value['tokens'])} tokens",
         f"output  about {short(value['instances'])} instances in {value['shards']:,} shards "
-        f"({value['dtype']})",
+        f"({value['dtype']})"
+        + (f", {short(value['eval_instances'])} held out" if value["eval_instances"] else ""),
         f"disk    {peak}B at most, {short(value['disk_final_bytes'])}B at the end, {free}B free: "
         f"{verdict}",
         f"memory  {short(value['memory_bytes'])}B at most while sharding, by --memory",

@@ -21,6 +21,11 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def say(line: str) -> None:
+    """A line for people, on standard error."""
+    print(f"optimus-data: {line}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Counts up to `total` of `unit` on standard error. A context manager."""
 

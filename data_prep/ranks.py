@@ -5,19 +5,24 @@ visible to the others some time. Not relied on: locks, clocks, messages, or that
 Every item of work is idempotent: done twice, it is the same bytes under the same name.
 
 A rank does its own share, then waits for the others. Once nothing of theirs has moved for
-`patience_s` to twice that, it does missing items itself: whoever is left completes the work.
+`patience_s` to twice that, it does missing items itself: whoever is left completes the work. A rank
+that ends in error says so (data_prep.peers), and the others stop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import heapq
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus.errors import DataError
+from data_prep.peers import Peers
+from data_prep.progress import say
+from optimus.errors import DataError, LostPeerError
 
 PATIENCE_S = 120.0
 """Default of `--patience`: longer than file systems take to show another machine's files."""
@@ -34,6 +39,18 @@ class Team:
     rank: int = 0
     world: int = 1
     patience_s: float = PATIENCE_S
+    peers: Peers | None = None
+    """Tells of ranks that failed; set by `together`."""
+
+    def check(self) -> None:
+        """Raises LostPeerError where another rank failed."""
+        if self.peers is not None:
+            self.peers.check()
+
+    def say(self, line: str) -> None:
+        """A line that one rank says for all."""
+        if self.rank == 0:
+            say(line)
 
     def label(self, text: str) -> str:
         """`text` for a line of progress, with the rank where there are several."""
@@ -41,6 +58,26 @@ class Team:
 
 
 ALONE = Team()
+
+
+@contextlib.contextmanager
+def together(team: Team, out: Path) -> Iterator[Team]:
+    """The team for a command that writes to `out`, in which an error of one rank reaches all.
+
+    The others finish their share, which is never in vain, and stop instead of waiting.
+    """
+    if team.world == 1 or team.peers is not None:
+        yield team
+        return
+    peers = Peers(out)
+    try:
+        yield dataclasses.replace(team, peers=peers)
+    except LostPeerError:  # it has been told
+        raise
+    except Exception as error:
+        peers.tell(team.rank, error)
+        raise
+    peers.forget_old()
 
 
 def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
@@ -88,6 +125,7 @@ def _complete(
     left, sign, since = missing(), None, time.monotonic()
     while left:
         mine: list[int] = []
+        team.check()
         if time.monotonic() - since < team.patience_s:
             time.sleep(poll_s)
         elif sign != (sign := growth(folder)):  # looked at once in a while: it asks for many files
@@ -127,6 +165,7 @@ def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], None]) -> No
     poll_s = min(max(_POLL_S[0], team.world / _RANKS_PER_POLL_S), _POLL_S[1])
     since = time.monotonic()
     while not done():
+        team.check()
         if time.monotonic() - since >= team.patience_s:
             do()
             return

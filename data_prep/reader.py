@@ -46,13 +46,19 @@ class ShardReader:
             out[place : place + count] = self._shard(shard)[offset : offset + count]
             place += count
 
-    def pick_into(self, out: np.ndarray, rows: np.ndarray) -> None:
-        """Fill `out` [n, C] with rows int64 [n] in the order given; read in ascending order."""
+    def pick_into(
+        self, out: np.ndarray, rows: np.ndarray, places: np.ndarray | None = None
+    ) -> None:
+        """out[places[i]] (or out[i]) = row rows[i] for all i; both int64 [n], `out` [_, C].
+
+        Rows are read in ascending order. The loop is lean: a row costs little more than its copy.
+        """
         order = np.argsort(rows)
         shards, offsets = np.divmod(rows[order], self._manifest.instances_per_shard)
+        into = order if places is None else places[order]
         opened, view = -1, np.empty((0, 0), self._dtype)
         for place, shard, offset in zip(
-            order.tolist(), shards.tolist(), offsets.tolist(), strict=True
+            into.tolist(), shards.tolist(), offsets.tolist(), strict=True
         ):
             if shard != opened:
                 opened, view = shard, self._shard(shard)

@@ -6,24 +6,37 @@ ends with the same bytes.
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.begin import begin, write_once
+from data_prep.begin import begin, check_tokenizer, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
+from data_prep.compare_ids import drop_duplicates
 from data_prep.finish import finish
-from data_prep.fused import mark_removed, remove_arrays, removed, require_arrays, take_back
+from data_prep.fused import (
+    check_arrays,
+    mark_removed,
+    remove_arrays,
+    removed,
+    require_arrays,
+    take_back,
+)
+from data_prep.limits import Limits, bytes_for, default_bytes
+from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
-from data_prep.ranks import ALONE, Team, do_together, share, wait_for
-from data_prep.shard import divide_memory, read_shard_record, shard_all
+from data_prep.packed import require_zstd
+from data_prep.progress import say
+from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
+from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
-from data_prep.sources import UNIT_BYTES, find_inputs, require_file
-from data_prep.tokenize import TokenizeWork, check_inputs, is_complete, make_plan, tokenize_all
-from data_prep.tokenizer import read_facts
+from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
+from data_prep.token_plan import TokenPlan, make_plan, read_plan
+from data_prep.tokenize import check_inputs, missing_units, tokenize_all
+from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError
@@ -43,6 +56,10 @@ class TokenizeRequest:
     eval_fraction: float = 0.0
     unit_bytes: int = UNIT_BYTES
     quarantine: bool = False
+    memory_bytes: int | None = None
+    """None: half of the machine's."""
+    max_document: int | None = None
+    id_field: str = "id"
 
 
 @dataclass(frozen=True)
@@ -77,10 +94,24 @@ def prepare(
     Raises DataError and ConfigError.
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    memory_of(request, require_file(request.tokenizer, "--tokenizer"))
+    if fused:
+        require_zstd()
+    with together(team, request.out) as team:
+        return _prepare(request, shuffle_request, shard_request, fused, team)
+
+
+def _prepare(
+    request: TokenizeRequest,
+    shuffle_request: ShuffleRequest,
+    shard_request: ShardRequest,
+    fused: bool,
+    team: Team,
+) -> list[Manifest]:
     manifests = find_finished(request, shuffle_request, team)
     if not manifests:
         try:
-            tokenize(request, team)
+            tokenize(request, team, packed=fused)
             shuffle(request.out, request.out, shuffle_request, team)
             manifests = shard(request.out, shard_request, team)
         except DataError:  # or did the others finish, and remove what was read here?
@@ -92,33 +123,67 @@ def prepare(
     return manifests
 
 
-def tokenize(request: TokenizeRequest, team: Team = ALONE) -> None:
-    """Token arrays of all inputs under request.out. Raises DataError and ConfigError."""
+def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
+    """Token arrays of all inputs under request.out, `packed` or as they are to stay.
+
+    Raises DataError and ConfigError.
+    """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    inputs = find_inputs(request.inputs, request.exclude, request.out)
-    plan = make_plan(inputs, facts, request.text_field, request.eval_fraction, request.unit_bytes)
-    with working_in(request.out, team.rank):
-        work = begin(request.out, tokenizer, plan, request.quarantine)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    plan = plan_of(request, facts, inputs)
+    workers, limits = memory_of(request, tokenizer)
+    if workers < request.workers:
+        enough = bytes_for(request.workers, tokenizer)
+        label, memory = team.label("tokenize"), request.memory_bytes or default_bytes()
+        say(fewer_workers(label, memory, workers, request.workers, enough))
+    with working_in(request.out, team.rank), together(team, request.out) as team:
+        work = begin(request.out, tokenizer, plan, request.quarantine, limits)
+        work = dataclasses.replace(work, packed=packed)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
         do_together(
             team,
             sizes,
-            lambda units: tokenize_all(work, request.workers, units, label),
-            lambda: _missing_units(work, deep=team.rank == 0),
+            lambda units: tokenize_all(work, workers, units, label),
+            lambda: missing_units(work, deep=team.rank == 0),
             request.out / layout.TOKENS_DIR,
-            request.workers,
+            workers,
         )
+        if plan.id_field:
+            drop_duplicates(work, workers, team)
 
 
-def _missing_units(work: TokenizeWork, deep: bool) -> list[int]:
-    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
-    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
-    there = set(os.listdir(folder))
-    units = range(len(work.plan.units))
-    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    return [unit for unit in units if not is_complete(work, unit)] if deep and not left else left
+def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
+    """Workers at once, and what a document may take. Raises ConfigError for too little."""
+    return memory_to_tokenize(
+        request.memory_bytes, request.workers, tokenizer, request.max_document
+    )
+
+
+def plan_of(
+    request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
+) -> TokenPlan:
+    """The plan of what was asked for."""
+    return make_plan(
+        inputs,
+        facts,
+        request.text_field,
+        request.eval_fraction,
+        request.unit_bytes,
+        id_field=_id_field(request),
+        max_document=request.max_document,
+    )
+
+
+def _id_field(request: TokenizeRequest) -> str:
+    """As asked for; nothing where token arrays were begun before ids were looked at."""
+    tokens_dir = request.out / layout.TOKENS_DIR
+    if (tokens_dir / layout.PLAN).exists():
+        then = read_plan(tokens_dir)
+        if not (then.id_field or then.max_document):
+            return ""
+    return request.id_field
 
 
 def data_sets(out: Path) -> list[Path]:
@@ -134,24 +199,28 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     all. Raises DataError where the training part has no instance, or `target` already has another
     order.
     """
-    with working_in(target, team.rank):
+    if not (source / layout.TOKENS_DIR / layout.PLAN).exists():
+        raise DataError(f"{source} has no token arrays; give what tokenize, run or import wrote")
+    with working_in(target, team.rank), together(team, target) as team:
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
-        for part, place in parts:
+        for part, _ in parts:
             require_arrays(part / layout.TOKENS_DIR)
-            place.mkdir(exist_ok=True)
 
         def done() -> bool:
             return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
 
         def do() -> None:
-            for part, place in parts:
-                _shuffle_part(part, place, request, held_out=part != source)
+            orders = [_order_of(*pair, request, held_out=pair[0] != source) for pair in parts]
+            for (part, place), order in zip(parts, orders, strict=True):  # before any write
+                check_order(place, order, layout.tokenizer_file(part))
+            for (part, place), order in zip(parts, orders, strict=True):
+                write_order(place, order, layout.tokenizer_file(part))
 
         wait_for(team, done, do)
         return [_as_asked(place, request, held_out=part != source) for part, place in parts]
 
 
-def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> None:
+def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> Order:
     order = make_order(
         part / layout.TOKENS_DIR,
         place,
@@ -166,9 +235,7 @@ def _shuffle_part(part: Path, place: Path, request: ShuffleRequest, held_out: bo
             f"{part}: {tokens} tokens in {len(order.units)} arrays make no instance of "
             f"{request.context}; give more text, a smaller --context or --carry-tails"
         )
-    if place != part:
-        write_once(place / layout.TOKENIZER, (part / layout.TOKENIZER).read_bytes())
-    settle_order(place, order)
+    return order
 
 
 def _follows(place: Path, tokens_dir: Path) -> bool:
@@ -194,32 +261,55 @@ def _as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
         ("instances_per_shard", length),
     ):
         if getattr(order, key) != now:
-            raise DataError(_another_order(place, key, getattr(order, key), now))
+            raise DataError(_another_order(place, key, getattr(order, key), now, order))
     return order
 
 
-def _another_order(place: Path, key: str, then: object, now: object) -> str:
+def _another_order(
+    place: Path, key: str, then: object, now: object, order: Order | BlendOrder
+) -> str:
+    if isinstance(order, BlendOrder):
+        return f"{place} is a blend with {key} = {then}, now {now}; choose another --out"
     return (
         f"{place} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
         "goes elsewhere: optimus-data shuffle OUT --to NEW"
     )
 
 
-def settle_order(dataset: Path, order: Order | BlendOrder) -> None:
-    """Write the order of a data set, or find it there. Raises DataError where there is another."""
+def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
+    """Raises DataError where `dataset` holds other work than this order. Touches nothing."""
     path = dataset / layout.ORDER
     if not path.exists():
-        layout.write_checked_json(path, order.to_json())
+        own = dataset / layout.TOKENS_DIR / layout.PLAN
+        if own.exists() and layout.TOKENS_DIR not in [one.tokens_dir for one in order.sources]:
+            raise DataError(f"{dataset} has token arrays of its own; choose another output")
+        check_tokenizer(tokenizer, dataset)
         return
-    old, new = read_any_order(dataset).to_json(), order.to_json()
-    for key, then in old.items():
-        if then == new.get(key):
+    then = read_any_order(dataset)
+    old, new = then.to_json(), order.to_json()
+    if old["format"] != new["format"]:
+        held = "a blend" if isinstance(then, BlendOrder) else "another data set, no blend"
+        raise DataError(f"{dataset} holds {held}; choose another output")
+    for key, value in old.items():
+        if value == new.get(key):
             continue
+        if key in ("part", "plan", "tokens_dir"):
+            raise DataError(f"{dataset} was made of other token arrays; choose another output")
         if key == "units":
             raise DataError(f"{path}: the token arrays are not those that were shuffled; remove it")
-        if isinstance(then, list):
-            raise DataError(f"{path}: is another blend of other sources; choose another --out")
-        raise DataError(_another_order(dataset, key, then, new.get(key)))
+        if key == "blended":
+            raise DataError(
+                f"{dataset} is a blend of other sources or shares; choose another --out"
+            )
+        raise DataError(_another_order(dataset, key, value, new.get(key), then))
+
+
+def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
+    """Write an order that `check_order` allows, and a copy of the tokenizer beside it."""
+    dataset.mkdir(exist_ok=True)
+    if not (dataset / layout.ORDER).exists():
+        layout.write_checked_json(dataset / layout.ORDER, order.to_json())
+    copy_tokenizer(tokenizer, dataset)
 
 
 def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
@@ -228,7 +318,7 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
     manifests = []
-    with working_in(out, team.rank):
+    with working_in(out, team.rank), together(team, out) as team:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
                 manifests.insert(0, _shard_part(dataset, request, team))
@@ -256,9 +346,13 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
 def drop_arrays(out: Path) -> None:
     """`--fused`: remove the token arrays of a finished data set, all marked before the first goes.
 
-    The training part's mark, which is looked for, is written first and taken back last.
+    The training part's mark, which is looked for, is written first and taken back last. Raises
+    DataError where an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
+    for folder in folders:
+        if not removed(folder):
+            check_arrays(folder)
     for folder in folders:
         mark_removed(folder)
     for folder in folders:
@@ -277,13 +371,8 @@ def find_finished(
     if not removed(out / layout.TOKENS_DIR):
         return []
     tokenizer = require_file(request.tokenizer, "--tokenizer")
-    plan = make_plan(
-        find_inputs(request.inputs, request.exclude, out),
-        read_facts(tokenizer, request.eos),
-        request.text_field,
-        request.eval_fraction,
-        request.unit_bytes,
-    )
+    inputs = find_inputs(request.inputs, request.exclude, out)
+    plan = plan_of(request, read_facts(tokenizer, request.eos), inputs)
     with working_in(out, team.rank):
         work = begin(out, tokenizer, plan, request.quarantine)
         places = data_sets(out)

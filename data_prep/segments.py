@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from data_prep.layout import unit_name
 from optimus import files
 
@@ -34,13 +36,13 @@ class Segments:
     def _path(self, number: int) -> Path:
         return self._dir / f"{unit_name(self._unit)}.part-{number:04d}"
 
-    def read(self) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    def read(self) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
         """State and blobs of each whole checkpoint, in order; `save` goes on behind the last."""
         while (found := self._read(self._next)) is not None:
             self._next += 1
             yield found
 
-    def _read(self, number: int) -> tuple[dict[str, Any], list[bytes]] | None:
+    def _read(self, number: int) -> tuple[dict[str, Any], list[memoryview]] | None:
         try:
             data = self._path(number).read_bytes()
         except FileNotFoundError:
@@ -54,7 +56,7 @@ class Segments:
             return None
         blobs, start = [], 8 + size
         for length in head["blobs"]:
-            blobs.append(bytes(body[start : start + length]))
+            blobs.append(body[start : start + length])
             start += length
         return head["state"], blobs
 
@@ -63,15 +65,21 @@ class Segments:
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
         text = json.dumps(head).encode()
-        data = b"".join([len(text).to_bytes(8, "little"), text, *blobs])
-        files.write_bytes(self._path(self._next), data + files.xxh3_bytes(data).encode())
+        digest = xxhash.xxh3_64()
+        with files.atomic_writer(self._path(self._next)) as file:
+            for piece in (len(text).to_bytes(8, "little"), text, *blobs):
+                digest.update(piece)
+                file.write(piece)
+            file.write(digest.hexdigest().encode())
         self._next += 1
 
     def remove(self) -> None:
-        """Forget every checkpoint."""
-        number = 0
-        while number < self._next or self._path(number).exists():
+        """Forget every checkpoint, the last first: a kill leaves no gap that hides the rest."""
+        number = self._next
+        while self._path(number).exists():
+            number += 1
+        while number > 0:
+            number -= 1
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(number))
-            number += 1
         self._next = 0

@@ -19,13 +19,14 @@ import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder
-from data_prep.bucket import Spill, SpillReader, open_spill, spill_all
+from data_prep.bucket import Spill, SpillReader, open_spill, rows_of_run, spill_all
 from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
 from data_prep.pool import run_jobs
-from data_prep.progress import Progress
+from data_prep.progress import Progress, say
 from data_prep.ranks import ALONE, Team, do_together
 from data_prep.shuffle import Order
 from data_prep.strategy import choose_strategy
+from data_prep.strategy import memory_bytes as physical_memory
 from optimus import files
 from optimus.errors import ConfigError, DataError
 
@@ -33,6 +34,8 @@ FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
 """What a process needs before it holds any data: the interpreter, numpy and its indices."""
 _LEAST_BLOCK_BYTES = 4 << 20
+_GOOD_BLOCK_BYTES = 28 << 20
+"""Of a worker, where memory is not scarce."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,24 @@ def divide_memory(memory_bytes: int, workers: int) -> tuple[int, int]:
     )
 
 
+def memory_for(workers: int) -> int:
+    """What sharding takes at most if `--memory` does not say: 2 GB, or what all workers need.
+
+    It depends on the workers alone, so that ranks agree on the size of runs; half of the machine's
+    memory bounds it.
+    """
+    wanted = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
+    return max(2 * 10**9, min(wanted, physical_memory() // 2))
+
+
+def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
+    """The line that says how many workers `--memory` leaves."""
+    return (
+        f"{step}: {workers} of {asked} workers, for more do not fit in --memory "
+        f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
+    )
+
+
 def shard_all(
     dataset: Path,
     order: Order | BlendOrder,
@@ -86,7 +107,10 @@ def shard_all(
 
     `strategy` is one of data_prep.strategy.STRATEGIES. Several ranks share the work.
     """
-    workers, block_bytes = divide_memory(memory_bytes, workers)
+    asked = workers
+    workers, block_bytes = divide_memory(memory_bytes, asked)
+    if workers < asked:
+        say(fewer_workers(team.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
     (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     work = ShardWork(dataset, order, order_xxh3, block_bytes)
@@ -102,7 +126,10 @@ def shard_all(
 def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
     dataset, order = work.dataset, work.order
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
-    if _missing(work, deep=True) and choose_strategy(dataset, order, strategy, team) == "bucket":
+    run_rows = rows_of_run(order, work.block_bytes)
+    if _missing(work, deep=True) and (
+        choose_strategy(dataset, order, strategy, team, run_rows) == "bucket"
+    ):
         spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
         spill_all(spill, workers, team)
         work = dataclasses.replace(work, spill=spill)

@@ -18,8 +18,7 @@ import numpy as np
 
 from data_prep import layout
 from data_prep.permutation import ALGORITHM, Permutation
-from data_prep.tokenize import TokenPlan, read_plan, read_unit
-from optimus import files
+from data_prep.token_set import read_token_set
 
 FORM = "optimus-order"
 
@@ -128,14 +127,6 @@ def default_shard_bytes(num_instances: int, row_bytes: int) -> int:
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
     """Rows of every shard but the last; `shard_bytes` 0 stands for `default_shard_bytes`."""
     return max(1, (shard_bytes or default_shard_bytes(num_instances, row_bytes)) // row_bytes)
-
-
-def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:
-    """Plan, hash of the plan and sidecars of a complete set of token arrays, else DataError."""
-    plan = read_plan(tokens_dir)
-    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
-    records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
-    return plan, plan_xxh3, records
 
 
 def make_order(

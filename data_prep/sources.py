@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import glob
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
+from data_prep.expand import Told, expand
 from optimus.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -27,8 +28,11 @@ _JSON_LINES = (
     *(".jsonl", ".ndjson"),
     *(kind + packing for kind in (".json", ".jsonl", ".ndjson") for packing in (".gz", ".zst")),
 )
+_COMMENT = re.compile(r"(^|\s)#.*")
 _REFUSED = {
     ".json": "rename it to .jsonl if it holds one JSON object a line",
+    ".parquet.gz": "unpack it first (parquet packs its own columns)",
+    ".parquet.zst": "unpack it first (parquet packs its own columns)",
     ".tar.zst": "unpack it first",
     ".tzst": "unpack it first",
     ".bz2": "unpack it with bunzip2 first",
@@ -49,35 +53,69 @@ class InputFile:
 
 
 def find_inputs(
-    patterns: Sequence[str], exclude: Sequence[str] = (), out: str | os.PathLike | None = None
+    patterns: Sequence[str],
+    exclude: Sequence[str] = (),
+    out: str | os.PathLike | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[InputFile, ...]:
     """Every file that `patterns` name and `exclude` does not, once, sorted by name.
 
     A pattern is a file, a directory (all files below it) or a glob, in which `**` crosses
-    directories and names that begin with a dot are left out. `@FILE` stands for the patterns in
-    FILE, one a line, without empty ones and those that begin with #. `exclude` patterns are
-    matched against whole names, and their `*` crosses directories. Links are followed; a file that
-    several names reach counts once, under the shortest path. Files below `out`, our own output, are
-    no input. Raises DataError for a pattern that matches nothing and for a kind of file that is not
-    read yet.
+    directories. Below a directory and a `**`, names that begin with a dot are left out; `say` is
+    told how many. `@FILE` stands for the patterns in FILE, one a line, as `_listed` reads it.
+    `exclude` patterns are matched against whole names, and their `*` crosses directories. Links are
+    followed; a file that several names reach counts once, under the shortest path. Files below
+    `out`, our own output, are no input. Raises DataError for a pattern that matches nothing, a link
+    to nothing, a directory that may not be read, and a kind of file that is not read yet.
     """
+
+    def unread(folder: str, why: str) -> None:
+        if not (_matches(os.path.join(folder, ""), exclude) or _below(folder, out)):
+            raise DataError(f"{folder}: cannot be read: {why}; mend it, or --exclude '{folder}/*'")
+
+    hidden: list[str] = []
     names: set[str] = set()
     for pattern in _with_lists(patterns):
-        found = {name for name in _expand(pattern) if os.path.isfile(name)}
-        if not found:
+        found = set(expand(pattern, Told(hidden.append, unread)))
+        files = {name for name in found if os.path.isfile(name)}
+        for name in sorted(found - files):
+            if not (os.path.isdir(name) or _matches(name, exclude) or _below(name, out)):
+                what = "links to nothing" if os.path.islink(name) else "is no regular file"
+                raise DataError(f"{name}: {what}; mend it, or --exclude it")
+        if not files:
             raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
-        names |= found
-    wanted = [name for name in names if not any(fnmatch.fnmatchcase(name, no) for no in exclude)]
-    kept = sorted(_each_file_once(wanted, out))
+        names |= files
+    kept = sorted(_each_file_once([name for name in names if not _matches(name, exclude)], out))
     if not kept:
         raise DataError(f"--exclude leaves none of the {len(names)} files that --input names")
     for name in kept:
         kind_of(name)
+    unseen = sorted(n for n in set(hidden) if not (_matches(n, exclude) or _below(n, out)))
+    if unseen:
+        say(
+            f"left out: {len(unseen)} names that begin with a dot, such as {unseen[0]}; name them "
+            "in --input to read them"
+        )
     return tuple(InputFile(name, os.path.getsize(name)) for name in kept)
+
+
+def _matches(name: str, exclude: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, no) for no in exclude)
+
+
+def _below(name: str, out: str | os.PathLike | None) -> bool:
+    """Whether a name lies in our own output."""
+    if out is None:
+        return False
+    folder, base = os.path.split(name)
+    own = os.path.join(os.path.realpath(out), "")
+    return os.path.join(os.path.realpath(folder), base).startswith(own)
 
 
 def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
     for pattern in patterns:
+        if not pattern:
+            raise DataError("--input '' names nothing; the working directory is --input .")
         if not pattern.startswith("@"):
             yield pattern
             continue
@@ -85,10 +123,20 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
             text = require_file(pattern[1:], "--input @").read_text("utf-8")
         except UnicodeDecodeError:
             raise DataError(f"--input {pattern!r}: the list is not UTF-8 text") from None
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        lines = _listed(text)
         if not lines:
             raise DataError(f"--input {pattern!r}: the list names nothing; one path or glob a line")
         yield from lines
+
+
+def _listed(text: str) -> list[str]:
+    """The patterns of a list: its lines without blanks around them, without what follows a #.
+
+    A # begins a comment at the start of a line and behind a blank; `?` or `[ ]` matches such signs
+    where a name has them.
+    """
+    lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
@@ -104,16 +152,6 @@ def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list
         if own is None or not real.startswith(own):
             first.setdefault(real, name)
     return list(first.values())
-
-
-def _expand(pattern: str) -> Iterable[str]:
-    if os.path.isfile(pattern):
-        found: Iterable[str] = [pattern]
-    elif os.path.isdir(pattern):
-        found = glob.iglob(os.path.join(glob.escape(pattern), "**", "*"), recursive=True)
-    else:
-        found = glob.iglob(pattern, recursive=True)
-    return (str(PurePath(name)) for name in found)  # ./a//b and a/b are one file
 
 
 def kind_of(name: str) -> Kind:

@@ -66,6 +66,11 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[np.ndarray]:
     with Progress(f"read {dataset}", manifest.num_instances, " instances") as progress:
         for first in range(0, manifest.num_instances, step):
             rows = reader.rows(first, min(first + step, manifest.num_instances))
+            if int(rows.max()) >= manifest.vocab_size:
+                raise DataError(
+                    f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
+                    f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged shard"
+                )
             yield rows.astype(np.int64)
             progress.advance(len(rows))
 

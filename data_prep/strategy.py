@@ -16,19 +16,33 @@ from data_prep.token_arrays import array_path
 STRATEGIES = ("auto", "gather", "bucket")
 
 _PROBE_ROWS = 128
+_LEAST_PIECE_ROWS = 8
+"""Of a run that a shard reads at once: fewer are random reads again, after twice the writing."""
 _WORTH_IT = 3.0
 """Gathering moves 2 V bytes and buckets 4 V, three of these in long reads and writes: random reads
 may cost up to three times as much a byte (facts: a third of sequential bandwidth)."""
 
 
-def choose_strategy(dataset: Path, order: Order | BlendOrder, strategy: str, team: Team) -> str:
-    """`gather` or `bucket`. `auto` measures where that pays.
+def choose_strategy(
+    dataset: Path, order: Order | BlendOrder, strategy: str, team: Team, run_rows: int
+) -> str:
+    """`gather` or `bucket`, whose runs would have `run_rows`. `auto` measures where that pays.
 
     It gathers what fits into half of the memory, and on several machines, where ranks must agree
-    and parallel file systems serve many readers; else it compares random with sequential reads.
+    and parallel file systems serve many readers, and where runs and shards are so small against
+    the data that a piece is but a few rows; else it compares random with sequential reads.
     """
+    piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
+    small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
+    if strategy == "bucket" and small:
+        team.say(
+            f"--strategy bucket reads pieces of {piece_rows:.2g} rows here, no faster than gather; "
+            f"{_LEAST_PIECE_ROWS / piece_rows:.0f} times the --memory or --shard-size helps"
+        )
     if strategy != "auto":
         return strategy
+    if small:
+        return "gather"
     row_bytes = order.context * little_endian(order.dtype).itemsize
     if team.world > 1 or order.num_instances * row_bytes < memory_bytes() // 2:
         return "gather"
@@ -45,7 +59,10 @@ def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -
     source = max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
-    fd = os.open(array_path(dataset / source.tokens_dir, unit), os.O_RDONLY)
+    path = array_path(dataset / source.tokens_dir, unit)
+    if not path.exists():
+        return 1.0  # packed: buckets would write it out whole, which packing avoids
+    fd = os.open(path, os.O_RDONLY)
     try:
         end = os.fstat(fd).st_size
         if end < 64 * size:

@@ -1,109 +1,38 @@
 """Tokenization: a unit of input files becomes a token array T_i, its held-out documents another.
 
-A unit is complete once both of its sidecars stand; everything else of it was written before. What
-a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
+What a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from data_prep import layout, segments
-from data_prep.documents import DamagedFile, Document, InputReader, Position, Problem
+from data_prep import duplicates, layout, segments
+from data_prep.documents import (
+    NO_LIMITS,
+    DamagedFile,
+    Document,
+    InputReader,
+    Position,
+    Problem,
+)
+from data_prep.limits import Limits
+from data_prep.long_text import LongText
+from data_prep.packed import packed_path
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
-from data_prep.sources import InputFile, group_units
-from data_prep.token_arrays import (
-    TokenArrayWriter,
-    array_path,
-    docs_path,
-    sidecar_path,
-)
-from data_prep.tokenizer import TokenizerFacts, shared_encoder
+from data_prep.token_arrays import TokenArrayWriter, array_path
+from data_prep.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.token_set import UnitIdentity, read_unit, write_unit
+from data_prep.tokenizer import shared_encoder
+from data_prep.unit_writer import UnitWriter
 from optimus import files
 from optimus.errors import DataError
-
-PARTS = ("train", "held-out")
-_FORM_PLAN = "optimus-token-plan"
-_FORM_UNIT = "optimus-token-array"
-_BATCH_BYTES = 1 << 20
-_BATCH_DOCUMENTS = 1024
-
-
-@dataclass(frozen=True)
-class TokenPlan:
-    """What tokenizing does, settled before it starts: inputs, tokenizer, rules, units."""
-
-    tokenizer: TokenizerFacts
-    text_field: str
-    eval_fraction: float
-    inputs: tuple[InputFile, ...]
-    units: tuple[tuple[int, int], ...]
-    """Unit u holds inputs [first, stop)."""
-
-    @property
-    def dtype(self) -> str:
-        return layout.dtype_name(self.tokenizer.vocab_size)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return PARTS if self.eval_fraction > 0 else PARTS[:1]
-
-    def unit_bytes(self, unit: int) -> int:
-        """Input bytes of a unit."""
-        first, stop = self.units[unit]
-        return sum(file.size for file in self.inputs[first:stop])
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
-
-
-def make_plan(
-    inputs: Sequence[InputFile],
-    tokenizer: TokenizerFacts,
-    text_field: str,
-    eval_fraction: float,
-    unit_bytes: int,
-) -> TokenPlan:
-    """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
-    layout.dtype_name(tokenizer.vocab_size)
-    units = group_units(inputs, unit_bytes)
-    return TokenPlan(tokenizer, text_field, float(eval_fraction), tuple(inputs), units)
-
-
-def read_plan(tokens_dir: Path) -> TokenPlan:
-    """The plan under `tokens_dir`. Raises DataError."""
-    value = layout.read_checked_json(tokens_dir / layout.PLAN, _FORM_PLAN)
-    return TokenPlan(
-        tokenizer=TokenizerFacts(**value["tokenizer"]),
-        text_field=value["text_field"],
-        eval_fraction=value["eval_fraction"],
-        inputs=tuple(InputFile(**file) for file in value["inputs"]),
-        units=tuple((first, stop) for first, stop in value["units"]),
-    )
-
-
-def held_out_below(eval_fraction: float) -> int:
-    """A document is held out if xxh3_64 of its text is below this: h < f * 2^64, exactly."""
-    return math.ceil(eval_fraction * 2.0**64)
-
-
-def parts_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
-    """The folders of token arrays of each part that the plan makes."""
-    places = {
-        PARTS[0]: out / layout.TOKENS_DIR,
-        PARTS[1]: out / layout.EVAL_DIR / layout.TOKENS_DIR,
-    }
-    return {part: places[part] for part in plan.parts}
 
 
 @dataclass(frozen=True)
@@ -115,6 +44,22 @@ class TokenizeWork:
     out: Path
     tokenizer_file: Path
     quarantine: bool
+    limits: Limits = NO_LIMITS
+    packed: bool = False
+    """Whether arrays are written packed, for `--fused`; complete ones may then be either."""
+
+    @property
+    def tokens_dir(self) -> Path:
+        """Where the training part's arrays are."""
+        return parts_dirs(self.out, self.plan)[PARTS[0]]
+
+    def array_path(self, folder: Path, unit: int) -> Path:
+        """Where this work writes a unit's token array."""
+        return packed_path(folder, unit) if self.packed else array_path(folder, unit)
+
+    def dropped(self) -> duplicates.Duplicates | None:
+        """What is known of duplicate ids; None: nothing yet."""
+        return duplicates.read(self.tokens_dir, self.plan_xxh3) if self.plan.id_field else None
 
 
 def tokenize_all(
@@ -129,18 +74,45 @@ def tokenize_all(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    tokens_dir = parts_dirs(work.out, work.plan)[PARTS[0]]
-    checkpoints = segments.Segments(tokens_dir, unit, work.plan_xxh3)
-    if (records := _complete(work, unit)) is None:
-        _tokenize_unit(work, unit, checkpoints, advance)
-    else:
-        _check_inputs(work, unit, records, advance)
-    checkpoints.remove()
+    written_by = f"{work.plan_xxh3} packed" if work.packed else work.plan_xxh3
+    checkpoints = segments.Segments(work.tokens_dir, unit, written_by)
+    dropped = work.dropped()
+    while True:
+        if (records := _complete(work, unit, dropped)) is None:
+            _tokenize_unit(work, unit, dropped, checkpoints, advance)
+        else:
+            _check_inputs(work, unit, records, advance)
+        checkpoints.remove()
+        # If others compared all ids meanwhile, from this unit as they had made it, it may be wrong
+        # now; if they do so later, they tokenize it after us.
+        before, dropped = dropped, work.dropped()
+        if (before is None) == (dropped is None):
+            return
 
 
-def is_complete(work: TokenizeWork, unit: int) -> bool:
-    """Whether every part of the unit stands."""
-    return _complete(work, unit) is not None
+def is_complete(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
+) -> bool:
+    """Whether every part of the unit stands, without documents that were dropped."""
+    return _complete(work, unit, dropped) is not None
+
+
+def _dropped_of(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+) -> dict[tuple[int, int], tuple[int, int]]:
+    return dropped.of_inputs(*work.plan.units[unit]) if dropped else {}
+
+
+def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
+    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
+    there = set(os.listdir(folder))
+    units = range(len(work.plan.units))
+    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
+    if not deep or left:
+        return left
+    dropped = work.dropped()
+    return [unit for unit in units if not is_complete(work, unit, dropped)]
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -158,8 +130,13 @@ def _check_inputs(
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), records["inputs"], strict=True):
         _check_unchanged(work, source, xxh3, advance)
-    if records["set_aside"] and not work.quarantine:
-        item = records["set_aside"][0]
+    _accept_set_aside(work, records["set_aside"])
+
+
+def _accept_set_aside(work: TokenizeWork, items: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError for what an earlier run set aside, where this one is to fail at it."""
+    if items and not work.quarantine:
+        item = items[0]
         raise DataError(_complaint(work.plan, item["input"], Problem(item["line"], item["reason"])))
 
 
@@ -175,7 +152,9 @@ def _check_unchanged(
     advance(file.size)
 
 
-def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
+def _complete(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+) -> dict[str, Any] | None:
     """The training part's sidecar if every part of the unit stands, else None."""
     records = {}
     for part, folder in parts_dirs(work.out, work.plan).items():
@@ -183,171 +162,96 @@ def _complete(work: TokenizeWork, unit: int) -> dict[str, Any] | None:
             records[part] = read_unit(folder, unit, work.plan_xxh3)
         except DataError:
             return None
-    return records[PARTS[0]]
-
-
-def read_unit(
-    tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
-) -> dict[str, Any]:
-    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError.
-
-    `has_array` False: the array itself may be gone, for `--fused` removed it.
-    """
-    path = sidecar_path(tokens_dir, unit)
-    record = layout.read_checked_json(path, _FORM_UNIT)
-    if record["plan"] != plan_xxh3 or record["unit"] != unit:
-        raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
-    for key, file in (
-        ("array", array_path(tokens_dir, unit)),
-        ("docs", docs_path(tokens_dir, unit)),
-    ):
-        size = os.path.getsize(file) if file.exists() else None
-        if not has_array and key == "array":
-            continue
-        if size != record[key]["size"]:
-            raise DataError(
-                f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"
-            )
+        if not work.packed and not array_path(folder, unit).exists():
+            return None  # a run with --fused was ended, and now the arrays are to stay
+    record = records[PARTS[0]]
+    # A list that was lost is made again from units with all of their documents.
+    if record.get("dropped", 0) != len(_dropped_of(work, unit, dropped)):
+        return None
     return record
 
 
-class _UnitWriter:
-    """Batches a unit's documents, encodes them, deals them to the parts, and keeps checkpoints."""
-
-    def __init__(
-        self,
-        work: TokenizeWork,
-        writers: dict[str, TokenArrayWriter],
-        checkpoints: segments.Segments,
-        first: int,
-    ):
-        self._encoder = shared_encoder(str(work.tokenizer_file))
-        self._below = held_out_below(work.plan.eval_fraction)
-        self._writers = writers
-        self._checkpoints = checkpoints
-        self._pending: list[tuple[int, Document]] = []
-        self._pending_bytes = self._unsaved_bytes = 0
-        self.source, self.start = first, None
-        self.hashes: list[str] = []
-        self.set_aside: list[dict[str, Any]] = []
-        for state, blobs in checkpoints.read():
-            for index, writer in enumerate(writers.values()):
-                writer.restore(*blobs[2 * index : 2 * index + 2])
-            self.source, self.hashes = state["source"], state["hashes"]
-            self.start = Position(**state["start"]) if state["start"] else None
-            self.set_aside = state["set_aside"]
-
-    def add(self, source: int, document: Document) -> None:
-        self._pending.append((source, document))
-        self._pending_bytes += len(document.data)
-        self._unsaved_bytes += len(document.data)
-        if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
-            self.flush()
-
-    @property
-    def due(self) -> bool:
-        """Whether enough text came since the last checkpoint for another."""
-        return self._unsaved_bytes >= segments.SEGMENT_BYTES
-
-    def save(self, source: int, start: Position | None) -> None:
-        """A checkpoint from which reading goes on in this input, at this place in it."""
-        self.flush()
-        state = {
-            "source": source,
-            "start": dataclasses.asdict(start) if start else None,
-            "hashes": self.hashes,
-            "set_aside": self.set_aside,
-        }
-        blobs = [blob for writer in self._writers.values() for blob in writer.take()]
-        self._checkpoints.save(state, blobs)
-        self._unsaved_bytes = 0
-
-    def flush(self) -> None:
-        encoded = self._encoder.encode([document.text for _, document in self._pending])
-        dealt: dict[str, list[int]] = {part: [] for part in self._writers}
-        for index, (_, document) in enumerate(self._pending):
-            held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
-            dealt[PARTS[held_out]].append(index)
-        for part, indices in dealt.items():
-            if indices:
-                sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
-                self._writers[part].append([encoded[i] for i in indices], sources)
-        self._pending, self._pending_bytes = [], 0
-
-    def set_input_aside(self, source: int, problem: Problem) -> None:
-        """Take back what the input gave: it turned out to be damaged."""
-        self._pending = [item for item in self._pending if item[0] != source]
-        self._pending_bytes = sum(len(document.data) for _, document in self._pending)
-        for writer in self._writers.values():
-            writer.drop_input(source)
-        self._checkpoints.remove()  # they may hold some of it
-        self.set_aside = [item for item in self.set_aside if item["input"] != source]
-        self.note(source, problem)
-
-    def note(self, source: int, problem: Problem) -> None:
-        """List a document as set aside."""
-        self.set_aside.append({"input": source, **dataclasses.asdict(problem)})
-
-
 def _tokenize_unit(
-    work: TokenizeWork, unit: int, checkpoints: segments.Segments, advance: Callable[[int], None]
+    work: TokenizeWork,
+    unit: int,
+    dropped: duplicates.Duplicates | None,
+    checkpoints: segments.Segments,
+    advance: Callable[[int], None],
 ) -> None:
+    gone = _dropped_of(work, unit, dropped)
+    if gone:
+        checkpoints.remove()  # they may hold what is dropped
     plan, folders = work.plan, parts_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
         writers = {
             part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
+                stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
                 plan.tokenizer.vocab_size,
                 plan.dtype,
                 plan.tokenizer.eos_id,
+                work.packed,
             )
             for part, folder in folders.items()
         }
-        unit_writer = _UnitWriter(work, writers, checkpoints, first)
+        unit_writer = UnitWriter(
+            shared_encoder(str(work.tokenizer_file)),
+            writers,
+            held_out_below(plan.eval_fraction),
+            checkpoints,
+            first,
+            work.limits,
+        )
+        _accept_set_aside(work, unit_writer.set_aside)
         for source in range(first, unit_writer.source):
             _check_unchanged(work, source, unit_writer.hashes[source - first], advance)
         for source in range(unit_writer.source, stop):
             start = unit_writer.start if source == unit_writer.source else None
-            unit_writer.hashes.append(_read_input(work, source, start, unit_writer, advance))
+            unit_writer.hashes.append(_read_input(work, source, start, unit_writer, gone, advance))
             if unit_writer.due and source + 1 < stop:
                 unit_writer.save(source + 1, None)
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
     for part in reversed(plan.parts):  # the training part's sidecar last
-        writer, docs = writers[part], writers[part].docs_bytes()
-        files.write_bytes(docs_path(folders[part], unit), docs)
-        record = {
-            "format": _FORM_UNIT,
-            "version": layout.VERSION,
-            "plan": work.plan_xxh3,
-            "part": part,
-            "unit": unit,
-            "tokens": writer.tokens,
-            "documents": writer.documents,
-            "array": arrays[part],
-            "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
-            "inputs": unit_writer.hashes,
-            "set_aside": unit_writer.set_aside if part == PARTS[0] else [],
-        }
-        layout.write_checked_json(sidecar_path(folders[part], unit), record)
+        if not work.packed:
+            packed_path(folders[part], unit).unlink(missing_ok=True)
+        more = {"dropped": len(gone)} if gone and part == PARTS[0] else {}
+        set_aside = unit_writer.set_aside if part == PARTS[0] else []
+        identity = UnitIdentity(work.plan_xxh3, part, unit, unit_writer.hashes, set_aside)
+        write_unit(folders[part], identity, writers[part], arrays[part], more)
 
 
 def _read_input(
     work: TokenizeWork,
     source: int,
     start: Position | None,
-    unit_writer: _UnitWriter,
+    unit_writer: UnitWriter,
+    gone: Mapping[tuple[int, int], tuple[int, int]],
     advance: Callable[[int], None],
 ) -> str:
     """Write an input's documents from `start` on; the hash of the whole input."""
-    reader = InputReader(work.plan.inputs[source], work.plan.text_field, advance, start)
+    file = work.plan.inputs[source]
+    reader = InputReader(
+        file,
+        work.plan.text_field,
+        advance,
+        start,
+        limits=work.limits,
+        long_texts=True,
+        id_field=work.plan.id_field,
+    )
     try:
         for item in reader:
-            if isinstance(item, Document):
-                unit_writer.add(source, item)
+            if isinstance(item, Document) and (first := gone.get((source, item.line))):
+                unit_writer.note(
+                    source, Problem(item.line, duplicate_of(work.plan, item.id, *first))
+                )
+            elif isinstance(item, Document):
+                unit_writer.add(source, item, f"{file.name}:{item.line}")
                 if unit_writer.due and item.line:  # line 0: the file is one document
                     unit_writer.save(source, reader.position())
+            elif isinstance(item, LongText):
+                unit_writer.add_long(source, item, reader, f"{file.name}:0")
             elif work.quarantine:
                 unit_writer.note(source, item)
             else:
@@ -357,6 +261,12 @@ def _read_input(
             raise DataError(_complaint(work.plan, source, error.problem)) from None
         unit_writer.set_input_aside(source, error.problem)
     return reader.xxh3
+
+
+def duplicate_of(plan: TokenPlan, own_id: object, source: int, line: int) -> str:
+    """What is wrong with a document whose id an earlier one has."""
+    shown = "" if own_id is None else f" {own_id!r}"
+    return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
 
 
 def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:

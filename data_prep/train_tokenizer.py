@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from data_prep.documents import DamagedFile, Document, InputReader, Problem
 from data_prep.progress import Progress
@@ -34,6 +35,7 @@ def train_tokenizer(
     """
     if vocab_size < MIN_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
+    _require_writable(Path(out))
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -54,6 +56,20 @@ def train_tokenizer(
     return tokenizer.get_vocab_size(), set_aside
 
 
+def _require_writable(out: Path) -> None:
+    """Raises DataError where `out` cannot become a file, before hours are spent on its content."""
+    if out.is_dir():
+        raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"--out {str(out)!r}: its folder cannot be made: {error.strerror}"
+        ) from None
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise DataError(f"--out {str(out)!r}: {str(out.parent)!r} may not be written to")
+
+
 def _batches(
     inputs: Sequence[InputFile],
     text_field: str,
@@ -64,13 +80,17 @@ def _batches(
     batch: list[str] = []
     held = 0
     for file in inputs:
-        texts, problems = _texts(file, text_field, progress)
-        if problems and not quarantine:
-            raise DataError(problems[0])
-        set_aside += problems
-        for text in texts:
-            batch.append(text)
-            held += len(text)
+        if quarantine and (problem := _damage(file, text_field)):
+            set_aside.append(_line(file, problem))
+            continue
+        for item in _items(file, text_field, progress):
+            if isinstance(item, Document):
+                batch.append(item.text)
+                held += len(item.text)
+            elif quarantine:
+                set_aside.append(_line(file, item))
+            else:
+                raise DataError(_line(file, item))
             if held >= _BATCH_BYTES:
                 yield batch
                 batch, held = [], 0
@@ -79,16 +99,31 @@ def _batches(
     progress.note("merging pairs")
 
 
-def _texts(file: InputFile, text_field: str, progress: Progress) -> tuple[list[str], list[str]]:
-    """Usable texts of a file, and its problems as `file:line: reason`."""
-    texts: list[str] = []
-    problems: list[Problem] = []
+def _items(file: InputFile, text_field: str, progress: Progress) -> Iterator[Document | Problem]:
+    """Documents and problems of a file; damage of the whole file is a DataError."""
     try:
-        for item in InputReader(file, text_field, progress.advance):
-            if isinstance(item, Document):
-                texts.append(item.text)
-            else:
-                problems.append(item)
+        yield from _read(file, text_field, progress.advance)
     except DamagedFile as error:
-        texts, problems = [], [error.problem]
-    return texts, [f"{file.name}:{problem.line}: {problem.reason}" for problem in problems]
+        raise DataError(_line(file, error.problem)) from None
+
+
+def _damage(file: InputFile, text_field: str) -> Problem | None:
+    """Why none of a file counts, if so: known at its end, so it is read once for that."""
+    try:
+        for _ in _read(file, text_field, lambda count: None):
+            pass
+    except DamagedFile as error:
+        return error.problem
+    return None
+
+
+def _read(
+    file: InputFile, text_field: str, advance: Callable[[int], None]
+) -> Iterator[Document | Problem]:
+    for item in InputReader(file, text_field, advance):
+        assert isinstance(item, Document | Problem)  # long texts are given only to who takes them
+        yield item
+
+
+def _line(file: InputFile, problem: Problem) -> str:
+    return f"{file.name}:{problem.line}: {problem.reason}"

@@ -12,13 +12,16 @@ import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder, read_any_order
+from data_prep.duplicates import read_whole
 from data_prep.fused import removed
 from data_prep.manifest import Manifest, ShardEntry, read_manifest
+from data_prep.packed import PackedArray, packed_path
 from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
 from data_prep.shuffle import Order
-from data_prep.token_arrays import array_path, docs_path
-from data_prep.tokenize import read_plan, read_unit
+from data_prep.token_arrays import array_path, docs_path, ids_path
+from data_prep.token_plan import read_plan
+from data_prep.token_set import read_unit
 from data_prep.tokenizer import read_facts
 from optimus import files
 from optimus.errors import DataError
@@ -64,7 +67,7 @@ def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) 
 
 
 def _check_small_files(dataset: Path, manifest: Manifest) -> Iterator[str]:
-    path = dataset / layout.TOKENIZER
+    path = layout.tokenizer_file(dataset)
     try:
         facts = read_facts(path, manifest.eos_token)
     except DataError as error:
@@ -100,6 +103,11 @@ def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
     ):
         yield f"{tokens_dir / layout.PLAN}: is not the plan that {dataset / layout.ORDER} names"
         return
+    if plan.id_field and order.part == "train":
+        try:
+            read_whole(tokens_dir, order.plan)
+        except DataError as error:
+            yield str(error)
     has_arrays = not removed(tokens_dir)
     for number, unit in enumerate(order.units):
         try:
@@ -113,9 +121,28 @@ def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
         itemsize = layout.little_endian(plan.dtype).itemsize
         if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
             yield f"{array}: cannot hold {unit.tokens} tokens in {record['array']['size']} bytes"
-        if has_arrays:
+        if has_arrays and not array.exists():
+            yield from _check_packed(tokens_dir, number, plan.dtype, record["array"])
+        elif has_arrays:
             yield from _check_file(array, record["array"]["size"], unit.xxh3)
         yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
+        if ids := record.get("ids"):
+            yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
+
+
+def _check_packed(
+    tokens_dir: Path, unit: int, dtype: str, promised: dict[str, Any]
+) -> Iterator[str]:
+    """A packed array, which stands until `run --fused` comes to its end."""
+    path = packed_path(tokens_dir, unit)
+    try:
+        with PackedArray(path, dtype) as packed:
+            if packed.describe() != promised:
+                yield f"{path}: its content is damaged (hash differs)"
+    except DataError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{path}: cannot be read: {error.strerror}"
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:

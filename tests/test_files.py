@@ -33,3 +33,24 @@ def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
     assert (
         files.xxh3_file(tmp_path / "f") == xxhash.xxh3_64_hexdigest(data) == files.xxh3_bytes(data)
     )
+
+
+def test_content_is_durable_before_its_name_and_the_name_at_the_end(tmp_path, monkeypatch):
+    """A power cut between any two of these leaves the old file or the new one, whole."""
+    order: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        place = os.readlink(f"/proc/self/fd/{fd}")
+        size = os.fstat(fd).st_size
+        order.append("directory" if place == str(tmp_path) else f"content of {size} bytes")
+        real_fsync(fd)
+
+    def rename(old, new) -> None:
+        order.append(f"rename to {os.path.basename(new)}")
+        real_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    files.write_bytes(tmp_path / "f", b"12345")
+    assert order == ["content of 5 bytes", "rename to f", "directory"]

@@ -1,27 +1,32 @@
 """`optimus-data import`: foreign token files become token arrays, as if they had been tokenized.
 
-A source file is a unit. Afterwards `shuffle` and `shard` go on as with tokenized text.
+A source file is a unit. Held out are documents whose ids, uint32 little-endian without EOS, hash
+below the fraction: these files lack the texts that decide it elsewhere. Afterwards `shuffle` and
+`shard` go on as with tokenized text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import xxhash
 
 from data_prep import layout
 from data_prep.begin import begin
 from data_prep.importers.foreign import Foreign, index_of, open_foreign
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
+from data_prep.ranks import ALONE, Team, do_together, together
 from data_prep.sources import InputFile, find_inputs, require_file
-from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, sidecar_path
-from data_prep.tokenize import _FORM_UNIT as FORM_UNIT
-from data_prep.tokenize import PARTS, TokenizeWork, TokenPlan, parts_dirs, read_unit
+from data_prep.token_arrays import TokenArrayWriter, array_path
+from data_prep.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.token_set import UnitIdentity, read_unit, write_unit
+from data_prep.tokenize import TokenizeWork, is_complete, missing_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -42,6 +47,7 @@ class ImportRequest:
     exclude: Sequence[str] = ()
     eos: str | None = None
     dtype: str | None = None
+    eval_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class _ImportWork:
     dtype: str | None
 
 
-def import_tokens(request: ImportRequest) -> dict[str, int]:
+def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     """Token arrays of all inputs under request.out; what had to be mended, by kind.
 
     Raises DataError for files that cannot be taken as they are, ids outside the vocabulary above
@@ -58,13 +64,24 @@ def import_tokens(request: ImportRequest) -> dict[str, int]:
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    plan = _make_plan(find_inputs(request.inputs, request.exclude, request.out), facts, request)
-    with working_in(request.out):
+    found = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    plan = _make_plan(found, facts, request)
+    with working_in(request.out, team.rank), together(team, request.out) as team:
         work = _ImportWork(begin(request.out, tokenizer, plan, quarantine=False), request.dtype)
+        folder = request.out / layout.TOKENS_DIR
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
-        order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
-        with Progress("import", sum(sizes), "B") as progress:
-            mended = run_jobs(_do_unit, work, order, request.workers, progress).values()
+
+        def do(units: list[int]) -> None:
+            order = sorted(units, key=lambda unit: -sizes[unit])
+            with Progress(team.label("import"), sum(sizes[unit] for unit in units), "B") as bar:
+                run_jobs(_do_unit, work, order, request.workers, bar)
+
+        def missing() -> list[int]:
+            return missing_units(work.base, deep=team.rank == 0)
+
+        do_together(team, sizes, do, missing, folder, request.workers)
+        records = [read_unit(folder, unit, work.base.plan_xxh3) for unit in range(len(sizes))]
+    mended = [record["mended"] for record in records]
     return {key: sum(one[key] for one in mended) for key in ("eos_added", "empty_documents")}
 
 
@@ -89,59 +106,69 @@ def _make_plan(
         inputs += own
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = f"import {request.dtype or 'as described'}"  # another reading would be another plan
-    return TokenPlan(facts, how, 0.0, tuple(inputs), tuple(units))
+    how = (
+        f"{IMPORT_FIELD}{request.dtype or 'as described'}"  # another reading would be another plan
+    )
+    return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
-def _do_unit(work: _ImportWork, unit: int, advance: Callable[[int], None]) -> dict[str, int]:
+def _do_unit(work: _ImportWork, unit: int, advance: Callable[[int], None]) -> None:
     plan, folder = work.base.plan, parts_dirs(work.base.out, work.base.plan)[PARTS[0]]
     first, stop = plan.units[unit]
     hashes = [files.xxh3_file(file.name) for file in plan.inputs[first:stop]]
-    try:
-        record = read_unit(folder, unit, work.base.plan_xxh3)
-    except DataError:
-        record = _import_unit(work, unit, hashes)
-    if record["inputs"] != hashes:
+    if not is_complete(work.base, unit):
+        _import_unit(work, unit, hashes)
+    if read_unit(folder, unit, work.base.plan_xxh3)["inputs"] != hashes:
         raise DataError(
             f"{plan.inputs[first].name}: changed since {work.base.out} was begun; choose another "
             f"--out, or remove {work.base.out} to start again"
         )
     advance(plan.unit_bytes(unit))
-    return record["mended"]
 
 
-def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> dict[str, Any]:
-    plan, folder = work.base.plan, parts_dirs(work.base.out, work.base.plan)[PARTS[0]]
+def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
+    plan, folders = work.base.plan, parts_dirs(work.base.out, work.base.plan)
     source, facts = plan.units[unit][0], plan.tokenizer
     name = plan.inputs[source].name
     foreign = open_foreign(name, work.dtype)
-    with files.atomic_writer(array_path(folder, unit)) as file:
-        writer = TokenArrayWriter(file, facts.vocab_size, plan.dtype, facts.eos_id)
+    with contextlib.ExitStack() as stack:
+        writers = {
+            part: TokenArrayWriter(
+                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
+                facts.vocab_size,
+                plan.dtype,
+                facts.eos_id,
+            )
+            for part, folder in folders.items()
+        }
+        below, line = held_out_below(plan.eval_fraction), 1
         for block in _blocks(name, foreign, facts):
-            lines = range(writer.documents + 1, writer.documents + 1 + len(block))
-            writer.append(block, [(source, line) for line in lines])
-        array = writer.finish()
-    docs = writer.docs_bytes()
-    files.write_bytes(docs_path(folder, unit), docs)
-    record = {
-        "format": FORM_UNIT,
-        "version": layout.VERSION,
-        "plan": work.base.plan_xxh3,
-        "part": PARTS[0],
-        "unit": unit,
-        "tokens": writer.tokens,
-        "documents": writer.documents,
-        "array": array,
-        "docs": {"size": len(docs), "xxh3": files.xxh3_bytes(docs)},
-        "inputs": hashes,
-        "set_aside": [],
-        "mended": {
-            "eos_added": writer.tokens - len(foreign.ids),
-            "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
-        },
+            for part, numbers in _deal(block, below).items():
+                sources = [(source, line + number) for number in numbers]
+                writers[part].append([block[number] for number in numbers], sources)
+            line += len(block)
+        arrays = {part: writer.finish() for part, writer in writers.items()}
+    tokens = sum(writer.tokens for writer in writers.values())
+    mended = {
+        "eos_added": tokens - len(foreign.ids),
+        "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
     }
-    layout.write_checked_json(sidecar_path(folder, unit), record)
-    return record
+    for part in reversed(plan.parts):  # the training part's sidecar last
+        identity = UnitIdentity(work.base.plan_xxh3, part, unit, hashes, [])
+        more = {"mended": mended if part == PARTS[0] else {}}
+        write_unit(folders[part], identity, writers[part], arrays[part], more)
+
+
+def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
+    """Which of these documents, uint32 each, go to each part; parts without any are left out."""
+    if not below:
+        return {PARTS[0]: list(range(len(block)))}
+    dealt: dict[str, list[int]] = {}
+    for number, ids in enumerate(block):
+        content = np.ascontiguousarray(ids, "<u4")
+        held_out = xxhash.xxh3_64_intdigest(content.data) < below
+        dealt.setdefault(PARTS[held_out], []).append(number)
+    return dealt
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:

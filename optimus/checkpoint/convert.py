@@ -17,7 +17,10 @@ from optimus.config import Config, dump_toml
 from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, load_hf_model, read_hf_config, write_hf
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+)
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:

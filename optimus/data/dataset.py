@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -35,10 +36,10 @@ class InstanceSource(Protocol):
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json that made the ids."""
+        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Instances [start, stop), int64 [n, C], a new array; stateless."""
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Instances [start, stop), int64 [n, C], in `out` or a new array; stateless."""
 
 
 class FiniteSource(InstanceSource, Protocol):
@@ -88,28 +89,44 @@ class TokenDataset:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json that made the ids."""
-        return str(self.path / layout.TOKENIZER)
+        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
+        return str(layout.tokenizer_file(self.path))
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Instances [start, stop), int64 [n, C], a new array; numbers run on through epochs.
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Instances [start, stop), int64 [n, C], in `out` or a new array; numbers run on through
+        epochs.
 
         Raises DataError for a shard that is missing or has another size than the manifest says.
         """
-        assert 0 <= start <= stop, (start, stop)
-        out = np.empty((stop - start, self.context), np.int64)
-        number = start
-        while number < stop:
-            epoch, place = divmod(number, self.num_instances)
-            count = min(stop - number, self.num_instances - place)
-            first = number - start
+        out = np.empty((stop - start, self.context), np.int64) if out is None else out
+        assert len(out) == stop - start, (out.shape, start, stop)
+        for first, epoch, place, count in self._by_epoch(start, stop):
             part = out[first : first + count]
             if epoch == 0:
                 self._reader.rows_into(part, place)
             else:
                 self._reader.pick_into(part, self._permuted(epoch, place, place + count))
-            number += count
         return out
+
+    def scatter(self, out: np.ndarray, places: np.ndarray, start: int) -> None:
+        """out[places[i]] = instance start + i, for all i; `out` is int64 [n, C]. Raises DataError.
+
+        For a mix, whose own batch holds the instances of several sources.
+        """
+        for first, epoch, place, count in self._by_epoch(start, start + len(places)):
+            last = place + count
+            rows = np.arange(place, last) if epoch == 0 else self._permuted(epoch, place, last)
+            self._reader.pick_into(out, rows, places[first : first + count])
+
+    def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Of instances [start, stop): offset from `start`, epoch, place in it and count of each."""
+        assert 0 <= start <= stop, (start, stop)
+        number = start
+        while number < stop:
+            epoch, place = divmod(number, self.num_instances)
+            count = min(stop - number, self.num_instances - place)
+            yield number - start, epoch, place, count
+            number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
         """Rows at the places [first, stop) of an epoch, int64 [n], from blocks of them."""

@@ -8,13 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 
-def document_ids(tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """int32 [B, C]: how many documents end before each token of `tokens` [B, C].
+def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
+    """int32 [B, C], in `out` or a new array: how many documents end before each of `tokens` [B, C].
 
     A document ends at its EOS, which belongs to it, and EOS occurs nowhere else (CONTRACT.md,
     "Data set"). So the ids come from the tokens alone: 0 for what an instance begins with, though
     that may be the rest of a document whose beginning stands in another instance.
     """
-    ids = np.zeros(tokens.shape, np.int32)
-    ids[:, 1:] = tokens[:, :-1] == eos_id
-    return np.cumsum(ids, axis=1, out=ids)
+    batch, context = tokens.shape
+    ends = np.flatnonzero(tokens == eos_id) + 1  # counted through all instances
+    starts = np.union1d(np.arange(batch) * context, ends[ends < tokens.size])  # of the documents
+    first = np.searchsorted(starts, starts // context * context)  # of the instance they are in
+    numbers = (np.arange(len(starts)) - first).astype(np.int32)
+    ids = np.repeat(numbers, np.diff(starts, append=tokens.size)).reshape(tokens.shape)
+    if out is None:
+        return ids
+    out[...] = ids
+    return out

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from optimus.data.buffers import BufferPool
 from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
 from optimus.errors import ConfigError
 
-_AHEAD = 2  # updates read in advance: one being used, one waiting hides any single slow read
+_AHEAD = 2  # stretches read in advance: one being used, one waiting hides any single slow read
+_STRETCH_BYTES = 1 << 21
+"""Updates smaller than this are read and handed over several at a time: waking a thread on another
+core costs as much as reading 100 KiB."""
 
 
 def microbatch_starts(
@@ -75,12 +82,16 @@ class Loader:
             )
         self._dataset = dataset
         self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
-        self._microbatch_size = microbatch_size
         self._document_mask = document_mask
+        items = instances_per_step // num_data_ranks * dataset.context  # of an update, here
+        self._most_updates = max(1, _STRETCH_BYTES // (items * np.dtype(np.int64).itemsize))
+        self._tokens = BufferPool(self._most_updates * items, np.int64)
+        self._ids = BufferPool(self._most_updates * items, np.int32)
         # Queues in C, whose hand-over costs a fraction of queue.Queue's; tickets bound how far the
         # thread reads ahead, and an empty one ends it.
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._stretch: deque[list[Microbatch]] = deque()  # updates handed over, not yet asked for
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
@@ -100,12 +111,14 @@ class Loader:
         if self._thread is None or step != self._next_step:
             self._restart(step)
         self._next_step = step + 1
-        result = self._ready.get()
-        self._tickets.put(True)
-        if isinstance(result, BaseException):
-            self.close()
-            raise result
-        return result
+        if not self._stretch:
+            result = self._ready.get()
+            self._tickets.put(True)
+            if isinstance(result, BaseException):
+                self.close()
+                raise result
+            self._stretch.extend(result)
+        return self._stretch.popleft()
 
     def close(self) -> None:
         """End the thread; a later `microbatches` starts another."""
@@ -117,6 +130,7 @@ class Loader:
 
     def _restart(self, step: int) -> None:
         self.close()
+        self._stretch.clear()
         self._ready, self._tickets, self._stopping = queue.SimpleQueue(), queue.SimpleQueue(), False
         for _ in range(_AHEAD):
             self._tickets.put(True)
@@ -126,19 +140,49 @@ class Loader:
         self._thread.start()
 
     def _read_ahead(self, step: int) -> None:
+        updates = 1  # the first is wanted soon; each stretch after it is twice as long
         while self._tickets.get() and not self._stopping:
             try:
-                result: list[Microbatch] | BaseException = self._read(step)
+                result: list[list[Microbatch]] | BaseException = self._read(step, updates)
             except BaseException as error:  # handed over: the caller raises it
+                if updates > 1:  # at the update that it belongs to, not before
+                    updates = 1
+                    self._tickets.put(True)
+                    continue
                 result = error
             self._ready.put(result)
             if isinstance(result, BaseException):
                 return
-            step += 1
+            step += updates
+            updates = min(2 * updates, self._most_updates)
 
-    def _read(self, step: int) -> list[Microbatch]:
-        size = self._microbatch_size
-        return [
-            make_microbatch(self._dataset, start, start + size, self._document_mask)
-            for start in microbatch_starts(step, *self._split)
+    def _read(self, step: int, updates: int) -> list[list[Microbatch]]:
+        """The microbatches of some updates from `step` on: one piece of memory for all of them."""
+        _, size, _, _ = self._split
+        steps = range(step, step + updates)
+        starts = [start for one in steps for start in microbatch_starts(one, *self._split)]
+        shape = (len(starts) * size, self._dataset.context)
+        tokens = self._tokens.take()[: shape[0] * shape[1]].reshape(shape)
+        for first, stop in _runs(starts, size):
+            self._dataset.read(
+                starts[first], starts[stop - 1] + size, tokens[first * size : stop * size]
+            )
+        ids = None
+        if self._document_mask:
+            ids = self._ids.take()[: shape[0] * shape[1]].reshape(shape)
+            document_ids(tokens, self._dataset.eos_id, ids)
+        microbatches = [
+            Microbatch(
+                torch.from_numpy(tokens[row : row + size]),
+                None if ids is None else torch.from_numpy(ids[row : row + size]),
+            )
+            for row in range(0, shape[0], size)
         ]
+        count = len(starts) // updates
+        return [microbatches[n * count : (n + 1) * count] for n in range(updates)]
+
+
+def _runs(starts: list[int], size: int) -> list[tuple[int, int]]:
+    """Microbatches [first, stop) each, of those at `starts`, that follow one another."""
+    breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
+    return list(itertools.pairwise([0, *breaks, len(starts)]))

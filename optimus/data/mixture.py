@@ -53,12 +53,15 @@ class MixedDataset:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         """Hex string that is equal for two mixes only if they give the same instances."""
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Instances [start, stop) of the mix, int64 [n, C], a new array. Raises DataError."""
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Instances [start, stop) of the mix, int64 [n, C], in `out` or a new array.
+
+        Raises DataError.
+        """
+        out = np.empty((stop - start, self.context), np.int64) if out is None else out
+        assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
-        out = np.empty((stop - start, self.context), np.int64)
         for index in np.flatnonzero(np.bincount(sources)).tolist():
             places = np.flatnonzero(sources == index)
-            first = int(numbers[places[0]])
-            out[places] = self._sources[index].read(first, first + len(places))
+            self._sources[index].scatter(out, places, int(numbers[places[0]]))
         return out

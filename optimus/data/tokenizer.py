@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from data_prep import layout
 from data_prep.sentencepiece_model import SentencePieceTokenizer
 from data_prep.tokenizer import open_tokenizer
+
+
+def tokenizer_beside(folder: Path) -> Path:
+    """The tokenizer of a data set or a checkpoint, called by its kind; it need not exist."""
+    return layout.tokenizer_file(folder)
 
 
 class TextTokenizer:

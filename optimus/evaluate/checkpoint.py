@@ -11,14 +11,12 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
-from optimus.data.tokenizer import TextTokenizer
+from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
 from optimus.dist.collectives import ALONE
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.evaluate.load_model import load_resolved
-
-_TOKENIZER = "tokenizer.json"
 
 
 def evaluate_checkpoint(
@@ -69,7 +67,7 @@ def continue_text(
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
     source = manager.resolve(checkpoint)
-    file = source / _TOKENIZER
+    file = tokenizer_beside(source)
     if not file.is_file():
         raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
     tokenizer = TextTokenizer(file)

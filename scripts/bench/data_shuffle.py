@@ -38,7 +38,7 @@ from data_prep.run import ShardRequest, ShuffleRequest, shard, shuffle  # noqa: 
 from data_prep.shard import divide_memory  # noqa: E402
 from data_prep.sources import InputFile  # noqa: E402
 from data_prep.token_arrays import array_path, docs_path, sidecar_path  # noqa: E402
-from data_prep.tokenize import TokenPlan  # noqa: E402
+from data_prep.token_plan import TokenPlan  # noqa: E402
 from data_prep.tokenizer import TokenizerFacts  # noqa: E402
 from optimus import files  # noqa: E402
 

@@ -12,7 +12,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-nodes=1 array='' account='' queue='' walltime=1:00:00 filesystems='' dry='' inside=''
+nodes='' array='' account='' queue='' walltime=1:00:00 filesystems='' dry='' inside=''
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
         --dry-run) dry=1; shift ;;
@@ -25,9 +25,15 @@ while [[ $# -gt 0 && $1 != -- ]]; do
 done
 [[ ${1:-} == -- && $# -gt 1 ]] || { echo "data.sh: no command; give it after --" >&2; exit 2; }
 shift
+[[ -z $nodes || -z $array ]] ||
+    { echo "data.sh: give --nodes or --array, not both" >&2; exit 2; }
+nodes=${nodes:-1}
 [[ $nodes =~ ^[1-9][0-9]*$ && ${array:-1} =~ ^[1-9][0-9]*$ ]] ||
     { echo "data.sh: --nodes and --array are whole numbers above 0" >&2; exit 2; }
+[[ $array != 1 ]] || array='' # PBS has no array of one job
 program=${OPTIMUS_DATA:-$root/.venv/bin/optimus-data}
+[[ -n $dry ]] || command -v "$program" >/dev/null ||
+    { echo "data.sh: $program is no program; run scripts/setup.sh, or set OPTIMUS_DATA" >&2; exit 2; }
 
 export TOKENIZERS_PARALLELISM=false # processes divide the work, threads would only get in their way
 if [[ -n $array ]]; then # PBS does not tell an array's size
@@ -41,16 +47,17 @@ if [[ -n $inside ]]; then
     exec "${launch[@]}"
 fi
 
+how=(--nodes "$nodes")
+[[ -z $array ]] || how=(--array "$array")
 submit=(qsub -V -N optimus-data -k doe -j oe -l "walltime=$walltime" -l place=scatter)
 submit+=(-l "select=$([[ -n $array ]] && echo 1 || echo "$nodes")")
-[[ -z $array ]] || { [[ $array == 1 ]] && array='' || submit+=(-J "0-$((array - 1))"); }
+[[ -z $array ]] || submit+=(-J "0-$((array - 1))")
 [[ -z $account ]] || submit+=(-A "$account")
 [[ -z $queue ]] || submit+=(-q "$queue")
 [[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
 job=$(printf '%q ' cd "$PWD")
 job+=$'\n'"export OPTIMUS_DATA=$(printf %q "$program")"
-job+=$'\n'$(printf '%q ' exec "$root/scripts/pbs/data.sh" --inside --nodes "$nodes" \
-    ${array:+--array "$array"} -- "$@")
+job+=$'\n'$(printf '%q ' exec "$root/scripts/pbs/data.sh" --inside "${how[@]}" -- "$@")
 if [[ -n $dry ]]; then
     printf '%q ' "${submit[@]}"
     printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"

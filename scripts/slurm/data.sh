@@ -12,7 +12,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-nodes=1 array='' account='' partition='' time=1:00:00 dry='' inside=''
+nodes='' array='' account='' partition='' time=1:00:00 dry='' inside=''
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
         --dry-run) dry=1; shift ;;
@@ -25,9 +25,14 @@ while [[ $# -gt 0 && $1 != -- ]]; do
 done
 [[ ${1:-} == -- && $# -gt 1 ]] || { echo "data.sh: no command; give it after --" >&2; exit 2; }
 shift
+[[ -z $nodes || -z $array ]] ||
+    { echo "data.sh: give --nodes or --array, not both" >&2; exit 2; }
+nodes=${nodes:-1}
 [[ $nodes =~ ^[1-9][0-9]*$ && ${array:-1} =~ ^[1-9][0-9]*$ ]] ||
     { echo "data.sh: --nodes and --array are whole numbers above 0" >&2; exit 2; }
 program=${OPTIMUS_DATA:-$root/.venv/bin/optimus-data}
+[[ -n $dry ]] || command -v "$program" >/dev/null ||
+    { echo "data.sh: $program is no program; run scripts/setup.sh, or set OPTIMUS_DATA" >&2; exit 2; }
 
 export TOKENIZERS_PARALLELISM=false # processes divide the work, threads would only get in their way
 if [[ -n $array ]]; then # rank and world from SLURM_ARRAY_TASK_ID and _COUNT
@@ -41,6 +46,8 @@ if [[ -n $inside ]]; then
     exec "${launch[@]}"
 fi
 
+how=(--nodes "$nodes")
+[[ -z $array ]] || how=(--array "$array")
 submit=(sbatch --job-name=optimus-data --exclusive --ntasks-per-node=1 "--time=$time" --requeue)
 if [[ -n $array ]]; then
     submit+=(--nodes=1 "--array=0-$((array - 1))")
@@ -50,8 +57,7 @@ fi
 [[ -z $account ]] || submit+=("--account=$account")
 [[ -z $partition ]] || submit+=("--partition=$partition")
 job="export OPTIMUS_DATA=$(printf %q "$program")"
-job+=$'\n'$(printf '%q ' exec "$root/scripts/slurm/data.sh" --inside --nodes "$nodes" \
-    ${array:+--array "$array"} -- "$@")
+job+=$'\n'$(printf '%q ' exec "$root/scripts/slurm/data.sh" --inside "${how[@]}" -- "$@")
 if [[ -n $dry ]]; then
     printf '%q ' "${submit[@]}"
     printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ import pytest
 from data_prep import reader
 from data_prep.cli import main
 from data_prep.layout import write_checked_json
+from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from optimus.data.dataset import TokenDataset
 from optimus.errors import DataError
@@ -85,6 +87,10 @@ def test_identity_is_that_of_the_instances(tiny_data, many_shards, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(tiny_data, again)
     assert TokenDataset(again).identity == TokenDataset(tiny_data).identity
+    manifest = read_manifest(tiny_data)
+    other = dataclasses.replace(manifest.shards[-1], xxh3="0" * 16)
+    changed = dataclasses.replace(manifest, shards=(*manifest.shards[:-1], other))
+    assert changed.identity != manifest.identity, "a run would go on with other tokens"
     assert TokenDataset(many_shards).identity != TokenDataset(tiny_data).identity
     assert TokenDataset(tiny_data / "eval").identity != TokenDataset(tiny_data).identity
 

@@ -87,9 +87,9 @@ def test_reads_ahead_and_jumps(dataset, monkeypatch):
     asked = []
     read = dataset.read
 
-    def note(start, stop):
-        asked.append(start)
-        return read(start, stop)
+    def note(start, stop, out):
+        asked.append((start, stop))
+        return read(start, stop, out)
 
     monkeypatch.setattr(dataset, "read", note)
     with Loader(dataset, 4, 4, 0, 1) as loader:
@@ -97,13 +97,46 @@ def test_reads_ahead_and_jumps(dataset, monkeypatch):
         deadline = time.monotonic() + 10
         while len(asked) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert asked[:3] == [0, 4, 8], "the next updates are read while the first is used"
+        assert asked[:3] == [(0, 4), (4, 12), (12, 28)], "each stretch is twice the last"
         time.sleep(0.05)
         assert len(asked) <= 4, "but not without bound"
-        for step in (9, 2, 2, 1):
+        for step in (9, 2, 3, 4, 5, 5, 2, 2, 1):
             expected = torch.from_numpy(read((step - 1) * 4, step * 4))
             assert torch.equal(loader.microbatches(step)[0].tokens, expected)
         assert torch.equal(loader.microbatches(1)[0].tokens, first)
+
+
+def test_large_updates_are_read_one_at_a_time(dataset, monkeypatch):
+    """What is read ahead is bounded in bytes, whatever the size of an update."""
+    asked = []
+    read = dataset.read
+    monkeypatch.setattr(dataset, "read", lambda *given: asked.append(given[:2]) or read(*given))
+    monkeypatch.setattr("optimus.data.loader._STRETCH_BYTES", 3 * 4 * dataset.context * 8)
+    with Loader(dataset, 4, 2, 0, 1) as loader:
+        for step in range(1, 12):
+            loader.microbatches(step)
+    assert asked[:4] == [(0, 4), (4, 12), (12, 24), (24, 36)], "never above three updates"
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_batch_that_is_held_is_never_written_to(dataset, monkeypatch, document_mask):
+    """Memory is used again only when nothing refers to it; the odd batch is kept as a slice."""
+    monkeypatch.setattr("optimus.data.loader._STRETCH_BYTES", 2 * 4 * dataset.context * 8)
+    held, places = {}, set()
+    with Loader(dataset, 4, 2, 0, 1, document_mask) as loader:
+        for step in range(1, 100):
+            one = loader.microbatches(step)[1]
+            places.add(one.tokens.data_ptr())
+            if step % 9 == 0:
+                held[step] = (one.tokens[1:, 3:], one.document_ids)
+            del one
+    for step, (tokens, ids) in held.items():
+        expected = dataset.read(step * 4 - 2, step * 4)
+        assert np.array_equal(tokens.numpy(), expected[1:, 3:])
+        assert not document_mask or np.array_equal(
+            ids.numpy(), document_ids(expected, dataset.eos_id)
+        )
+    assert len(places) < 60, "and then it is used again"
 
 
 def test_an_error_of_the_thread_is_raised_where_it_belongs(many_shards, tmp_path):
@@ -147,6 +180,10 @@ def test_document_ids_count_the_ends_before_a_token():
     ids = document_ids(tokens, 0)
     assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
     assert document_ids(tokens[:, :1], 0).tolist() == [[0], [0], [0]]
+    assert ids.dtype == np.int32 and document_ids(tokens, 9).max() == 0
+    random = np.random.default_rng(0).integers(0, 3, (50, 17))
+    counted = np.cumsum(random == 0, axis=1) - (random == 0)
+    assert np.array_equal(document_ids(random, 0, np.empty((50, 17), np.int32)), counted)
 
 
 def test_the_mask_comes_with_the_tokens(dataset):

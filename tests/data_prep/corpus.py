@@ -7,12 +7,14 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_prep.cli import main
 
+_ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 16
 EOS = "<|endoftext|>"
 SPECIAL = f"a {EOS} b{EOS}{EOS}"
@@ -56,7 +58,10 @@ def write_corpus(folder: Path, seed: int = 0) -> None:
             for number in range(80):
                 text = "" if number == 7 else words(rng, rng.randint(1, 70))
                 text = SPECIAL if number == 11 else text
-                file.write(json.dumps({"id": number, "text": text}) + "\n" * (1 + (number == 20)))
+                file.write(
+                    json.dumps({"id": f"{name}-{number}", "text": text})
+                    + "\n" * (1 + (number == 20))
+                )
     with gzip.open(folder / "d.txt.gz", "wt", encoding="utf-8") as file:
         file.write(words(rng, 200))
 
@@ -96,6 +101,22 @@ def in_child(work: Callable[[], int]) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def peak_memory(arguments: Sequence[str]) -> int:
+    """Most bytes of memory that `optimus-data` with these arguments has at a time, in one process.
+
+    Asked of the kernel by VmHWM: `ru_maxrss` would count what forked the process, too.
+    """
+    code = (
+        "import sys; from data_prep.cli import main; status = main(sys.argv[1:]); "
+        "print(open('/proc/self/status').read()); sys.exit(status)"
+    )
+    words = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from data_prep.sources import find_inputs
+from data_prep.documents import InputReader
+from data_prep.sources import InputFile, find_inputs
+from optimus.errors import DataError
 from tests.data_prep.test_tokenize import stored_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +116,7 @@ def test_going_on_with_quarantine_and_back(made, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["x.tar.zst", "x.json", "x.jsonl.bz2", "x.xz", "x.zip", "x.tar.gz"],
+    ["x.parquet.gz", "x.tar.zst", "x.json", "x.jsonl.bz2", "x.xz", "x.zip", "x.tar.gz"],
 )
 def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, capsys, name):
     (tmp_path / "text").mkdir()
@@ -124,6 +126,16 @@ def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, capsys, nam
     assert f"{name}: " in one_error(capsys)
     assert not (tmp_path / "out").exists()
     assert main(arguments(made, tmp_path, "--exclude", f"*{name}", "--context", "2")) == 0
+
+
+def test_an_input_that_grew_since_it_was_planned_is_refused(tmp_path):
+    """Its size is in the plan, and in the balance of the units."""
+    path = tmp_path / "a.txt"
+    path.write_text("text")
+    for size in (3, 5):
+        reader = InputReader(InputFile(str(path), size), "text", lambda count: None)
+        with pytest.raises(DataError, match=f"had {size} bytes when .* planned and has 4"):
+            list(reader)
 
 
 def test_inputs_are_found_once_and_sorted(tmp_path):
@@ -148,6 +160,8 @@ MISTAKES = {
     "unknown option": (["verify", "x", "--fast"], "unrecognized arguments: --fast"),
     "abbreviated option": (["run", "--inp", "x"], "required: --input"),
     "missing option": (["run", "--input", "x"], "--tokenizer, --context, --out"),
+    "empty output": (["--out", ""], "--out: '' is no name"),
+    "empty input": (["--input", ""], "--input '' names nothing"),
     "no such input": (["--input", "nowhere/*.txt"], "--input 'nowhere/*.txt' matches no file"),
     "all excluded": (["--exclude", "*"], "--exclude leaves none of the"),
     "no such tokenizer": (["--tokenizer", "nowhere.json"], "--tokenizer 'nowhere.json'"),
@@ -172,7 +186,7 @@ MISTAKES = {
     "shard first": (["shard", str(ROOT / "docs")], "order.json: cannot be read"),
     "shuffle first": (
         ["shuffle", str(ROOT / "docs"), "--context", "4", "--to", "TMP"],
-        "plan.json",
+        "has no token arrays; give what",
     ),
 }
 

@@ -48,7 +48,8 @@ def second(made, tmp_path_factory):
     base = tmp_path_factory.mktemp("second")
     write_corpus(base / "text", 1)
     command = ["tokenize", "--input", str(base / "text"), "--tokenizer", str(made.tokenizer)]
-    assert main([*command, "--out", str(base / "data"), "--unit-size", "5000"]) == 0
+    assert main([*command, "--out", str(base / "data"), "--unit-size", "5000",
+                 "--eval-fraction", "0.15"]) == 0  # fmt: skip
     return base / "data"
 
 
@@ -118,9 +119,21 @@ def test_refusals(made, second, tmp_path, capsys):
     assert main(train_arguments(made.text, tmp_path / "t.json", 300)) == 0
     command = ["tokenize", "--input", str(made.text), "--tokenizer", str(tmp_path / "t.json")]
     assert main([*command, "--out", str(other)]) == 0
+    leaky = tmp_path / "leaky"
+    command = ["tokenize", "--input", str(made.text), "--tokenizer", str(made.tokenizer)]
+    assert main([*command, "--out", str(leaky)]) == 0
+    late = ["--rank", "1", "--world", "2", "--patience", "0"]
     cases = [
         (blend_arguments(made.data, second, out, "--seed", "5"), "seed = 4, now 5"),
-        (blend_arguments(second, made.data, out), "another blend"),
+        (blend_arguments(made.data, second, out, *late, "--seed", "5"), "seed = 4, now 5"),
+        (blend_arguments(made.data, second, out, *late, "--context", "8"), "context = 16, now 8"),
+        (blend_arguments(made.data, second, out, *late, "--carry-tails"), "carry_tails"),
+        (blend_arguments(made.data, second, out, *late, "--instances", "9"), "now 9;"),
+        (blend_arguments(made.data, second, out, *late, "--shard-size", "64"), "now 2;"),
+        (blend_arguments(second, made.data, out), "blend of other sources"),
+        (["shuffle", str(out), "--context", "16"], "has no token arrays"),
+        (["shuffle", str(second), "--context", "16", "--to", str(out)], "holds a blend"),
+        (blend_arguments(made.data, leaky, tmp_path / "y"), "0 of its documents"),
         (blend_arguments(made.data, made.data, out), "named twice"),
         (blend_arguments(made.data, second, second), "is a source"),
         (blend_arguments(made.data, other, tmp_path / "x"), "another tokenizer"),

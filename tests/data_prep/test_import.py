@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from data_prep.cli import main
 from data_prep.importers import run as importing
 from data_prep.token_arrays import read_docs
 from tests.data_prep.corpus import tree
+from tests.data_prep.test_ranks import start_rank, statuses
 
 VOCAB, EOS_ID = 400, 0
 CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
@@ -147,6 +149,56 @@ def test_the_rest_goes_on_as_usual(made, tmp_path, capsys):
     count = part["stop"] - part["first"]
     expected = document[part["document_token"] : part["document_token"] + count]
     assert answer["ids"][part["first"] : part["stop"]] == expected
+
+
+def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys):
+    """By xxh3 of the ids, whatever the file, its type and the blocks; every document once."""
+    documents = [*some_documents(7, 200), *some_documents(8, 30)]
+    write_megatron(tmp_path / "m", [[one] for one in documents[:200]], "i")
+    flat = flatten(documents[200:])
+    (tmp_path / "d.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
+    monkeypatch.setattr(importing, "_BLOCK_TOKENS", 100)
+    more = ("--dtype", "uint16", "--eval-fraction", "0.3", "--json")
+    out, inputs = tmp_path / "out", [tmp_path / "m.bin", tmp_path / "d.npy"]
+    assert run_import(made, out, *inputs, more=more) == 0
+    answer = json.loads(capsys.readouterr().out)
+    for part, folder, held_out in (("", out, False), ("held-out", out / "eval", True)):
+        expected, found = [], []
+        for one in documents:
+            content = struct.pack(f"<{len(one)}I", *one)
+            if (xxhash.xxh3_64_intdigest(content) < 0.3 * 2**64) == held_out:
+                expected.append(one)
+        for unit in range(2):
+            tokens, start = np.load(folder / "tokens" / f"unit-{unit:05d}.npy").tolist(), 0
+            for end, source, line in read_docs(folder / "tokens", unit).tolist():
+                found.append(tokens[start : end - 1])
+                start = end
+                first = 200 if source == 0 else 0  # d.npy is the first input, and has the rest
+                assert documents[first + line - 1] == found[-1] and tokens[end - 1] == EOS_ID
+        assert sorted(found) == sorted(expected) and len(found) > 30
+        assert (answer[part] if part else answer)["documents"] == len(found)
+    assert answer["eos_added"] == 200
+    assert main(["shuffle", str(out), "--context", "16"]) == 0
+    assert main(["shard", str(out), "--workers", "1"]) == 0
+    assert main(["verify", str(out)]) == 0 and (out / "eval" / "manifest.json").exists()
+    assert run_import(made, out, *inputs, more=more[:2]) == 2
+    assert "eval_fraction = 0.3, now 0.0" in capsys.readouterr().err
+
+
+def test_ranks_share_an_import(made, tmp_path, capsys):
+    for seed in range(5):
+        write_megatron(tmp_path / f"m{seed}", [[one] for one in some_documents(seed)])
+    one, many, inputs = tmp_path / "one", tmp_path / "many", [tmp_path / "m*.bin"]
+    assert run_import(made, one, *inputs, more=("--eval-fraction", "0.2", "--json")) == 0
+    answer = json.loads(capsys.readouterr().out)
+    words = ["import", "--tokenizer", str(made.tokenizer), "--out", str(many), "--workers", "1"]
+    words += ["--eval-fraction", "0.2", "--input", str(inputs[0]), "--world", "3", "--rank"]
+    assert statuses([start_rank([*words, str(rank)]) for rank in range(3)]) == [0] * 3
+    assert main([*words, "1", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    keys = ("tokens", "documents", "eos_added", "empty_documents", "held-out")
+    assert [again[key] for key in keys] == [answer[key] for key in keys]
+    assert tree(many) == tree(one)
 
 
 def refused(made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -83,6 +84,21 @@ def test_null_and_missing_columns(made, tmp_path, text, capsys):
     table(text / "a.parquet", ["good"], name="body")
     assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "other")]) == 2
     assert "has no column 'text', only id, body; --text-field" in one_error(capsys)
+
+
+def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys):
+    import pyarrow
+
+    strings = pyarrow.array(["one", "two"])
+    for columns, names, told in (
+        ([strings, strings], ["text", "text"], "has several columns 'text'; rename all but one"),
+        ([strings] * 3, ["id", "text", "id"], "has several columns 'id'; rename all but one"),
+        ([strings.dictionary_encode()], ["text"], "not text; write it as string"),
+    ):
+        parquet.write_table(pyarrow.Table.from_arrays(columns, names), text / "a.parquet")
+        assert main(arguments(made, tmp_path)) == 2
+        assert told in one_error(capsys)
+        shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -52,6 +53,43 @@ def test_inspect_runs_on_through_epochs(made):
     assert found["epoch"] == 2 and found["ids"] == stored[row].tolist()
     with pytest.raises(ConfigError, match="numbered from 0"):
         inspect(made.data, -1)
+
+
+def test_inspect_of_what_is_not_there(made, tmp_path):
+    """A number beyond all epochs, and any number of an empty set."""
+    with pytest.raises(ConfigError, match="lies beyond the last epoch"):
+        inspect(made.data, 10**30)
+    (tmp_path / "a.txt").write_text("words " * 99)
+    words = run_arguments(tmp_path / "a.txt", made.tokenizer, tmp_path / "out")
+    assert main([*words, "--eval-fraction", "1e-9"]) == 0
+    with pytest.raises(ConfigError, match="instance 0 does not exist; .*eval has none"):
+        inspect(tmp_path / "out" / "eval", 0)
+
+
+@pytest.mark.parametrize("how", ["cut", "cut by a row", "grown", "empty", "flipped", "gone"])
+def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
+    shutil.copytree(made.data, tmp_path / "data")
+    for path in (tmp_path / "data" / "tokens").glob("*.docs.npy"):
+        data = bytearray(path.read_bytes())
+        data[-12] ^= 64  # of an input's number
+        damaged = {"cut": data[:-3], "cut by a row": data[:-24], "grown": data + b"x", "empty": b""}
+        path.write_bytes(damaged.get(how, data))
+        if how == "gone":
+            path.unlink()
+    assert main(["inspect", str(tmp_path / "data"), "0"]) == 2
+    assert ".docs.npy: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("part", [".", "eval"])
+def test_stats_of_a_flipped_id(made, tmp_path, capsys, part):
+    shutil.copytree(made.data, tmp_path / "data")
+    path = tmp_path / "data" / part / "shards" / "shard-00000.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 128
+    path.write_bytes(data)
+    assert main(["stats", str(tmp_path / "data")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "outside its vocabulary of 400; optimus-data verify" in told
 
 
 def test_inspect_prints_text_and_files(made, capsys):

@@ -16,6 +16,7 @@ import pytest
 from data_prep.cli import main
 from data_prep.options import team_of
 from data_prep.ranks import Team, do_together, share, wait_for
+from data_prep.token_plan import read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError
@@ -53,6 +54,12 @@ def test_shares_are_complete_and_balanced():
         best = max(sum(sizes) / world, max(sizes))
         assert max(loads) <= 4 / 3 * best + 300
     assert share([], 0, 3) == []
+
+
+def test_the_largest_goes_first():
+    """Dealt in the order of their numbers, the large one would come on top of half of the rest."""
+    sizes = [1] * 8 + [8]
+    assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
 
 
 def test_three_ranks_at_once_write_the_same(made, tmp_path):
@@ -143,6 +150,40 @@ def test_an_error_counts_only_if_the_work_is_not_there(tmp_path):
         do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
 
 
+def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
+    """At once, whatever their patience, in one line; and the command, once mended, goes on."""
+    text, out = tmp_path / "text", tmp_path / "data"
+    shutil.copytree(made.text, text)
+    lines = (text / "a.jsonl").read_bytes()
+    (text / "a.jsonl").write_bytes(lines + b"{\n")
+    arguments = run_arguments(text, made.tokenizer, out, "--world", "3", "--patience", "3000")
+
+    def start(rank: int) -> subprocess.Popen:
+        words = [sys.executable, "-m", "data_prep.cli", *arguments, "--rank", str(rank)]
+        return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+    assert main([*arguments, "--world", "1"]) == 2
+    plan = read_plan(out / "tokens")
+    index = [file.name for file in plan.inputs].index(str(text / "a.jsonl"))
+    unit = [first <= index < stop for first, stop in plan.units].index(True)
+    sizes = list(map(plan.unit_bytes, range(len(plan.units))))
+    failing = next(rank for rank in range(3) if unit in share(sizes, rank, 3))
+    for _ in range(2):  # the second time, marks of the first lie there
+        waiting = [start(rank) for rank in range(3) if rank != failing]
+        for rank in waiting:
+            assert "tokenize" in rank.stderr.readline()  # its share is done
+        bad = start(failing)
+        assert "a.jsonl:" in bad.communicate(timeout=60)[1] and bad.returncode == 2
+        for rank in waiting:
+            line = rank.communicate(timeout=20)[1].splitlines()[-1]
+            assert f"error: rank {failing} failed: {text}/a.jsonl:" in line
+            assert rank.returncode == 5
+    (out / ".failed-rank-1.elsewhere.1.abc.tmp").write_text("of another machine, once")
+    (text / "a.jsonl").write_bytes(lines + b"\n\n")  # of the size that was planned
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert not list(out.glob(".failed*"))
+
+
 def test_rank_zero_acts_and_others_wait():
     made: list[str] = []
     wait_for(Team(0, 3), lambda: False, lambda: made.append("first"))
@@ -178,50 +219,3 @@ def test_options_and_environment(monkeypatch):
     assert team("--world", "5") == (3, 5) and team("--world", "1") == (0, 1)
     monkeypatch.setenv("OPTIMUS_ARRAY_SIZE", "4")
     assert team() == (3, 4)
-
-
-MPIEXEC = """#!/bin/bash
-# as PALS: a rank and no size
-while [[ $1 != -n ]]; do shift; done
-for ((rank = 0; rank < $2; rank++)); do PMI_RANK=$rank PALS_RANKID=$rank "${@:9}" & done
-for job in $(jobs -p); do wait "$job" || exit 1; done
-"""
-SRUN = """#!/bin/bash
-n=${1#--nodes=}
-for ((rank = 0; rank < n; rank++)); do
-    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
-done
-for job in $(jobs -p); do wait "$job" || exit 1; done
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "launcher", "code"),
-    [("pbs", "mpiexec", MPIEXEC), ("slurm", "srun", SRUN)],
-    ids=["PBS", "Slurm"],
-)
-def test_job_scripts(made, tmp_path, script, launcher, code):
-    """The script as the job runs it, with a launcher that sets what the real one sets."""
-    out, program = tmp_path / "data", tmp_path / "optimus data"
-    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
-    (tmp_path / launcher).write_text(code)
-    for path in (program, tmp_path / launcher):
-        path.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
-    command = [str(ROOT / "scripts" / script / "data.sh"), "--nodes", "2"]
-    words = run_arguments(made.text, made.tokenizer, out)
-    dry = subprocess.run(
-        [*command, "--dry-run", "--", *words], env=environ, capture_output=True, text=True
-    )
-    assert dry.returncode == 0 and launcher in dry.stdout and "optimus\\ data run" in dry.stdout
-    assert ("qsub" if script == "pbs" else "sbatch") in dry.stdout
-    array = subprocess.run(
-        [*command, "--dry-run", "--array", "5", "--", *words], env=environ, capture_output=True
-    )
-    assert b"0-4" in array.stdout and launcher.encode() not in array.stdout.splitlines()[-1]
-    done = subprocess.run([*command, "--inside", "--", *words], env=environ, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"[rank 1 of 2]" in done.stderr
-    assert tree(out) == tree(made.data)
-    assert subprocess.run([*command, "--nope"], capture_output=True).returncode == 2

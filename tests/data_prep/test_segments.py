@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep import segments
 from data_prep.cli import main
+from data_prep.documents import NO_LIMITS, Document, Problem
 from data_prep.segments import Segments
+from data_prep.token_arrays import TokenArrayWriter
 from data_prep.tokenizer import Encoder
+from data_prep.unit_writer import UnitWriter
 from tests.data_prep.corpus import run_arguments, run_killed_at, tree, words
 
 
@@ -97,3 +102,104 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path):
     assert len(list(Segments(tmp_path, 0, "plan").read())) == 1
     Segments(tmp_path, 0, "plan").remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kill_while_they_are_forgotten(tmp_path, monkeypatch):
+    """Whatever is left is found by the next."""
+    for kills in range(4):
+        checkpoints = Segments(tmp_path, 0, "plan")
+        for number in range(4):
+            checkpoints.save({"n": number}, [])
+        unlinked, real = 0, os.unlink
+
+        def unlink(path):
+            nonlocal unlinked
+            if unlinked == kills:  # noqa: B023 - called within this turn of the loop
+                raise KeyboardInterrupt
+            unlinked += 1
+            real(path)  # noqa: B023
+
+        monkeypatch.setattr("data_prep.segments.os.unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.remove()
+        monkeypatch.undo()
+        assert len(list(tmp_path.iterdir())) == 4 - kills
+        Segments(tmp_path, 0, "plan").remove()
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_a_quarantine_set_aside_ends_a_run_that_is_to_fail(made, text, tmp_path, capfd):
+    """Also where only checkpoints of it stand."""
+    out = tmp_path / "out"
+    lines = (text / "a.jsonl").read_text()
+    (text / "a.jsonl").write_text("no JSON\n" + lines)
+    given = arguments(text, made, out)
+    assert run_killed_at([*given, "--on-error", "quarantine"], 10, before=False) == -signal.SIGKILL
+    assert parts(out) and not list((out / "tokens").glob("unit-*.json"))
+    capfd.readouterr()
+    assert main(given) == 2
+    assert "a.jsonl:1: invalid JSON" in capfd.readouterr().err.splitlines()[-1]
+    assert main([*given, "--on-error", "quarantine"]) == 0
+
+
+def test_a_damaged_input_takes_its_checkpoints_along(made, tmp_path):
+    """They may hold some of it; what is left of the others is saved again by the next."""
+    with open(tmp_path / "array", "wb") as file:
+        array = TokenArrayWriter(file, 400, "uint16", 0)
+        encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
+        unit = UnitWriter(encoder, {"train": array}, 0, checkpoints, 0, NO_LIMITS)
+        for source in (0, 1):
+            unit.add(source, Document("some text", b"some text", 1), "")
+            unit.save(source + 1, None)
+        assert len(list(Segments(tmp_path, 0, "plan").read())) == 2
+        unit.set_input_aside(1, Problem(3, "cut"))
+        assert list(Segments(tmp_path, 0, "plan").read()) == []
+        unit.save(2, None)
+        ((state, blobs),) = Segments(tmp_path, 0, "plan").read()
+    ids = [*encoder.encode(["some text"])[0].tolist(), 0]
+    assert np.frombuffer(blobs[0], "<u2").tolist() == ids
+    assert state["set_aside"] == [{"input": 1, "line": 3, "reason": "cut"}]
+
+
+def test_an_earlier_input_of_the_unit_changed_behind_a_checkpoint(
+    made, tmp_path, monkeypatch, capfd
+):
+    """Of the same size: only its hash tells."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "abcd":
+        (folder / f"{name}.txt").write_text(f"text of {name} " * 30)
+    given = arguments(folder, made, tmp_path / "out")
+    assert run_killed_at(given, 8, before=False) == -signal.SIGKILL and parts(tmp_path / "out")
+    (folder / "a.txt").write_text("tixt of a " * 30)
+    assert main(given) == 2
+    assert "a.txt: changed since" in capfd.readouterr().err
+
+
+def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkeypatch, capfd):
+    """Killed at every commit; what stands is not encoded again."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr("data_prep.parquet._ROWS", 16)
+    rng, folder = random.Random(9), tmp_path / "text"
+    folder.mkdir()
+    texts = [words(rng, rng.randint(1, 60)) for _ in range(300)]
+    table = pyarrow.table({"id": list(range(300)), "text": texts})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=90)
+    assert parquet.ParquetFile(folder / "a.parquet").num_row_groups == 4
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(arguments(folder, made, whole)) == 0
+    given, kills, stood = arguments(folder, made, out), 0, set()
+    while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
+        kills += 1
+        for checkpoint in (out / "tokens").glob("*.part-*"):
+            data = checkpoint.read_bytes()
+            head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            stood.add(head["state"]["start"]["offset"])
+    assert len(stood) > 5 and any(row % 90 for row in stood), "behind rows within a group"
+    assert main(given) == 0
+    assert tree(out) == tree(whole)
+    capfd.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ from data_prep import gather as gather_module
 from data_prep.cli import main
 from data_prep.gather import Gatherer
 from data_prep.permutation import Permutation
-from data_prep.shard import PROCESS_BYTES, divide_memory
+from data_prep.shard import PROCESS_BYTES, divide_memory, memory_for
 from data_prep.shuffle import default_shard_bytes, read_order
 from data_prep.token_arrays import array_path
 from optimus.errors import ConfigError
-from tests.data_prep.corpus import CONTEXT, run_arguments
+from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments
 
 
 def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
@@ -113,10 +114,43 @@ def test_instances_longer_than_arrays(tmp_path, made):
 def test_memory_does_not_change_the_bytes(made, tmp_path, monkeypatch):
     """With the least memory a shard is gathered in blocks of a few rows."""
     monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
+    monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
     out = tmp_path / "out"
     least = str(PROCESS_BYTES + 1000)
     assert main(run_arguments(made.text, made.tokenizer, out, "--memory", least)) == 0
     assert np.array_equal(shards(out), shards(made.data))
+
+
+def test_memory_is_bounded(made, tmp_path):
+    """Peak memory of a process that shards 96 MB, with one large shard and --memory 125MB."""
+    tokens = np.random.default_rng(0).integers(1, 400, 48_000_000, dtype=np.uint16)
+    tokens[4999::5000] = 0
+    np.save(tmp_path / "a.npy", tokens)
+    out = str(tmp_path / "out")
+    base = ["--tokenizer", str(made.tokenizer), "--out", out]
+    assert main(["import", "--input", str(tmp_path / "a.npy"), *base]) == 0
+    assert main(["shuffle", out, "--context", "2048", "--shard-size", "1GB"]) == 0
+    for strategy in ("gather", "bucket"):
+        words = ["shard", out, "--workers", "1", "--memory", "125MB", "--strategy", strategy]
+        assert peak_memory(words) <= 125e6
+        shutil.rmtree(tmp_path / "out" / "shards")
+        (tmp_path / "out" / "manifest.json").unlink()
+
+
+def test_memory_for_all_workers_and_the_line_that_says_there_is_less(made, tmp_path, capsys):
+    assert memory_for(4) == 2 * 10**9
+    for workers in (16, 32):
+        wanted = memory_for(workers)
+        if wanted > 2 * 10**9:  # of a machine with memory for them
+            assert divide_memory(wanted, workers)[0] >= min(workers, 17)
+    assert main(run_arguments(made.text, made.tokenizer, tmp_path / "out")) == 0
+    shutil.rmtree(tmp_path / "out" / "shards")
+    capsys.readouterr()
+    assert main(["shard", str(tmp_path / "out"), "--workers", "3", "--memory", "330MB"]) == 0
+    told = capsys.readouterr().err
+    assert "optimus-data: shard: 2 of 3 workers, for more do not fit in --memory 330MB; " in told
+    assert main(["shard", str(tmp_path / "out"), "--workers", "2", "--memory", "330MB"]) == 0
+    assert "do not fit" not in capsys.readouterr().err
 
 
 def test_memory_is_divided():

@@ -11,9 +11,9 @@ import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from data_prep.cli import main
-from data_prep.shuffle import read_token_set
 from data_prep.token_arrays import array_path, read_docs
-from data_prep.tokenize import TokenPlan, held_out_below
+from data_prep.token_plan import TokenPlan, held_out_below
+from data_prep.token_set import read_token_set
 from data_prep.tokenizer import read_facts
 from optimus.errors import DataError
 from tests.data_prep.corpus import EOS, SPECIAL, documents, run_arguments

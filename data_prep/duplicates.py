@@ -1,0 +1,131 @@
+"""The same id twice: found after tokenizing, from 16 bytes a document, in bounded memory.
+
+Tokenizing writes beside each T_i a hash of every document's id (`unit-*.ids.npy`: uint8 [D, 16],
+BLAKE2b of the id, zeros where a document has none). Equal ids have equal hashes, so none is missed;
+of 5e9 different ones two agree with a probability below 4e-20. Which of two is the later is told by
+their inputs and lines: nothing depends on who tokenized what, and when.
+
+`tokens/duplicates.json` says that all was compared, and `duplicates.npy` which documents go: rows
+(input, line, input of the first, its line), int64 [n, 4]. Units that hold them are tokenized again
+without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.token_arrays import ID_BYTES, read_docs, read_ids
+from optimus import files
+from optimus.errors import DataError
+
+_FORM = "optimus-duplicates"
+MARK = "duplicates.json"
+TABLE = "duplicates.npy"
+_ROW_BYTES = 120
+"""Memory of a document while a bucket is sorted: its row, the sort, and copies."""
+
+
+def hash_of(value: Any) -> bytes:
+    """What is stored of an id; zeros for none (missing, null, or an empty string)."""
+    if value is None or value == "":
+        return bytes(ID_BYTES)
+    if isinstance(value, str):
+        content = b"s" + value.encode("utf-8", "surrogatepass")
+    else:
+        content = b"j" + json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(content, digest_size=ID_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Documents that are set aside because an earlier one has their id."""
+
+    rows: np.ndarray
+    """int64 [n, 4], ascending: input, line, and those of the first with that id."""
+
+    def of_inputs(self, first: int, stop: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """(input, line) -> the place of the first, for inputs [first, stop)."""
+        low, high = np.searchsorted(self.rows[:, 0], [first, stop])
+        return {(a, b): (c, d) for a, b, c, d in self.rows[low:high].tolist()}
+
+
+NONE = Duplicates(np.empty((0, 4), np.int64))
+
+
+def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
+    """What was found in these token arrays, or None where that is not known, or no longer."""
+    try:
+        return read_whole(tokens_dir, plan_xxh3)
+    except DataError:
+        return None
+
+
+def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
+    """What was found. Raises DataError where it is missing, damaged or of another plan."""
+    mark = layout.read_checked_json(tokens_dir / MARK, _FORM)
+    if mark["plan"] != plan_xxh3:
+        raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
+    if not mark["count"]:
+        return NONE
+    path = tokens_dir / TABLE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if files.xxh3_bytes(data) != mark["xxh3"]:
+        raise DataError(f"{path}: its content is damaged (hash differs)")
+    table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
+    return Duplicates(table.reshape(-1, 4))
+
+
+def write(tokens_dir: Path, plan_xxh3: str, rows: np.ndarray) -> None:
+    """Say what was found."""
+    head = layout.npy_header(rows.shape, "int64")
+    data = head + rows.astype(layout.little_endian("int64")).tobytes()
+    if len(rows):
+        files.write_bytes(tokens_dir / TABLE, data)
+    mark = {"format": _FORM, "version": layout.VERSION, "plan": plan_xxh3, "count": len(rows)}
+    layout.write_checked_json(tokens_dir / MARK, mark | {"xxh3": files.xxh3_bytes(data)})
+
+
+def find(parts: list[Path], units: int, memory_bytes: int) -> np.ndarray:
+    """Every document whose id an earlier one has, as rows of Duplicates.
+
+    `parts` are the folders of token arrays. Reads all ids once for each bucket of hashes, of which
+    there are as many as `memory_bytes` asks for.
+    """
+    every = [(folder, unit) for folder in parts for unit in range(units)]
+    total = sum(len(read_docs(folder, unit)) for folder, unit in every)
+    buckets = max(1, -(-total * _ROW_BYTES // memory_bytes))
+    found = [_find_in_bucket(every, bucket, buckets) for bucket in range(buckets)]
+    rows = np.concatenate(found)
+    return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+
+
+def _find_in_bucket(every: list[tuple[Path, int]], bucket: int, buckets: int) -> np.ndarray:
+    """Duplicates among the hashes of one bucket, int64 [n, 4]."""
+    hashes, places = [np.empty((0, 2), ">u8")], [np.empty((0, 2), np.int64)]
+    for folder, unit in every:
+        ids = read_ids(folder, unit)
+        if ids is None:
+            continue
+        halves = ids.view(">u8")
+        # The upper 32 bits, times the number of buckets, over 2^32: even, without a division.
+        own = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
+        chosen = (own == bucket) & (halves != 0).any(axis=1)
+        hashes.append(halves[chosen])
+        places.append(read_docs(folder, unit)[chosen, 1:])
+    key, place = np.concatenate(hashes), np.concatenate(places)
+    order = np.lexsort((place[:, 1], place[:, 0], key[:, 1], key[:, 0]))
+    key, place = key[order], place[order]
+    again = np.zeros(len(key), bool)
+    again[1:] = (key[1:] == key[:-1]).all(axis=1)
+    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(key))))
+    return np.concatenate([place[again], place[first[again]]], axis=1)

@@ -1,0 +1,112 @@
+"""A set of token arrays: the sidecars that complete its units, written and read.
+
+A unit is complete once both of its sidecars stand; everything else of it was written before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep import layout
+from data_prep.packed import is_packed
+from data_prep.token_arrays import (
+    TokenArrayWriter,
+    array_path,
+    docs_path,
+    ids_path,
+    sidecar_path,
+)
+from data_prep.token_plan import TokenPlan, read_plan
+from optimus import files
+from optimus.errors import DataError
+
+_FORM = "optimus-token-array"
+
+
+@dataclass(frozen=True)
+class UnitIdentity:
+    """Which unit of which plan it is, and what its inputs were."""
+
+    plan: str
+    part: str
+    unit: int
+    inputs: Sequence[str]
+    """Hashes of its inputs."""
+    set_aside: Sequence[Mapping[str, Any]]
+
+
+def write_unit(
+    folder: Path,
+    identity: UnitIdentity,
+    writer: TokenArrayWriter,
+    array: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> None:
+    """Complete a unit whose array, of the size and hash `array`, stands: documents, ids, sidecar.
+
+    `more` of the sidecar is what only some units have: `dropped` by duplicate ids, which version 1
+    does not know, and `mended` by import.
+    """
+    unit, docs, ids = identity.unit, writer.docs_bytes(), writer.ids_bytes()
+    files.write_bytes(docs_path(folder, unit), docs)
+    if ids:
+        files.write_bytes(ids_path(folder, unit), ids)
+    is_new = bool(ids) or "dropped" in more
+    facts = asdict(identity)
+    record = {
+        "format": _FORM,
+        "version": layout.PLAN_VERSION if is_new else layout.VERSION,
+        **{key: facts[key] for key in ("plan", "part", "unit")},
+        "tokens": writer.tokens,
+        "documents": writer.documents,
+        "array": array,
+        "docs": _described(docs),
+        **{key: facts[key] for key in ("inputs", "set_aside")},
+        **({"ids": _described(ids)} if ids else {}),
+        **more,
+    }
+    layout.write_checked_json(sidecar_path(folder, unit), record)
+
+
+def _described(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "xxh3": files.xxh3_bytes(data)}
+
+
+def read_unit(
+    tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
+) -> dict[str, Any]:
+    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError.
+
+    `has_array` False: the array itself may be gone, for `--fused` removed it.
+    """
+    path = sidecar_path(tokens_dir, unit)
+    record = layout.read_checked_json(path, _FORM, newest=layout.PLAN_VERSION)
+    if record["plan"] != plan_xxh3 or record["unit"] != unit:
+        raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
+    for key, file in (
+        ("array", array_path(tokens_dir, unit)),
+        ("docs", docs_path(tokens_dir, unit)),
+        ("ids", ids_path(tokens_dir, unit)),
+    ):
+        if key not in record or (key == "array" and not has_array):
+            continue
+        size = os.path.getsize(file) if file.exists() else None
+        if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
+            continue
+        if size != record[key]["size"]:
+            raise DataError(
+                f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"
+            )
+    return record
+
+
+def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:
+    """Plan, hash of the plan and sidecars of a complete set of token arrays, else DataError."""
+    plan = read_plan(tokens_dir)
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
+    return plan, plan_xxh3, records

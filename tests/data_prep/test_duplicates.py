@@ -1,0 +1,157 @@
+"""The same id twice: an error naming both places, or the later set aside, whoever does the work."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import duplicates
+from data_prep.cli import main
+from data_prep.duplicates import find, hash_of
+from data_prep.verify import verify
+from tests.data_prep.corpus import run_killed_at, tree
+from tests.data_prep.test_bad_input import arguments, one_error
+from tests.data_prep.test_tokenize import stored_documents
+
+
+def write(folder: Path, **given: list[object]) -> None:
+    """JSON lines files with documents of these ids; `...` stands for none."""
+    folder.mkdir(exist_ok=True)
+    for name, ids in given.items():
+        rows = [{"text": f"good text {name} {n}"} for n in range(len(ids))]
+        rows = [row if i is ... else {**row, "id": i} for row, i in zip(rows, ids, strict=True)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+MANY = {
+    "a": ["x", 5, "y", ..., None, ""],
+    "b": ["5", "z", "y", ..., None, ""],
+    "c": [*range(100, 160), "z", 5, "z"],
+}
+GONE = {("b", 3): ("a", 3), ("c", 61): ("b", 2), ("c", 62): ("a", 2), ("c", 63): ("b", 2)}
+
+
+def test_the_same_id_twice_is_told_by_both_places(made, tmp_path, capsys):
+    write(tmp_path / "text", **MANY)
+    given = arguments(made, tmp_path, "--unit-size", "1")
+    for _ in range(2):
+        assert main(given) == 2
+        error = one_error(capsys)
+        assert "b.jsonl:3: duplicate id 'y': " in error and "a.jsonl:3 has it" in error
+        assert "--on-error quarantine" in error and "--id-field ''" in error
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert main([*given, "--out", str(tmp_path / "other"), "--id-field", ""]) == 0
+    assert not list((tmp_path / "other" / "tokens").glob("*.ids.npy"))
+    assert main([*given, "--on-error", "quarantine"]) == 0, "and it goes on with quarantine"
+    capsys.readouterr()
+    assert main(given) == 2, "which is not taken for a clean run"
+    assert "duplicate id" in one_error(capsys)
+
+
+def quarantined(out: Path) -> dict[tuple[str, int], tuple[str, int]]:
+    found = {}
+    for item in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines()):
+        name, line = item["reason"].split(": ", 1)[1].removesuffix(" has it").rsplit(":", 1)
+        found[Path(item["input"]).stem, item["line"]] = Path(name).stem, int(line)
+    return found
+
+
+@pytest.mark.parametrize("more", [[], ["--unit-size", "1"], ["--unit-size", "1", "--workers", "2"]])
+def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch, more):
+    write(tmp_path / "text", **MANY)
+    monkeypatch.setattr(duplicates, "_ROW_BYTES", 64 << 20)  # a bucket for each few documents
+    more = [*more, "--on-error", "quarantine", "--eval-fraction", "0.3", "--json"]
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert json.loads(capsys.readouterr().out)["quarantined"] == len(GONE)
+    out = tmp_path / "out"
+    assert quarantined(out) == GONE
+    kept = stored_documents(out) + stored_documents(out / "eval")
+    assert {(Path(name).stem, line) for name, line, _ in kept} == {
+        (name, line)
+        for name, ids in MANY.items()
+        for line in range(1, len(ids) + 1)
+        if (name, line) not in GONE
+    }
+    assert main(["verify", str(out)]) == 0
+    before = tree(out)
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert tree(out) == before
+    (out / "tokens" / "duplicates.json").write_text("lost")
+    assert any("duplicates.json" in line for line in verify(out))
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert tree(out) == before, "found again, though the documents had been taken out"
+
+
+def test_kills_and_ranks_change_no_byte(made, tmp_path, capfd):
+    write(tmp_path / "text", **MANY)
+    base = arguments(made, tmp_path, "--on-error", "quarantine", "--unit-size", "1")
+    where = base.index("--out") + 1
+    whole, killed, ranked = (str(tmp_path / name) for name in ("whole", "killed", "ranked"))
+    base[where] = whole
+    assert main(base) == 0
+    base[where] = killed
+    kills = 0
+    while run_killed_at(base, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
+        kills += 1
+    assert kills > 8
+    assert main(base) == 0
+    assert tree(Path(killed)) == tree(Path(whole))
+    base[where] = ranked
+    for rank in ("1", "0", "1"):  # one after the other, as jobs of an array may run
+        assert main([*base, "--rank", rank, "--world", "2", "--patience", "0"]) == 0
+    assert tree(Path(ranked)) == tree(Path(whole))
+    capfd.readouterr()
+
+
+def test_tables_have_ids_too(made, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "text").mkdir()
+    table = pyarrow.table({"key": [1, 2, None, None, 2], "text": [f"good {n}" for n in range(5)]})
+    parquet.write_table(table, tmp_path / "text" / "a.parquet", row_group_size=2)
+    assert main(arguments(made, tmp_path, "--id-field", "key")) == 2
+    assert "a.parquet:5: duplicate id 2: " in (error := one_error(capsys))
+    assert "a.parquet:2 has it" in error
+    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "other")]) == 0
+
+
+def test_a_flipped_bit_in_the_hashes_is_found(made, tmp_path, capsys):
+    write(tmp_path / "text", a=["x", "y", "z"])
+    assert main(arguments(made, tmp_path)) == 0
+    path = tmp_path / "out" / "tokens" / "unit-00000.ids.npy"
+    assert np.load(path).shape == (3, 16)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert main(["verify", str(tmp_path / "out")]) == 1
+    assert "unit-00000.ids.npy: its content is damaged" in capsys.readouterr().err
+
+
+def test_ids_are_told_apart():
+    values = [1, "1", 1.5, True, "a", ["a"], {"a": 1}]
+    assert len({hash_of(value) for value in values}) == len(values)
+    assert hash_of({"a": 1, "b": 2}) == hash_of({"b": 2, "a": 1})
+    assert hash_of(None) == hash_of("") == bytes(16)
+
+
+def test_find_agrees_with_a_dictionary(tmp_path):
+    from data_prep.layout import npy_header
+    from data_prep.token_arrays import docs_path, ids_path
+
+    rng, first, expected = np.random.default_rng(0), {}, []
+    for unit in range(4):
+        own = rng.integers(0, 300, 200)
+        docs = np.array([[9, unit, line + 1] for line in range(200)], np.int64)
+        head = npy_header(docs.shape, "int64")
+        docs_path(tmp_path, unit).write_bytes(head + docs.tobytes())
+        data = b"".join(hash_of(int(value)) for value in own)
+        ids_path(tmp_path, unit).write_bytes(npy_header((200, 16), "uint8") + data)
+        for line, value in enumerate(own.tolist(), 1):
+            if value in first:
+                expected.append([unit, line, *first[value]])
+            first.setdefault(value, (unit, line))
+    for memory in (1 << 30, 10_000, 2000):
+        assert find([tmp_path], 4, memory).tolist() == expected

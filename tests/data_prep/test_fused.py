@@ -1,0 +1,273 @@
+"""`--fused`: the same shards, fewer bytes written, less disk, after any kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import packed, segments
+from data_prep.cli import main
+from data_prep.layout import npy_header
+from data_prep.packed import BLOCK_TOKENS, PackedArray, PackedStore
+from data_prep.verify import verify
+from optimus import files
+from optimus.errors import DataError
+from tests.data_prep.corpus import in_child, run_arguments, run_killed_at, tree
+from tests.data_prep.test_ranks import start_rank, statuses
+
+
+def arrays(out) -> list[str]:
+    """Token arrays, packed or not."""
+    return [name for name in tree(out) if name.endswith((".npy", ".packed"))
+            and name.count("unit-") and ".docs." not in name and ".ids." not in name]  # fmt: skip
+
+
+def test_fused_leaves_the_shards_alone(made, tmp_path, capsys):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    assert main(arguments) == 0
+    assert arrays(out) == [] and len(arrays(made.data)) > 4
+    found, expected = tree(out), tree(made.data)
+    for name in ("tokens/removed.json", "eval/tokens/removed.json"):
+        del found[name]
+    assert found == {name: expected[name] for name in expected if name not in arrays(made.data)}
+    assert list(verify(out)) == []
+    capsys.readouterr()
+    assert main(["inspect", str(out), "3"]) == 0 and main(["inspect", str(made.data), "3"]) == 0
+    one, two = capsys.readouterr().out.split("instance 3")[1:]
+    assert one == two
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main(arguments) == 0 and main(arguments[:-1]) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    assert main(arguments) == 0
+    for command, told in (
+        (["shuffle", str(out), "--to", str(tmp_path / "x"), "--context", "8"], "by --fused"),
+        ([*arguments, "--seed", "6"], "seed = 5, now 6"),
+        ([*arguments, "--shard-size", "4096"], "instances_per_shard"),
+        ([*arguments, "--eval-fraction", "0.2"], "eval_fraction"),
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert told in capsys.readouterr().err.splitlines()[-1]
+    assert arrays(out) == []
+    (out / "shards" / "shard-00001.npy").unlink()
+    assert any("shard-00001" in line for line in verify(out))
+    assert main(arguments) == 0, "everything is made again"
+    assert list(verify(out)) == [] and arrays(out) == []
+
+
+def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    monkeypatch.setattr("data_prep.run.remove_arrays", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(arguments)
+    monkeypatch.undo()
+    assert len(arrays(out)) > 4 and list(verify(out)) == []
+    assert main(arguments) == 0 and arrays(out) == []
+
+
+def test_fused_on_three_ranks(made, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "data"
+    assert main(run_arguments(made.text, made.tokenizer, whole, "--fused")) == 0
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused", "--world", "3")
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert main(arguments[:-2]) == 0  # sweeps what was left
+    assert tree(out) == tree(whole)
+
+
+def standard_library(count: int) -> list[str]:
+    """Real text: so many of the interpreter's larger modules."""
+    modules = sorted(Path(os.__file__).parent.glob("*.py"), key=lambda path: -path.stat().st_size)
+    return list(map(str, modules[:count]))
+
+
+def written_and_kept(arguments: list[str]) -> tuple[int, int]:
+    """Bytes that a run writes, and that lie on disk when it has most, in a process of its own.
+
+    Most lies there when the manifest is written and nothing is removed yet.
+    """
+    out = Path(arguments[arguments.index("--out") + 1])
+    measured = out.with_name(f"{out.name}.json")
+
+    def work() -> int:
+        from data_prep import run
+
+        drop, peak = run.drop_arrays, []
+
+        def note(place: Path) -> None:
+            peak.append(sum(path.stat().st_size for path in place.rglob("*") if path.is_file()))
+            drop(place)
+
+        run.drop_arrays = note
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        status = main(arguments)
+        kept = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        measured.write_text(json.dumps([int(facts["wchar"]), *(peak or [kept])]))
+        return status
+
+    assert in_child(work) == 0  # the count of a fork begins at 0
+    written, most = json.loads(measured.read_text())
+    return written, most
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
+def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
+    """2.3 MB of Python: 0.75 of the bytes, 0.65 where units have checkpoints; 0.75 of the disk."""
+    texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
+    assert (
+        main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
+        == 0
+    )
+    for checkpoints, unit, bar in ((False, "1MB", 0.78), (True, "100MB", 0.68)):
+        monkeypatch.setattr(segments, "SEGMENT_BYTES", (100_000 if checkpoints else 1 << 30))
+        figures = []
+        for more in ([], ["--fused"]):
+            out = tmp_path / f"{checkpoints}{len(more)}"
+            arguments = ["run", "--input", *texts, "--tokenizer", tokenizer, "--out", str(out)]
+            arguments += ["--context", "512", "--workers", "1", "--unit-size", unit, *more]
+            figures.append(written_and_kept(arguments))
+        (plain_written, plain_most), (written, most) = figures
+        assert written < bar * plain_written, (written, plain_written)
+        assert most < 0.78 * plain_most, (most, plain_most)
+
+
+def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
+    """With checkpoints within units too; in the end the same files as of one life."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(packed, "BLOCK_TOKENS", 300)
+    whole, out = tmp_path / "whole", tmp_path / "data"
+    more = ("--fused", "--unit-size", "20000")
+    assert main(run_arguments(made.text, made.tokenizer, whole, *more)) == 0
+    arguments, kills = run_arguments(made.text, made.tokenizer, out, *more), 0
+    while run_killed_at(arguments, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
+        kills += 1
+    assert kills > 20 and main(arguments) == 0
+    assert tree(out) == tree(whole)
+
+
+@pytest.mark.parametrize("first", [[], ["--fused"]])
+def test_a_killed_run_may_go_on_the_other_way(made, tmp_path, monkeypatch, first):
+    """Packed arrays are made again where they are to stay; plain ones are used, and removed."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    whole, out = tmp_path / "whole", tmp_path / "data"
+    second = [] if first else ["--fused"]
+    given = run_arguments(made.text, made.tokenizer, out, "--unit-size", "20000")
+    assert run_killed_at([*given, *first], 25, before=False) == -signal.SIGKILL
+    assert arrays(out) and list((out / "tokens").glob("*.part-*"))
+    given_whole = run_arguments(made.text, made.tokenizer, whole, "--unit-size", "20000")
+    assert main([*given, *second]) == 0 and main([*given_whole, *second]) == 0
+    assert tree(out) == tree(whole)
+
+
+def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys):
+    """Before they are removed, `verify` reads them; a damaged one stops the shards."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    monkeypatch.setattr("data_prep.run.drop_arrays", lambda _: None)
+    assert main(arguments) == 0 and list(verify(out)) == []
+    path = out / "tokens" / "unit-00001.packed"
+    data = bytearray(path.read_bytes())
+    data[40] ^= 4
+    path.write_bytes(data)
+    assert any("unit-00001.packed" in line for line in verify(out))
+    for shard in (out / "shards").iterdir():
+        shard.unlink()
+    (out / "manifest.json").unlink()
+    assert main(arguments) == 2
+    assert "unit-00001.packed: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_packed_array_is_that_of_numpy(tmp_path, dtype):
+    """Any stretch, over frames of any length, after taking back and after restoring."""
+    rng = np.random.default_rng(0)
+    top = np.iinfo(dtype).max
+    ids = rng.integers(0, top, 3 * BLOCK_TOKENS + 77, dtype=dtype)
+    path = tmp_path / "unit.packed"
+    with files.atomic_writer(path) as file:
+        store = PackedStore(file, dtype)
+        store.append(ids[: BLOCK_TOKENS + 5])
+        store.append(rng.integers(0, top, 2 * BLOCK_TOKENS, dtype=dtype))
+        store.truncate(BLOCK_TOKENS - 9)
+        assert np.array_equal(store.read(100, BLOCK_TOKENS - 10), ids[100 : BLOCK_TOKENS - 10])
+        with open(tmp_path / "other", "w+b") as other:
+            again = PackedStore(other, dtype)
+            again.append(ids[BLOCK_TOKENS - 9 : 2 * BLOCK_TOKENS + 3])
+            saved = again.save(0, BLOCK_TOKENS + 12)
+        assert store.restore(saved) == BLOCK_TOKENS + 12
+        store.append(ids[2 * BLOCK_TOKENS + 3 :])
+        described = store.finish()
+    data = npy_header((len(ids),), dtype) + ids.tobytes()
+    assert described == {"size": len(data), "xxh3": files.xxh3_bytes(data)}
+    with PackedArray(path, dtype) as array:
+        assert array.tokens == len(ids)
+        for start, count in [(0, len(ids)), (5, 10), (BLOCK_TOKENS - 1, 2), (len(ids) - 1, 1)]:
+            out = np.empty(count, dtype)
+            array.read_into(out, start)
+            assert np.array_equal(out, ids[start : start + count])
+        with pytest.raises(DataError, match="shorter than its sidecar"):
+            array.read_into(np.empty(5, dtype), len(ids) - 4)
+
+
+def test_no_zstandard(made, tmp_path):
+    """Refused by name before anything is written."""
+    script = "import sys; sys.modules['zstandard'] = None; from data_prep.cli import main; "
+    given = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--fused")
+    script += f"sys.exit(main({given!r}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install zstandard" in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, capsys):
+    """Arrays of `tokenize` that `--fused` finds are the only proof that its shards are right."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out)
+    begin = arguments.index("--context")
+    assert main(["tokenize", *arguments[1:begin], "--eval-fraction", "0.15",
+                 "--unit-size", "6000"]) == 0  # fmt: skip
+    path = out / "tokens" / "unit-00000.npy"
+    data = bytearray(path.read_bytes())
+    data[328] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main([*arguments, "--fused"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: its content is damaged" in told and f"remove it and {out / 'shards'}" in told
+    assert path.exists() and not (out / "tokens" / "removed.json").exists()
+    path.unlink()
+    shutil.rmtree(out / "shards")
+    assert main([*arguments, "--fused"]) == 0 and arrays(out) == []
+    expected = tree(made.data)
+    assert all(expected[name] == data for name, data in tree(out).items() if "shard-" in name)
+
+
+def test_duplicate_ids_of_packed_arrays(made, tmp_path):
+    """Units that hold them are packed again without them."""
+    text = tmp_path / "text"
+    shutil.copytree(made.text, text)
+    (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')
+    base = run_arguments(text, made.tokenizer, tmp_path / "one", "--on-error", "quarantine")
+    assert main(base) == 0
+    base[base.index("--out") + 1] = str(tmp_path / "two")
+    assert main([*base, "--fused"]) == 0
+    one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
+    assert "duplicate id" in one["quarantine.jsonl"].decode()
+    gone = [name for name in one if name not in two]
+    assert gone and all(name in arrays(tmp_path / "one") for name in gone)
+    assert all(one[name] == content for name, content in two.items() if "removed" not in name)

@@ -1,0 +1,216 @@
+"""Long documents: the same ids in sections, within `--memory`, or refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import documents, limits, long_text, sections, segments, unit_writer
+from data_prep.cli import main
+from data_prep.encoder import reference_encode
+from data_prep.limits import Limits, bytes_of_line, divide_memory
+from data_prep.sections import Cutter, NoCut
+from data_prep.tokenizer import Encoder, open_tokenizer
+from optimus.errors import ConfigError, DataError
+from tests.data_prep.corpus import EOS, run_arguments, run_killed_at, tree, words
+from tests.data_prep.test_bad_input import arguments, one_error
+from tests.data_prep.test_encoder import KINDS, make, nasty
+from tests.data_prep.test_tokenize import stored_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def short_sections(monkeypatch, chars: int = 40) -> None:
+    monkeypatch.setattr(sections, "SECTION_CHARS", chars)
+    monkeypatch.setattr(unit_writer, "SECTION_CHARS", chars)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sections_have_the_ids_of_the_whole(made, tmp_path, monkeypatch, kind):
+    """Cut wherever it is allowed, in text made to trip it."""
+    short_sections(monkeypatch, 2)
+    path = make(tmp_path / "t.json", made.tokenizer, kind)
+    encoder, library = Encoder(path), open_tokenizer(path)
+    rng, cut, w = random.Random(7), 0, "word" * 7  # longer than any added token
+    for _ in range(700):
+        text = rng.choice(
+            [f"{w}z\nB{w}", "; a b", f"{w}漢\n字{w}", f"{w} ab{w}", "( return x"]
+        ).join(nasty(rng) for _ in range(4))
+        blocks = [text[i : i + 7] for i in range(0, len(text), 7)]
+        pieces = list(encoder.cutter.sections(blocks))
+        cut += len(pieces) - 1
+        assert "".join(pieces) == text
+        found = np.concatenate([np.array([], np.uint32), *encoder.encode(pieces)])
+        assert found.tolist() == reference_encode(library, [text])[0].tolist(), repr(text)
+    assert cut > 300
+
+
+def test_no_section_cuts_an_added_token(monkeypatch):
+    short_sections(monkeypatch, 2)
+    text = "ab cd\nef" * 3
+    assert len(list(Cutter([]).sections([text]))) > 5
+    assert "b c" in next(Cutter(["b c"]).sections([text]))
+    with pytest.raises(NoCut):
+        list(Cutter([]).sections(["a" * 50, "b" * 50], most=60))
+
+
+@pytest.fixture
+def long_ones(monkeypatch) -> None:
+    """Every document is a long one."""
+    short_sections(monkeypatch)
+    monkeypatch.setattr(documents, "LONG_BYTES", 30)
+    monkeypatch.setattr(long_text, "BLOCK_BYTES", 11)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2000)
+
+
+def test_long_documents_give_the_same_bytes(made, long_ones, tmp_path):
+    out = tmp_path / "out"
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0
+    assert tree(out) == tree(made.data)
+
+
+def test_kills_within_long_texts_change_no_byte(made, tmp_path, request, capfd):
+    (tmp_path / "text").mkdir()
+    rng = random.Random(8)
+    for name, opener in (("a.txt", open), ("b.txt.gz", gzip.open)):
+        with opener(tmp_path / "text" / name, "wt") as file:
+            file.write(words(rng, 2000) + "\n" + EOS)
+    (tmp_path / "text" / "c.txt").write_text("short")
+    given = run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "whole")
+    assert main(given) == 0
+    request.getfixturevalue("long_ones")
+    given[given.index("--out") + 1] = str(tmp_path / "out")
+    kills = most = 0
+    while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
+        kills += 1
+        most = max(most, len(list((tmp_path / "out" / "tokens").glob("*.part-*"))))
+    assert kills > 8 and most >= 4, "checkpoints within a document"
+    assert main(given) == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    capfd.readouterr()
+
+
+def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
+    assert main(arguments(made, tmp_path)) == 2
+    assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in one_error(capsys)
+    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
+    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "o")]) == 2
+    assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in one_error(capsys)
+
+
+def peak_mb(words: list[str]) -> tuple[int, int, str]:
+    """Exit status, peak memory of one process in MB, and standard error."""
+    code = (
+        "import sys; from data_prep.cli import main; status = main()\n"
+        "peak = [l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1]\n"
+        "print('PEAK', peak, file=sys.stderr); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    peak = done.stderr.split("PEAK ")[1].split()[0]
+    return done.returncode, int(peak) // 1000, done.stderr
+
+
+LONG = "return " * 6_000_000
+"""42 MB of cheap text."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("name", "memory"), [("a.txt", "240MB"), ("a.txt.gz", "240MB"), ("a.jsonl", "360MB")]
+)
+def test_memory_holds_while_a_long_document_is_tokenized(made, tmp_path, name, memory):
+    (tmp_path / "text").mkdir()
+    text = json.dumps({"text": LONG}) if "json" in name else LONG
+    data = gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode()
+    (tmp_path / "text" / name).write_bytes(data)
+    given = arguments(made, tmp_path, "--memory", memory)
+    status, peak, error = peak_mb(given)
+    assert status == 0, error
+    assert peak <= int(memory[:-2])
+    ((_, _, ids),) = stored_documents(tmp_path / "out")
+    assert open_tokenizer(made.tokenizer).decode(ids[:-1]) == LONG
+
+
+def test_what_does_not_fit_is_refused_by_line(made, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    path = tmp_path / "text" / "a.jsonl"
+    line = json.dumps({"text": "w" * 20_000_000})
+    path.write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good too, good too"}}\n')
+    given = arguments(made, tmp_path, "--memory", "250MB")
+    assert main(given) == 2
+    error = one_error(capsys)
+    assert f"{path}:2: a line of {len(line) + 1} bytes needs 70 MB of memory" in error
+    assert "--memory 2" in error and "--max-document" in error
+    assert main([*given, "--on-error", "quarantine"]) == 2, "memory never decides what is left out"
+    one_error(capsys)
+    aside = [*given, "--max-document", "1MB", "--out", str(tmp_path / "other")]
+    assert main(aside) == 2
+    assert "above --max-document 1000000" in one_error(capsys)
+    assert main([*aside, "--on-error", "quarantine"]) == 0
+    (listed,) = (tmp_path / "other" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(listed)["line"] == 2
+    assert [line for _, line, _ in stored_documents(tmp_path / "other")] == [1, 3]
+    capsys.readouterr()
+    assert main([*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"]) == 2
+    assert "max_document = 1000000, now None" in one_error(capsys)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
+def test_max_document_of_every_kind(made, tmp_path, capsys, name):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "b.txt").write_text("good text " * 9)
+    if name == "a.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": ["x" * 101, "good"]}), folder / name)
+    elif name == "a.txt":
+        (folder / name).write_text("x" * 101)
+    else:
+        (folder / name).write_bytes(gzip.compress(b"x" * 101))
+    given = arguments(made, tmp_path, "--max-document", "100", "--on-error", "quarantine")
+    assert main(given) == 0
+    kept = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
+    assert kept == (["a.parquet", "b.txt"] if name == "a.parquet" else ["b.txt"])
+
+
+def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(made, tmp_path, capsys):
+    config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
+    (tmp_path / "t.json").write_text(json.dumps(config))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words " * 30_000)
+    given = arguments(made, tmp_path, "--memory", "260MB")
+    given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
+    assert main(given) == 2
+    assert "a.txt:0: a document of 330000 bytes needs 99 MB" in one_error(capsys)
+    given[given.index("--memory") + 1] = "400MB"
+    assert main(given) == 0
+
+
+def test_memory_is_divided_among_workers(made):
+    count, found = divide_memory(10**9, 8, made.tokenizer, None)
+    assert count == 3 and found.room_bytes >= limits._LEAST_ROOM_BYTES
+    with pytest.raises(ConfigError, match="--memory 100MB is too little to tokenize"):
+        divide_memory(10**8, 1, made.tokenizer, None)
+    with pytest.raises(DataError, match="x:1: it needs 2 MB"):
+        Limits(10**6).refuse("x:1", "it", 2 * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("line", "times"), [("a", 3.5), ("é", 6), ("🙂", 11), ("\\u00e9", 8), ("\\\\", 3.5)]
+)
+def test_what_a_line_takes(line, times):
+    data = b'{"text": "' + line.encode() * 1000 + b'"}'
+    assert bytes_of_line(data) <= times * len(data)

@@ -1,0 +1,84 @@
+"""What the commands print when nobody reads it, and how the copy of a tokenizer is called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.cli import main
+from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from tests.data_prep.corpus import run_arguments, tree
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "import sys; from data_prep.cli import main; sys.exit(main())"
+
+
+def into_a_closed_pipe(words: list[str]) -> tuple[int, str]:
+    """Exit status and standard error of a command whose standard output is read by nobody."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", CODE, *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["inspect", "DIR", "0"], ["stats", "DIR"], ["verify", "DIR", "--json"]]
+)
+def test_a_closed_pipe_ends_a_command_quietly(made, words):
+    status, error = into_a_closed_pipe([str(made.data) if w == "DIR" else w for w in words])
+    # As a shell reports of a program that SIGPIPE ended; argparse itself forgives it for --help.
+    assert status == 141 or (words == ["--help"] and status == 0)
+    assert not [line for line in error.splitlines() if "rror" in line or "xception" in line], error
+
+
+def test_a_mistake_is_told_into_a_closed_pipe_too(made):
+    status, error = into_a_closed_pipe(["inspect", "nowhere", "0"])
+    assert status == 2 and "nowhere is not a directory" in error
+
+
+@pytest.fixture
+def model(made, tmp_path) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = tmp_path / "spm.model"
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["abc def ghi jkl mno été"] * 20),
+            model_writer=file,
+            vocab_size=280,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    return path
+
+
+def test_a_sentencepiece_model_keeps_its_kind_of_name(made, model, tmp_path, capsys):
+    out, old = tmp_path / "out", tmp_path / "old"
+    assert main(run_arguments(made.text, model, out)) == 0
+    for place in (out, out / "eval"):
+        assert (place / "tokenizer.model").read_bytes() == model.read_bytes()
+        assert not (place / "tokenizer.json").exists()
+    assert tokenizer_beside(out) == out / "tokenizer.model"
+    ids = TextTokenizer(tokenizer_beside(out)).encode("abc été")
+    assert TextTokenizer(tokenizer_beside(out)).decode(ids) == "abc été"
+    assert main(["verify", str(out)]) == 0 and main(["inspect", str(out), "1"]) == 0
+
+    shutil.copytree(out, old)  # as an earlier version called it
+    for place in (old, old / "eval"):
+        (place / "tokenizer.model").rename(place / "tokenizer.json")
+    before = tree(old)
+    assert main(["verify", str(old)]) == 0 and main(["inspect", str(old), "1"]) == 0
+    (old / "shards" / "shard-00000.json").unlink()
+    (old / "tokens" / "unit-00001.json").unlink()
+    assert main(run_arguments(made.text, model, old)) == 0
+    assert tree(old) == before, "and it goes on with the name that it has"
+    to = tmp_path / "to"
+    assert main(["shuffle", str(old), "--context", "8", "--to", str(to)]) == 0
+    assert (to / "tokenizer.model").exists()

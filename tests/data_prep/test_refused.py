@@ -1,0 +1,83 @@
+"""What is refused is left as it was, to the last byte and time stamp."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from data_prep.cli import main
+from data_prep.verify import verify
+from tests.data_prep.corpus import run_arguments, train_arguments, tree
+
+
+@pytest.fixture(scope="module")
+def other(made, tmp_path_factory):
+    """A data set of another tokenizer, and the tokenizer."""
+    base = tmp_path_factory.mktemp("other")
+    assert main(train_arguments(made.text, base / "t.json", 300)) == 0
+    assert main(run_arguments(made.text / "tree", base / "t.json", base / "data")) == 0
+    return base
+
+
+def refused(arguments: list[str], out, told: str, capsys) -> None:
+    """The command ends with 2, says `told` in one line, and leaves `out` as it was."""
+    before = tree(out)
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert len(error) == 1 and told in error[0], error
+    assert tree(out) == before
+
+
+def test_shuffle_into_another_data_set(made, other, tmp_path, capsys):
+    shutil.copytree(other / "data", tmp_path / "b")
+    command = ["shuffle", str(made.data), "--context", "16", "--to", str(tmp_path / "b")]
+    refused(command, tmp_path / "b", "was made of other token arrays", capsys)
+    for name in ("b/order.json", "b/eval/order.json"):
+        (tmp_path / name).unlink()
+    refused(command, tmp_path / "b", "has token arrays of its own", capsys)
+    shutil.rmtree(tmp_path / "b" / "tokens")
+    shutil.rmtree(tmp_path / "b" / "eval")
+    refused(command, tmp_path / "b", "is another tokenizer", capsys)
+
+
+def test_blend_into_another_data_set(made, other, tmp_path, capsys):
+    shutil.copytree(other / "data", tmp_path / "b")
+    command = ["blend", "--source", f"{made.data}=1", "--context", "16"]
+    command += ["--out", str(tmp_path / "b")]
+    refused(command, tmp_path / "b", "holds another data set, no blend", capsys)
+    (tmp_path / "b" / "order.json").unlink()
+    refused(command, tmp_path / "b", "has token arrays of its own", capsys)
+
+
+@pytest.mark.parametrize("how", ["blend", "shuffle --to"])
+def test_run_into_a_data_set_without_token_arrays(made, other, tmp_path, capsys, how):
+    out = tmp_path / "mix"
+    if how == "blend":
+        assert (
+            main(["blend", "--source", f"{made.data}=1", "--context", "16", "--out", str(out)]) == 0
+        )
+    else:
+        assert main(["shuffle", str(made.data), "--context", "16", "--to", str(out)]) == 0
+        assert main(["shard", str(out)]) == 0
+    for tokenizer in (other / "t.json", made.tokenizer):
+        command = run_arguments(made.text, tokenizer, out)
+        refused(command, out, "holds a data set whose token arrays are elsewhere", capsys)
+    assert list(verify(out)) == []
+
+
+def test_tokenize_over_an_import_says_so(made, tmp_path, capsys):
+    source = tmp_path / "a.npy"
+    shutil.copy(made.data / "tokens" / "unit-00000.npy", source)
+    base = ["--tokenizer", str(made.tokenizer), "--out", str(tmp_path / "out")]
+    assert main(["import", "--input", str(source), *base]) == 0
+    command = ["tokenize", "--input", str(made.text), *base]
+    refused(command, tmp_path / "out", "begun with imported token files, now text", capsys)
+
+
+def test_a_damaged_tokenizer_of_ones_own_is_written_again(made, tmp_path):
+    shutil.copytree(made.data, tmp_path / "data")
+    (tmp_path / "data" / "tokenizer.json").write_text("{")
+    assert main(run_arguments(made.text, made.tokenizer, tmp_path / "data")) == 0
+    assert tree(tmp_path / "data") == tree(made.data)

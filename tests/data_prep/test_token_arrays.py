@@ -1,0 +1,57 @@
+"""A token array while it is written: every id checked, and what was taken back is gone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data_prep.token_arrays import TokenArrayWriter
+from optimus.errors import DataError
+
+VOCAB, EOS = 300, 7
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "packed"])
+def array(request, tmp_path):
+    with open(tmp_path / "array", "wb") as file:
+        yield TokenArrayWriter(file, VOCAB, "uint16", EOS, request.param)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+def test_ids_outside_the_vocabulary_are_refused(array):
+    array.append([ids(0, VOCAB - 1)], [(0, 0)])
+    array.extend(ids(VOCAB - 1))
+    for outside in (VOCAB, 70000):
+        with pytest.raises(DataError, match=f"gave id {outside}, outside its vocabulary of 300"):
+            array.append([ids(1, outside)], [(0, 0)])
+        with pytest.raises(DataError, match=f"gave id {outside}, outside its vocabulary of 300"):
+            array.extend(ids(outside))
+
+
+def test_eos_within_a_document_is_refused(array):
+    """One too many as well as one too few: documents end at EOS, and nowhere else."""
+    for text in ([EOS], [1, EOS], [EOS, EOS, 2]):
+        with pytest.raises(DataError, match="gave the EOS id for plain text"):
+            array.append([ids(*text)], [(0, 0)])
+        with pytest.raises(DataError, match="gave the EOS id for plain text"):
+            array.extend(ids(*text))
+
+
+def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp_path):
+    array.append([ids(1, 2), ids(3)], [(0, 1), (0, 2)])
+    array.take()
+    array.append([ids(4)], [(1, 1)])
+    array.take()
+    array.drop_input(1)
+    array.append([ids(5)], [(2, 1)])
+    tokens, rows, _ = array.take()
+    assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[3, 0, 1], [5, 0, 2], [7, 2, 1]]
+    packed = type(array._store).__name__ == "PackedStore"
+    with open(tmp_path / "again", "wb") as file:
+        again = TokenArrayWriter(file, VOCAB, "uint16", EOS, packed)
+        again.restore(tokens, rows)
+        assert (again.tokens, again.documents) == (array.tokens, array.documents) == (7, 3)
+        assert again.finish() == array.finish()

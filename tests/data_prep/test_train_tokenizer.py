@@ -1,0 +1,59 @@
+"""Training a tokenizer: bounded memory, and a target that is tried first."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from data_prep.cli import main
+from tests.data_prep.corpus import peak_memory
+
+
+def train(source: Path, out: Path, *more: str) -> list[str]:
+    words = ["train-tokenizer", "--input", str(source), "--vocab-size", "300", "--out", str(out)]
+    return [*words, *more]
+
+
+def test_it_holds_no_file_of_text(tmp_path):
+    """36 MB of JSON lines in 18 MB of memory beside what 8 MB take."""
+    lines = [
+        json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)
+    ]
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small.write_text("\n".join(lines * 30))  # more than is held at a time
+    large.write_text("\n".join(lines * 140))
+
+    def peak(source: Path, *more: str) -> int:
+        return peak_memory(train(source, tmp_path / "t.json", *more))
+
+    base = peak(small)
+    for more in ([], ["--on-error", "quarantine"]):
+        assert peak(large, *more) - base < 18e6 < large.stat().st_size
+
+
+def test_its_target_is_tried_first(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    (tmp_path / "file").write_text("x")
+    for out, told in (
+        (tmp_path, "is a directory; name a file"),
+        (tmp_path / "file" / "t.json", "its folder cannot be made: "),
+    ):
+        capsys.readouterr()
+        assert main(train(tmp_path / "a.txt", out)) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 1 and told in error[0] and "tmp" not in error[0].replace(str(out), "")
+    assert main(train(tmp_path / "a.txt", tmp_path / "new" / "t.json")) == 0
+
+
+def test_none_of_a_damaged_file_counts(tmp_path):
+    """Set aside, it is as if it were not there, though its first half could be read."""
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    packed = gzip.compress(b"quite other words " * 9999)
+    assert main(train(tmp_path, tmp_path / "out" / "one.json")) == 0
+    (tmp_path / "b.txt.gz").write_bytes(packed[: len(packed) // 2])
+    more = ["--on-error", "quarantine", "--exclude", "*.json"]
+    assert main(train(tmp_path, tmp_path / "out" / "two.json", "--exclude", "*.json")) == 2
+    assert main(train(tmp_path, tmp_path / "out" / "two.json", *more)) == 0
+    one, two = ((tmp_path / "out" / name).read_bytes() for name in ("one.json", "two.json"))
+    assert one == two
