@@ -204,7 +204,8 @@ class TrainConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Parameters and matrix products; masters and optimizer states are fp32 always."""
     deterministic: bool = False
-    """Add gradients in microbatch order: the same bits on every data-parallel layout."""
+    """Add gradients in microbatch order: the same bits on every data- and pipeline-parallel
+    layout."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where ranks compute; `auto`: xpu before cuda before cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
