@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train on every layout of up to 8 ranks and hold each run against one process.
 
-    python scripts/drills/layouts.py [--out layouts.jsonl] [--only TEXT] [--first N] [--shuffle SEED]
+    python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N] [--shuffle SEED]
 
 All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
 `tests/helpers/layouts.py`; each run is judged by CONTRACT.md's promise for its layout. Results are
@@ -24,14 +24,22 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.helpers.layouts import Case, Outcome, all_cases, compare, run_case  # noqa: E402
+from tests.helpers.layouts import (  # noqa: E402
+    Case,
+    Outcome,
+    all_cases,
+    compare,
+    pairwise,
+    run_case,
+)
 from tests.helpers.rank_pool import RankPool, RanksFailed  # noqa: E402
 
 
 def main() -> int:
     args = _arguments()
     done = _read(args.out)
-    cases = [case for case in all_cases() if args.only in str(case)]
+    everything = pairwise(all_cases()) if args.pairs else all_cases()
+    cases = [case for case in everything if args.only in str(case)]
     if args.shuffle is not None:
         random.Random(args.shuffle).shuffle(cases)
     else:  # those that share a run of one process stand together
@@ -58,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="layouts.jsonl", help="results; - for none")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--pairs", action="store_true", help="the sample that the tests run")
     parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
     parser.add_argument("--shuffle", type=int, help="seed of a random order")
     args = parser.parse_args()

@@ -47,7 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Eight of everything that a layout of eight ranks may divide.
 WIDE = {
-    "model__num_layers": 8,
     "model__num_attention_heads": 8,
     "model__num_experts": 8,
     "model__hidden_size": 64,
@@ -75,6 +74,10 @@ class Case(NamedTuple):
         return self.pp * self.dp * self.ep * self.tp
 
     @property
+    def virtual_stages(self) -> int:
+        return 2 if self.schedule == "interleaved" and self.pp <= 4 else 1
+
+    @property
     def is_exact(self) -> bool:
         """Whether the bits of one process are promised."""
         return self.ep == self.tp == 1
@@ -88,7 +91,6 @@ class Case(NamedTuple):
 
     def tree(self) -> dict[str, Any]:
         """The configuration of the run."""
-        stages = 2 if self.schedule == "interleaved" and self.pp <= 4 else 1
         return self.one_process() | {
             "parallel": {
                 "pp": self.pp,
@@ -96,14 +98,15 @@ class Case(NamedTuple):
                 "ep": self.ep,
                 "tp": self.tp,
                 "schedule": self.schedule,
-                "virtual_stages": stages,
+                "virtual_stages": self.virtual_stages,
                 "sequence_parallel": self.sequence_parallel,
             }
         }
 
     def one_process(self) -> dict[str, Any]:
         """The same on one process."""
-        model = WIDE | MODELS[self.model]
+        layers = 8 if self.pp * self.virtual_stages == 8 else 4
+        model = WIDE | {"model__num_layers": layers} | MODELS[self.model]
         batch = {"train__global_batch_tokens": self.batch * CONTEXT, "train__dtype": self.dtype}
         return tiny_tree("d", "r", **model, **batch)
 
