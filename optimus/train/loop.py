@@ -20,7 +20,7 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
-from optimus.train.preflight import Preflight, preflight
+from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
 from optimus.train.shard import Shard
@@ -43,7 +43,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
     if world.is_first:
-        say_start(flight)
+        say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
     Run(config, world, flight, directory).go()
     end_world()
 

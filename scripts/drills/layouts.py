@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train on every layout of up to 8 ranks and hold each run against one process.
 
-    python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N] [--shuffle SEED]
+    python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
 All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
 `tests/helpers/layouts.py`; each run is judged by CONTRACT.md's promise for its layout. Results are
