@@ -1,4 +1,4 @@
-"""An update on several ranks: its time, what travelled along each axis, and how idle a pipeline was.
+"""An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
 
 Times are the slowest rank's. Bytes are payloads as `optimus.dist.collectives.traffic` counts them,
 of the rank that moved most. The bubble is measured from the executor's traces, waits for other
