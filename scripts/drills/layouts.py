@@ -105,8 +105,10 @@ def _sum_up(records: list[dict]) -> int:
     if near:
         print(f"  largest error of a gradient {max(r['gradient_error'] for r in near):.1e}")
         print(f"  largest error of a loss     {max(r['loss_error'] for r in near):.1e}")
+        print(f"  of an auxiliary loss        {max(r['aux_error'] for r in near):.1e}")
     turned, ties = (sum(r[key] for r in ran) for key in ("turned", "near_ties"))
-    print(f"  near-ties {ties}, of which turned {turned}")
+    widest = max((r["widest"] for r in ran), default=0.0)
+    print(f"  near-ties {ties}; tokens that turned {turned}, the widest gap {widest:.1e}")
     print(f"broken: {len(broken)}" + "".join(f"\n  {name}" for name in broken))
     return 1 if broken else 0
 

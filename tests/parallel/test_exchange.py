@@ -1,4 +1,4 @@
-"""Collectives under autograd against the dense formula: one process that knows all ranks' inputs."""
+"""Collectives under autograd against the dense formula, in one process that knows all inputs."""
 
 from __future__ import annotations
 

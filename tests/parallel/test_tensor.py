@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus.config import make_config
 from optimus.dist.collectives import Group
 from optimus.model.layers import Embedding, RMSNorm
 from optimus.parallel.placement import share
@@ -15,6 +16,7 @@ from optimus.parallel.tensor import (
     Wiring,
     vocabulary_parallel_cross_entropy,
 )
+from tests.helpers.tiny import tiny_tree
 
 V, D, N = 11, 8, 6  # V divided unevenly
 
@@ -76,10 +78,17 @@ def test_a_norm_over_divided_heads(ranks):
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
 
 
+def _table(rows: int, padding: int) -> Embedding:
+    model = make_config(tiny_tree("d", "r")).model
+    sizes = {"vocab_size": rows, "hidden_size": D, "pad_token_id": padding}
+    return Embedding(model.model_copy(update=sizes))
+
+
 def embedding(padding: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
     group = everyone()
     start, stop = share(V, group.rank, group.size)
-    table = Embedding(stop - start, D, padding)
+    table = _table(V, padding)
+    table.weight = torch.nn.Parameter(torch.empty(stop - start, D))
     table.__class__ = VocabularyParallelEmbedding
     table.wiring, table.first = Wiring(group, sequence_parallel), start
     table.weight.data.copy_(numbers(0, V, D)[start:stop])
@@ -94,7 +103,7 @@ def embedding(padding: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("padding", [-1, 0, 5, 10])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_an_embedding_of_a_divided_vocabulary(ranks, padding, sequence_parallel):
-    table = Embedding(V, D, padding)
+    table = _table(V, padding)
     table.weight.data.copy_(numbers(0, V, D))
     out = table(TARGETS.view(1, N))
     (grad,) = torch.autograd.grad(out, table.weight, numbers(3, 1, N, D))
