@@ -268,7 +268,7 @@ class Agreement(NamedTuple):
     loss_error: float
     """Of the cross-entropy and of the whole objective, over all steps."""
     aux_error: float
-    """Of auxiliary losses before their coefficients, over all steps. Told, not promised: AdamW makes
+    """Of auxiliary losses, their coefficients not applied. Told, not promised: AdamW makes
     whole steps of rounding where a gradient is near its eps, and z feels them most (with eps 1e-5
     the same runs agree to 2e-7)."""
     near_ties: int
