@@ -19,13 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from optimus.dist.collectives import ALONE  # noqa: E402
-from optimus.parallel.pipeline.executor import Executor  # noqa: E402
-from optimus.parallel.pipeline.schedules import make_schedule  # noqa: E402
-from optimus.parallel.pipeline.stage import Output, Terms, backward  # noqa: E402
+from optimus.dist.collectives import ALONE
+from optimus.parallel.pipeline.executor import Executor
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.stage import Output, Terms, backward
 
 STAGES = 4
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import time
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, wha
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
 
 
-def lose_a_peer(tree: dict, how: int, axis: str) -> tuple[str, float]:
+def lose_a_peer(tree: dict, how: int) -> None:
     """Rank 1 is gone, or hangs, in the middle of step 2: as its second microbatch begins."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
@@ -106,13 +106,7 @@ def lose_a_peer(tree: dict, how: int, axis: str) -> tuple[str, float]:
         return forward(*args, **kwargs)
 
     run.model.run_blocks = leave
-    start = time.monotonic()
-    try:
-        run.go()
-    except LostPeerError as error:
-        assert error.exit_code == 5
-        return str(error), time.monotonic() - start
-    return "no error", 0.0
+    run.go()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
@@ -126,12 +120,9 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
         **sizes(**{axis: 2}),
     )
     with pytest.raises(RanksFailed) as failed:
-        ranks(2, lose_a_peer, tree, how, axis, start_world=False, timeout_s=90, grace_s=20)
-    first, second = failed.value.outcomes
-    assert not second.returned
-    message, seconds = first.value()
-    assert f" over {axis} did not complete" in message and "the rank was at " in message
-    assert "stage 0, microbatch" in message
+        ranks(2, lose_a_peer, tree, how, start_world=False, timeout_s=60, grace_s=4)
+    error = failed.value.outcomes[0].value()
+    assert isinstance(error, LostPeerError) and error.exit_code == 5
     wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
-    assert wanted in message
-    assert seconds < 40
+    place = r"the rank was at [FB]\(stage 0, microbatch \d\)"
+    assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
