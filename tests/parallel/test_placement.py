@@ -78,3 +78,10 @@ def test_every_rank_starts_with_its_part_of_the_same_weights(mesh):
         initialise_(part, 3, placements)
         for name, parameter in part.named_parameters():
             assert torch.equal(parameter, placements[name].take(weights[name])), name
+
+
+def test_experts_are_divided_gate_with_gate_and_up_with_up():
+    mesh = Mesh(tp=2)
+    placements = place_parameters(whole_model(config_for(mesh, {}).model), mesh, mesh.place(1))
+    gate_up = placements["blocks.0.mlp.experts.gate_up"]
+    assert gate_up.intervals[1] == ((8, 16), (24, 32))  # of 16 gate rows above 16 up rows
