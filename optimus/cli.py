@@ -48,12 +48,12 @@ def _kernel_errors() -> tuple[type[Exception], ...]:
 def _tell(error: OptimusError) -> None:
     """One line on standard error, once for all ranks where they all say the same."""
     rank = os.environ.get("RANK", "0")
-    if rank != "0" and error.on_every_rank:
-        return
     if rank != "0" and error.exit_code == ConfigError.exit_code:
         # Most likely the first rank says the same, and the launcher then ends this one; only what
         # is wrong on this rank alone, such as a file missing on its node, is told from here.
         time.sleep(_FIRST_RANK_SPEAKS_S)
+    if rank != "0" and error.on_every_rank:
+        return
     where = "" if rank == "0" else f" [rank {rank}]"
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
 
@@ -128,22 +128,29 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.launch_env import read_launch_env
 
     config = load_config(args.config, args.overrides)
-    if args.nproc < 0:
-        raise ConfigError(f"--nproc {args.nproc} must be at least 1")
-    if args.nproc and "RANK" not in os.environ:
+    launch, nproc = read_launch_env(), _nproc(args.nproc)
+    if nproc:
         from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
-        preflight(config, args.nproc)
-        return spawn_local(arguments, args.nproc)
-    launch = read_launch_env()
-    if args.nproc not in (0, launch.world_size):
-        raise ConfigError(
-            f"--nproc {args.nproc}, but {launch.world_size} ranks were started; drop --nproc"
-        )
+        preflight(config, nproc)
+        return spawn_local(arguments, nproc)
     from optimus.train.loop import train
 
     train(config, launch)
+    return 0
+
+
+def _nproc(asked: int) -> int:
+    """How many local ranks this process is to start; 0 where a launcher has started it, or none."""
+    if asked < 0:
+        raise ConfigError(f"--nproc {asked} must be at least 1")
+    if "RANK" not in os.environ:
+        return asked
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if asked not in (0, started):
+        message = f"--nproc {asked}, but {started} ranks were started; drop --nproc"
+        raise ConfigError(message, on_every_rank=True)
     return 0
 
 
@@ -262,6 +269,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     _add_config(step)
     step.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
     step.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    step.add_argument(
+        "--nproc",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start N local ranks and tell time, bytes by axis and bubble instead",
+    )
     moe = _add(parts, "moe", _bench_moe, "The MoE block against other MoE blocks.")
     moe.add_argument(
         "--case", action="append", default=[], metavar="SHAPE-DTYPE", help="such as small-bf16"
@@ -275,11 +289,29 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.bench.step import bench_step, format_result
     from optimus.config import load_config
+    from optimus.launch_env import read_launch_env
 
-    result = bench_step(load_config(args.config, args.overrides), args.steps)
-    print(json.dumps(result) if args.json else format_result(result))
+    config = load_config(args.config, args.overrides)
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    launch, nproc = read_launch_env(), _nproc(args.nproc)
+    if nproc:
+        from optimus.train.preflight import divide
+        from optimus.train.spawn import spawn_local
+
+        divide(config, nproc)
+        return spawn_local(arguments, nproc)
+    if launch.world_size == 1 and not args.nproc:
+        from optimus.bench.step import bench_step, format_result
+
+        result, text = bench_step(config, args.steps), format_result
+    else:
+        from optimus.bench.layout import bench_layout, format_layout
+
+        result, text = bench_layout(config, args.steps, launch), format_layout
+    if result is not None:
+        print(json.dumps(result) if args.json else text(result))
     return 0
 
 

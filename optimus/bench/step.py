@@ -24,7 +24,8 @@ from optimus.dist.mesh import Mesh
 from optimus.dist.world import World, start_world
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
-from optimus.train.batch import BatchPlan, plan_batch
+from optimus.train.batch import BatchPlan
+from optimus.train.preflight import divide
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 
@@ -88,9 +89,9 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     `wall` is elapsed time, `cpu` processor time of all threads (on a CPU the one to trust where
     other programs run beside).
     """
+    _, plan = divide(config, 1)
     world = start_world(SINGLE, device=config.train.device)
     threads = platform.set_threads(config.train.threads, config.train.deterministic, 1)
-    plan = plan_batch(config, 1)
     ours, plain, microbatches = _contestants(config, world, plan)
     taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
     for step in range(1, steps + 1 + _WARMUP):

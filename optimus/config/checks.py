@@ -23,6 +23,8 @@ def check(config: Config) -> None:
         _determinism,
         _kernels,
         _compile,
+        _pipeline,
+        _sampling,
         _not_yet,
     ):
         one(config)
@@ -215,6 +217,28 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+
+
+def _pipeline(config: Config) -> None:
+    stages = config.parallel.pp * config.parallel.virtual_stages
+    if config.model.aux_loss_form == "hf" and stages > 1:
+        raise ConfigError(
+            f"model.aux_loss_form = 'hf' couples all layers, but there are {stages} pipeline "
+            "stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
+        )
+
+
+def _sampling(config: Config) -> None:
+    """Writing a text token by token needs the whole model on one rank."""
+    if not config.train.sample_interval:
+        return
+    for axis in ("pp", "ep", "tp"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            raise ConfigError(
+                f"train.sample_interval = {config.train.sample_interval} needs the whole model on "
+                f"a rank, but parallel.{axis} = {size}; leave it 0 and sample from checkpoints "
+                "with `optimus generate`"
+            )
 
 
 def _not_yet(config: Config) -> None:

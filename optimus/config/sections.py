@@ -243,7 +243,8 @@ class TrainConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Parameters and matrix products; masters and optimizer states are fp32 always."""
     deterministic: bool = False
-    """Add gradients in microbatch order: the same bits on every data-parallel layout."""
+    """Add gradients in microbatch order: the same bits on every data- and pipeline-parallel
+    layout."""
     compile: bool = False
     """Compile the model's blocks with torch.compile at the first step (minutes for large ones)."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"

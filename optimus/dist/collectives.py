@@ -2,6 +2,7 @@
 
 Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
 A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis.
+What tensors travel is counted in `traffic`, by axis and operation.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ class Group:
 
 ALONE = Group(1, 0)
 
+traffic: dict[tuple[str, str], list[int]] = {}
+"""Since the process began, or `traffic.clear()`: calls and payload bytes by (axes, operation).
+
+The payload is the tensor that the operation is about: what is summed or broadcast, the whole that
+is gathered or scattered, the rows that this rank sends, its own to itself included.
+"""
+
+
+def _count(operation: str, group: Group, tensor: torch.Tensor) -> None:
+    entry = traffic.setdefault((group.axes, operation), [0, 0])
+    entry[0] += 1
+    entry[1] += tensor.nbytes
+
 
 @contextlib.contextmanager
 def _lost_peers(operation: str, group: Group) -> Iterator[None]:
@@ -61,6 +75,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
     """In place: the sum of `tensor` over the group."""
     if group.size > 1:
+        _count("all_reduce", group, tensor)
         distributed.all_reduce(tensor, distributed.ReduceOp.SUM, group=group.handle)
 
 
@@ -68,6 +83,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
 def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
     """In place: the elementwise maximum of `tensor` over the group."""
     if group.size > 1:
+        _count("all_reduce", group, tensor)
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.handle)
 
 
@@ -78,6 +94,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return
+    _count("all_gather", group, out)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gather(out, shard, group=group.handle)
 
@@ -88,6 +105,7 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
     if group.size == 1:
         out.copy_(sent)
         return
+    _count("all_to_all", group, sent)
     distributed.all_to_all_single(out, sent, group=group.handle)
 
 
@@ -99,6 +117,7 @@ def all_to_all_rows(
     [sum(received), ...], by rank."""
     if group.size == 1:
         return rows.clone()
+    _count("all_to_all", group, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
     distributed.all_to_all_single(out, rows, received, sent, group=group.handle)
     return out
@@ -112,6 +131,7 @@ def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> 
         if out.data_ptr() != whole.data_ptr():
             out.copy_(whole)
         return
+    _count("reduce_scatter", group, whole)
     scatter = (
         getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
@@ -122,6 +142,7 @@ def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """In place: `tensor` of the group's rank `source`, on every rank."""
     if group.size > 1:
+        _count("broadcast", group, tensor)
         origin = distributed.get_global_rank(group.handle, source)
         distributed.broadcast(tensor, origin, group=group.handle)
 
@@ -177,6 +198,7 @@ class Transfer:
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
     """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
+    _count("send", group, tensor)
     peer = distributed.get_global_rank(group.handle, to)
     return Transfer(tensor, distributed.isend(tensor, peer, group.handle), group, "send")
 

@@ -53,17 +53,18 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
         if len(ranks) > 1 and ranks not in handles:
             handles[ranks] = _make(ranks, world)
     groups = {
-        name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _AXES_OF[name])
+        name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
         for name, ranks in members.items()
     }
     return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
 
 
-_AXES_OF = {axis: axis for axis in AXES} | {
-    "data": "dp x ep",
-    "model": "pp x ep x tp",
-    "ends": "the end stages",
-}
+def _label(name: str, mesh: Mesh) -> str:
+    """The axes along which a group's ranks differ, for messages and the count of bytes."""
+    if name == "ends":
+        return "the end stages"
+    axes = {"data": ("dp", "ep"), "model": ("pp", "ep", "tp")}.get(name, (name,))
+    return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1) or name
 
 
 def _make(ranks: tuple[int, ...], world: World) -> Any:

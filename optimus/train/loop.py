@@ -22,7 +22,7 @@ from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.train.kernels import settle_kernels
-from optimus.train.preflight import Preflight, preflight
+from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
 from optimus.train.shard import Shard, uncompiled
@@ -46,7 +46,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
     fix_arithmetic(config, world)
     config, flight = settle_kernels(config, world, flight)
     if world.is_first:
-        say_start(flight)
+        say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
     Run(config, world, flight, directory).go()
     end_world()
 

@@ -66,13 +66,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     One rank decides where to start, since that reads whole checkpoints; the others are told.
     Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
     """
-    mesh = make_mesh(
-        world_size, config.parallel.pp, config.parallel.dp, config.parallel.ep, config.parallel.tp
-    )
-    check_divisible(config, mesh)
-    plan = plan_batch(config, mesh.num_data_ranks)
-    schedule_of(config, mesh, plan.microbatches_per_rank)
-    plan_stages(config, mesh.pp)
+    mesh, plan = divide(config, world_size)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),
@@ -90,6 +84,43 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
         start = decide_start(config.train.run_dir, config.checkpoint.load)
         differences = _compare(config, settings, start)
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+
+
+def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
+    """How the world divides the model and its batch; ConfigError, alike on every rank, where it
+    cannot."""
+    parallel = config.parallel
+    try:
+        mesh = make_mesh(world_size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+        check_divisible(config, mesh)
+        plan = plan_batch(config, mesh.num_data_ranks)
+        schedule_of(config, mesh, plan.microbatches_per_rank)
+        plan_stages(config, mesh.pp)
+    except ConfigError as error:
+        raise ConfigError(str(error), on_every_rank=True) from None
+    return mesh, plan
+
+
+def doubts(config: Config, mesh: Mesh, local_world_size: int) -> list[str]:
+    """What will work, but dearly: axes meant for one node that reach over several. A line each,
+    with the bytes that then pass between nodes."""
+    train, model = config.train, config.model
+    width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
+    rows = train.microbatch_size * train.seq_len
+    token = model.hidden_size * width
+    routed = token + model.num_experts_per_tok * (width + 8)
+    costs = {"tp": (mesh.tp, rows * token), "ep": (mesh.ep * mesh.tp, mesh.ep * rows * routed)}
+    lines = []
+    for axis, (ranks, size) in costs.items():
+        if getattr(mesh, axis) == 1 or local_world_size % ranks == 0:
+            continue
+        what = "gathers and sums" if axis == "ep" else "sums"
+        lines.append(
+            f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of {local_world_size} "
+            f"ranks: every layer {what} {size / 1e6:.1f} MB of each microbatch over the network, "
+            f"forward and again backward; let ep * tp divide {local_world_size} to stay inside"
+        )
+    return lines
 
 
 def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> dict[str, Any]:

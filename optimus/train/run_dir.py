@@ -6,7 +6,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,10 @@ class RunDirectory:
         os.close(self._lock)
 
 
-def say_start(flight: Preflight) -> None:
-    """One or two lines: where this run begins."""
+def say_start(flight: Preflight, doubts: Sequence[str]) -> None:
+    """Where this run begins, in a line or two, and what about it is doubtful."""
+    for doubt in doubts:
+        print(f"optimus: warning: {doubt}", file=sys.stderr)
     start = flight.start
     if start.path is not None:
         print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)

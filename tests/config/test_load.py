@@ -71,7 +71,6 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ("train.seq_len=5000", r"train.seq_len = 5000 exceeds .* = 4096"),
         ("train.seq_len=1", r"train.seq_len = 1"),
         ("optim.min_lr=1.0", r"optim.min_lr = 1.0 exceeds optim.lr"),
-        ("parallel.tp=2", r"parallel.tp = 2 is not available in this version; use 1"),
         ("optim.sharding=epso", r"optim.sharding = 'epso' is not available .* 'none'"),
         ('recompute.modules=["moe"]', r"recompute.modules = .* not available"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
@@ -97,6 +96,14 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
         ),
         ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
+        (
+            {"train__sample_interval": 5, "parallel__ep": 2},
+            r"sample_interval = 5 needs .* parallel.ep = 2; .*`optimus generate`",
+        ),
+        (
+            {"model__aux_loss_form": "hf", "parallel__pp": 2},
+            r"aux_loss_form = 'hf' couples all layers, .* 2 pipeline stages",
+        ),
     ],
 )
 def test_settings_that_cannot_go_together(change, told):

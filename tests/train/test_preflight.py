@@ -8,9 +8,10 @@ import pytest
 from data_prep.cli import main as optimus_data
 from optimus.config import make_config
 from optimus.data.dataset import TokenDataset
+from optimus.dist.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
-from optimus.train.preflight import preflight
-from tests.helpers.tiny import CONTEXT, tiny_tree
+from optimus.train.preflight import doubts, preflight
+from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.train.test_run import train_on
 
 MIX = [{"path": "/nowhere", "weight": 1}]
@@ -57,6 +58,44 @@ def test_a_mistake_is_one_line_before_anything_starts(
         check(tiny_data, tmp_path, world_size, **overrides)
     assert isinstance(refused.value, OptimusError) and refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sizes, world_size, told",
+    [
+        ({"tp": 4}, 4, r"parallel.tp = 4 does not divide model.num_attention_heads = 2; .* is 2"),
+        ({"ep": 3}, 3, r"parallel.ep = 3 does not divide model.num_experts = 4; .* is 2"),
+        ({"pp": 4}, 4, r"= 4 stages, but model.num_layers = 2; .* at most 2 stages"),
+        ({"pp": 2, "stage_layers": [1, 2]}, 2, r"stage_layers = \[1, 2\] must .*num_layers = 2"),
+        ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2: .* use .*'interleaved'"),
+        ({"ep": 4, "dp": 4}, 16, r"global_batch_tokens = 256 .* 16 data ranks .* that is: 512"),
+        ({"pp": 2, "tp": 2}, 6, r"2 \* 1 \* 2 = 4 does not divide the world of 6 ranks; start 8"),
+        ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks but 4 were started"),
+    ],
+)
+def test_an_impossible_layout_is_one_line_that_all_ranks_share(
+    tiny_data, tmp_path, sizes, world_size, told
+):
+    layout = {f"parallel__{key}": value for key, value in sizes.items()}
+    with pytest.raises(ConfigError, match=told) as refused:
+        check(tiny_data, tmp_path, world_size, **layout)
+    assert refused.value.on_every_rank and "\n" not in str(refused.value)
+
+
+def test_a_dense_model_has_no_experts_to_divide(tiny_data, tmp_path):
+    with pytest.raises(ConfigError, match=r"parallel.ep = 2, but model.num_experts = 0"):
+        check(tiny_data, tmp_path, 2, parallel__ep=2, **DENSE)
+
+
+def test_axes_over_nodes_are_warned_of_with_their_cost():
+    config = make_config(tiny_tree("d", "r", parallel__ep=4, parallel__tp=2))
+    mesh = Mesh(dp=1, ep=4, tp=2)
+    assert doubts(config, mesh, 8) == doubts(config, mesh, 16) == []
+    (line,) = doubts(config, mesh, 4)
+    # 4 ranks' rows of 32 tokens: 32 numbers, 2 weights and 2 choices each.
+    size = 4 * 32 * (32 * 4 + 2 * (4 + 8)) / 1e6
+    assert "parallel.ep = 4 reaches over nodes of 4" in line and f"{size:.1f} MB" in line
+    assert [text.split()[0] for text in doubts(config, mesh, 1)] == ["parallel.tp", "parallel.ep"]
 
 
 @pytest.fixture(scope="module")

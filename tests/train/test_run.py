@@ -126,7 +126,8 @@ def make_run(tree: dict) -> Run:
     config, launch = make_config(tree), read_launch_env()
     flight = preflight(config, launch.world_size)
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
-    return Run(config, start_world(launch, device="cpu"), flight, directory)
+    world = start_world(launch, config.parallel.timeout_s, "cpu")
+    return Run(config, world, flight, directory)
 
 
 def poison(tree: dict, what: str) -> str:

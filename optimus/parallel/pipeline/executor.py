@@ -26,6 +26,12 @@ class Event(NamedTuple):
     action: Action
     start_ns: int
     end_ns: int
+    waited_ns: int
+    """Of that, how long the action waited for what another stage sends."""
+
+    @property
+    def busy_ns(self) -> int:
+        return self.end_ns - self.start_ns - self.waited_ns
 
 
 class _Held(NamedTuple):
@@ -104,14 +110,16 @@ class Executor:
         self._leaving: dict[Action, Tensor] = {}
         self._sent: deque[Transfer] = deque()
         self._late: dict[tuple[int, int], WeightGradients] = {}
+        self._waited_ns = 0
         self.terms, self.trace = {}, []
         clock, note = time.perf_counter_ns, self.trace.append
         action = None
         try:
             for action in actions:
+                self._waited_ns = 0
                 start = clock()
                 table[action.kind](action)
-                note(Event(action, start, clock()))
+                note(Event(action, start, clock(), self._waited_ns))
             while self._sent:
                 self._sent.popleft().wait()
         except LostPeerError as error:
@@ -165,7 +173,12 @@ class Executor:
     def _take(self, receive_action: Action) -> Tensor:
         """What a receive has brought, waiting for it if need be."""
         arrived = self._arrived.pop(receive_action)
-        return arrived.wait() if isinstance(arrived, Transfer) else arrived
+        if not isinstance(arrived, Transfer):
+            return arrived
+        start = time.perf_counter_ns()
+        tensor = arrived.wait()
+        self._waited_ns += time.perf_counter_ns() - start
+        return tensor
 
     def _send(self, action: Action) -> None:
         step = 1 if action.kind is Kind.SEND_ACTIVATION else -1

@@ -1,0 +1,169 @@
+"""An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
+
+Times are the slowest rank's. Bytes are payloads as `optimus.dist.collectives.traffic` counts them,
+of the rank that moved most. The bubble is measured from the executor's traces, waits for other
+stages taken out, and simulated on the same lists: with the mean times measured, and with a backward
+of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md, "Words").
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from optimus import platform
+from optimus.config import Config
+from optimus.data.loader import Microbatch
+from optimus.dist.collectives import all_gather_objects, barrier, traffic
+from optimus.dist.groups import Groups, join_groups
+from optimus.dist.world import World, end_world, start_world
+from optimus.launch_env import LaunchEnv
+from optimus.model.init import initialise_
+from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from optimus.parallel.pipeline.executor import Event
+from optimus.parallel.pipeline.simulate import simulate, unit_costs
+from optimus.train.batch import BatchPlan
+from optimus.train.preflight import divide
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+
+_WARMUP = 2
+
+Traffic = dict[str, dict[str, list[int]]]
+"""By axes and operation: calls and payload bytes."""
+
+
+def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
+    """Time `steps` updates on random tokens on the ranks of `launch`; the first rank tells."""
+    mesh, plan = divide(config, launch.world_size)
+    world = start_world(launch, config.parallel.timeout_s, config.train.device)
+    threads = platform.set_threads(
+        config.train.threads, config.train.deterministic, launch.local_world_size
+    )
+    groups = join_groups(mesh, world)
+    shard, updater = _make(config, groups, plan, world)
+    schedule = shard.layout.schedule
+    own = _random_microbatches(config, plan, groups.data.rank)
+    seconds, bubbles, costs = [], [], defaultdict(list)
+    for step in range(1, steps + 1 + _WARMUP):
+        traffic.clear()
+        barrier(world.everyone)
+        start = time.perf_counter()
+        updater.run(step, own)
+        platform.synchronize(world.device)
+        taken = time.perf_counter() - start
+        if step <= _WARMUP:
+            continue
+        seconds.append(max(all_gather_objects(taken, world.everyone)))
+        bubbles.append(_measured_bubble(shard.executor.trace, groups))
+        for event in shard.executor.trace:
+            costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
+    counted = all_gather_objects(_by_axes(traffic), groups.everyone)
+    means = {key: statistics.fmean(values) for key, values in costs.items()}
+    everywhere = {k: v for part in all_gather_objects(means, groups.pp) for k, v in part.items()}
+    end_world()
+    if not launch.is_first:
+        return None
+    ordered = sorted(seconds)
+    return {
+        "device": str(world.device),
+        "torch": torch.__version__,
+        "threads": threads,
+        "dtype": config.train.dtype,
+        "mesh": mesh.sizes._asdict(),
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        "virtual_stages": schedule.virtual_stages,
+        "tokens_per_update": plan.tokens,
+        "updates": steps,
+        "step_s": statistics.median(seconds),
+        "step_s_quartiles": [ordered[steps // 4], ordered[-1 - steps // 4]],
+        "traffic": max(counted, key=_total),
+        "bubble": _bubbles(schedule, bubbles, everywhere),
+    }
+
+
+def _make(config: Config, groups: Groups, plan: BatchPlan, world: World) -> tuple[Shard, Updater]:
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    return shard, Updater(config, groups, shard, shard.make_states(), plan, world.device)
+
+
+def _random_microbatches(config: Config, plan: BatchPlan, data_rank: int) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(config.train.seed + data_rank)
+    shape = (plan.microbatch_size, plan.seq_len)
+    return [
+        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
+        for _ in range(plan.microbatches_per_rank)
+    ]
+
+
+def _by_axes(counted: dict[tuple[str, str], list[int]]) -> Traffic:
+    out: Traffic = {}
+    for (axes, operation), entry in counted.items():
+        out.setdefault(axes, {})[operation] = list(entry)
+    return out
+
+
+def _total(counted: Traffic) -> int:
+    return sum(size for operations in counted.values() for _, size in operations.values())
+
+
+def _measured_bubble(trace: list[Event], groups: Groups) -> float:
+    """Idle time by useful time of the step just done: from the first action to the last of the
+    slowest pipeline rank, reductions and the update taken out."""
+    others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
+    busy = sum(event.busy_ns for event in trace if event.action.kind in COMPUTE)
+    reducing = sum(event.busy_ns for event in trace if event.action.kind is Kind.REDUCE_GRAD)
+    last = max(event.end_ns for event in trace if event.action.kind not in others)
+    every = all_gather_objects((last - trace[0].start_ns - reducing, busy), groups.pp)
+    span = max(span for span, _ in every)
+    return span / statistics.fmean([busy for _, busy in every]) - 1
+
+
+def _bubbles(
+    schedule: Schedule, measured: list[float], means: dict[tuple[Kind, int], float]
+) -> dict[str, float]:
+    """bubble_ratio and bubble_fraction, measured and simulated."""
+
+    def cost(action: Action) -> float:
+        return means.get((action.kind, action.stage), 0.0) if action.kind in COMPUTE else 0.0
+
+    ratio = statistics.median(measured)
+    return {
+        "measured_ratio": ratio,
+        "measured_fraction": ratio / (1 + ratio),
+        "simulated_ratio": simulate(schedule, cost).bubble_ratio,
+        "even_stages_ratio": simulate(schedule, unit_costs(schedule.virtual_stages)).bubble_ratio,
+        "formula_ratio": (schedule.num_ranks - 1)
+        / (schedule.num_microbatches * schedule.virtual_stages),
+    }
+
+
+def format_layout(result: dict[str, Any]) -> str:
+    """The result in a few lines."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in result["mesh"].items() if size > 1)
+    low, high = result["step_s_quartiles"]
+    lines = [
+        f"{result['device']}, torch {result['torch']}, {result['threads']} threads a rank, "
+        f"{result['dtype']}, {mesh or 'one rank'}, {result['tokens_per_update']} tokens an update, "
+        f"{result['updates']} updates",
+        f"step {result['step_s']:.4f} s (quartiles {low:.4f} to {high:.4f})",
+    ]
+    for axes, operations in result["traffic"].items():
+        told = (f"{name} {size:,} bytes in {n} calls" for name, (n, size) in operations.items())
+        lines.append(f"{axes}: {', '.join(told)}")
+    if result["mesh"]["pp"] > 1:
+        bubble = result["bubble"]
+        lines.append(
+            f"bubble_ratio of {result['schedule']}, {result['microbatches']} microbatches, "
+            f"{result['virtual_stages']} stages a rank: measured {bubble['measured_ratio']:.3f}, "
+            f"simulated {bubble['simulated_ratio']:.3f}, of even stages "
+            f"{bubble['even_stages_ratio']:.3f}, (p-1)/(m*v) {bubble['formula_ratio']:.3f}; "
+            f"bubble_fraction {bubble['measured_fraction']:.3f}"
+        )
+    return "\n".join(lines)

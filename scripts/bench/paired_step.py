@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""An update of this checkout against one of another, say an older commit's.
+
+    git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
+
+Each round runs `optimus bench step` in both, in turn and in either order; the figure is the median
+over rounds of this one's seconds by the other's, of processor time and of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[2]
+
+
+def bench(checkout: Path, steps: int, overrides: list[str]) -> dict:
+    words = [sys.executable, "-m", "optimus.cli", "bench", "step", "configs/run/demo.toml"]
+    settings = ["train.dtype=fp32", "train.threads=1", "train.device=cpu", *overrides]
+    command = [*words, *settings, "--steps", str(steps), "--json"]
+    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
+    for number in range(args.rounds):
+        both = (HERE, args.other.resolve())
+        order = both if number % 2 else both[::-1]
+        results = {checkout: bench(checkout, args.steps, args.overrides) for checkout in order}
+        for clock, values in ratios.items():
+            here, other = (results[one][f"ours_{clock}_s"] for one in both)
+            values.append(here / other)
+    for clock, values in ratios.items():
+        print(
+            f"{clock}: here / other {statistics.median(values):.3f} "
+            f"({min(values):.3f} to {max(values):.3f} over {args.rounds} rounds)"
+        )
+
+
+if __name__ == "__main__":
+    main()

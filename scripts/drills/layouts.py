@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Train on every layout of up to 8 ranks and hold each run against one process.
+
+    python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
+
+All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
+`tests/helpers/layouts.py`; each run is judged by CONTRACT.md's promise for its layout. Results are
+added to --out line by line, and cases that stand there are not run again: give the same command to
+go on. Exit status 0: every promise held. A broken one prints the command that runs it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.helpers.layouts import (  # noqa: E402
+    Case,
+    Outcome,
+    all_cases,
+    compare,
+    pairwise,
+    run_case,
+)
+from tests.helpers.rank_pool import RankPool, RanksFailed  # noqa: E402
+
+
+def main() -> int:
+    args = _arguments()
+    done = _read(args.out)
+    everything = pairwise(all_cases()) if args.pairs else all_cases()
+    cases = [case for case in everything if args.only in str(case)]
+    if args.shuffle is not None:
+        random.Random(args.shuffle).shuffle(cases)
+    else:  # those that share a run of one process stand together
+        cases.sort(key=lambda case: (case.model, case.dtype, case.batch, case[:4]))
+    left = [case for case in cases if str(case) not in done][: args.first or None]
+    print(f"{len(cases)} cases, {len(cases) - len(left)} done or put off, {len(left)} to do")
+    known: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory() as scratch, open(args.out, "a", encoding="utf-8") as out:
+        pool = RankPool(scratch)
+        try:
+            for number, case in enumerate(left, 1):
+                record = _judge(pool, case, known)
+                done[str(case)] = record
+                print(json.dumps(record), file=out, flush=True)
+                print(f"{number}/{len(left)} {case}: {record['broken'] or 'holds'}", flush=True)
+                if record["broken"]:
+                    print(f"    again: python scripts/drills/layouts.py --out - --only {case}")
+        finally:
+            pool.close()
+    return _sum_up([done[str(case)] for case in cases if str(case) in done])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="layouts.jsonl", help="results; - for none")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--pairs", action="store_true", help="the sample that the tests run")
+    parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
+    parser.add_argument("--shuffle", type=int, help="seed of a random order")
+    args = parser.parse_args()
+    args.out = os.devnull if args.out == "-" else args.out
+    return args
+
+
+def _read(path: str) -> dict[str, dict]:
+    if not Path(path).is_file():
+        return {}
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return {record["case"]: record for record in map(json.loads, lines)}
+
+
+def _judge(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict:
+    start = time.monotonic()
+    alone = repr(case.one_process())
+    if alone not in known:
+        known.clear()
+        (known[alone],) = pool.run(1, run_case, case.one_process(), start_world=False)
+    record = {"case": str(case), "exact": case.is_exact}
+    try:
+        tree = case.tree()
+        many = pool.run(case.size, run_case, tree, start_world=False, timeout_s=300)[0]
+    except RanksFailed as error:
+        return record | {"broken": [f"it did not run: {error}"]}
+    return record | compare(case, many, known[alone])._asdict() | {"s": time.monotonic() - start}
+
+
+def _sum_up(records: list[dict]) -> int:
+    broken = [record["case"] for record in records if record["broken"]]
+    ran = [record for record in records if "gradient_error" in record]
+    exact = [record for record in ran if record["exact"]]
+    near = [record for record in ran if not record["exact"]]
+    print(f"{len(exact)} layouts to be bit-identical, {len(near)} within 1e-5")
+    if near:
+        print(f"  largest error of a gradient {max(r['gradient_error'] for r in near):.1e}")
+        print(f"  largest error of a loss     {max(r['loss_error'] for r in near):.1e}")
+        print(f"  of an auxiliary loss        {max(r['aux_error'] for r in near):.1e}")
+    turned, ties = (sum(r[key] for r in ran) for key in ("turned", "near_ties"))
+    widest = max((r["widest"] for r in ran), default=0.0)
+    print(f"  near-ties {ties}; tokens that turned {turned}, the widest gap {widest:.1e}")
+    print(f"broken: {len(broken)}" + "".join(f"\n  {name}" for name in broken))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

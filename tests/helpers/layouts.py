@@ -1,0 +1,341 @@
+"""The matrix of layouts: which there are, a sample that pairs every two choices, and the promises
+that CONTRACT.md makes for each ("Deterministic mode").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.chunks.engine import ChunkEngine
+from optimus.config import ModelConfig, make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.collectives import all_gather_objects
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.model.init import initialise_
+from optimus.model.router import Router
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from optimus.train.whole import WholeModel
+from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+
+STEPS = 5
+NEAR_TIE = 1e-6
+"""Two probabilities nearer than this may change places under another rounding."""
+TOLERANCE = 1e-5
+
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {},
+    "moe-tied": {"model__tie_embeddings": True},
+    "moe-grouped-bias": {
+        "model__num_key_value_heads": 4,
+        "model__attention_bias": True,
+        "model__norm_topk_prob": True,
+    },
+    "dense": DENSE | {"model__num_key_value_heads": 4},
+    "dense-tied-bias": DENSE | {"model__tie_embeddings": True, "model__attention_bias": True},
+}
+# Eight of everything that a layout of eight ranks may divide.
+WIDE = {
+    "model__num_attention_heads": 8,
+    "model__num_experts": 8,
+    "model__hidden_size": 64,
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+BATCHES = (4, 8)
+"""Microbatches of an update over all data ranks: with 4 there are fewer than stages on some."""
+
+
+class Case(NamedTuple):
+    """One layout of one model."""
+
+    pp: int
+    dp: int
+    ep: int
+    tp: int
+    schedule: str
+    sequence_parallel: bool
+    model: str
+    dtype: str
+    batch: int
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.ep * self.tp
+
+    @property
+    def virtual_stages(self) -> int:
+        return 2 if self.schedule == "interleaved" and self.pp <= 4 else 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bits of one process are promised."""
+        return self.ep == self.tp == 1
+
+    def __str__(self) -> str:
+        sequence = "-sequence" if self.sequence_parallel else ""
+        return (
+            f"pp{self.pp}-dp{self.dp}-ep{self.ep}-tp{self.tp}{sequence}-{self.schedule}-"
+            f"{self.model}-{self.dtype}-m{self.batch}"
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """The configuration of the run."""
+        return self.one_process() | {
+            "parallel": {
+                "pp": self.pp,
+                "dp": self.dp,
+                "ep": self.ep,
+                "tp": self.tp,
+                "schedule": self.schedule,
+                "virtual_stages": self.virtual_stages,
+                "sequence_parallel": self.sequence_parallel,
+            }
+        }
+
+    def one_process(self) -> dict[str, Any]:
+        """The same on one process."""
+        layers = 8 if self.pp * self.virtual_stages == 8 else 4
+        model = WIDE | {"model__num_layers": layers} | MODELS[self.model]
+        batch = {"train__global_batch_tokens": self.batch * CONTEXT, "train__dtype": self.dtype}
+        return tiny_tree("d", "r", **model, **batch)
+
+
+def all_cases() -> list[Case]:
+    """Every legal case: all factorisations of 1, 2, 4 and 8 ranks and every choice beside."""
+    shapes = [
+        sizes
+        for sizes in itertools.product((1, 2, 4, 8), repeat=4)
+        if sizes != (1, 1, 1, 1) and sizes[0] * sizes[1] * sizes[2] * sizes[3] <= 8
+    ]
+    choices = (SCHEDULES, (False, True), MODELS, ("fp32", "bf16"), BATCHES)
+    cases = (Case(*sizes, *rest) for sizes in shapes for rest in itertools.product(*choices))
+    return [case for case in cases if _is_legal(case)]
+
+
+def _is_legal(case: Case) -> bool:
+    """Neither refused nor a repetition of another case under another name."""
+    dense = MODELS[case.model].get("model__num_experts") == 0
+    grouped = "model__num_key_value_heads" in MODELS[case.model]
+    return not (
+        (case.pp == 1 and case.schedule != "1f1b")
+        or (case.tp == 1 and case.sequence_parallel)
+        or (dense and case.ep > 1)
+        or (grouped and case.tp == 8)
+        or (case.dtype == "bf16" and not case.is_exact)  # nothing is promised there
+        or case.batch % (case.dp * case.ep)
+    )
+
+
+def pairwise(cases: Sequence[Case], seed: int = 0) -> list[Case]:
+    """Few cases such that every two choices that stand together in any stand together in one.
+
+    Greedy: the case that adds most new pairs comes next; sizes of the mesh count as one choice too,
+    so every factorisation is there.
+    """
+    order = list(cases)
+    random.Random(seed).shuffle(order)
+    pairs = {case: set(_pairs(case)) for case in order}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(order, key=lambda case: len(pairs[case] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return sorted(chosen, key=lambda case: case[:4])
+
+
+def _pairs(case: Case) -> Iterator[tuple]:
+    fields = [("mesh", case[:4]), *zip(Case._fields[4:], case[4:], strict=True)]
+    # Of the mesh and a choice beside, what matters is which axes there are, not how long they are.
+    axes = ("axes", tuple(size > 1 for size in case[:4]))
+    yield fields[0]
+    yield from itertools.combinations([axes, *fields[1:]], 2)
+
+
+class Outcome(NamedTuple):
+    """What a run was, over all ranks."""
+
+    metrics: list[tuple[float, ...]]
+    """By step: loss, auxiliary loss, z-loss, gradient norm."""
+    initial: dict[str, str]
+    """Digests of the whole initial parameters, by name."""
+    final: dict[str, str]
+    gradients: dict[str, Tensor]
+    """Whole, before the first update, unclipped."""
+    routes: dict[tuple[int, int, int], tuple[Tensor, Tensor]]
+    """By step, layer and number of the step's microbatch: int64 [T, K] experts in ascending order,
+    and fp32 [T] the gap between the last chosen probability and the next."""
+
+
+def run_case(tree: dict[str, Any]) -> Outcome | None:
+    """A run of STEPS updates on tokens made from their numbers; the first rank tells of it."""
+    torch.set_num_threads(1)
+    config = make_config(tree)
+    world, parallel = start_world(device="cpu"), config.parallel
+    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    routes = _Routes(shard, groups.data.rank, groups.data.size)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    whole = WholeModel(config, shard.layout, groups)
+    initial = _digests(whole.gather(states.whole("master")))
+    gradients, metrics = _before_clipping(states, whole), []
+    for step in range(1, STEPS + 1):
+        numbers = range(groups.data.rank, plan.num_microbatches, groups.data.size)
+        own = [Microbatch(_tokens(step * plan.num_microbatches + number)) for number in numbers]
+        routes.step = step
+        result = updater.run(step, own)
+        metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
+    final = _digests(whole.gather(states.whole("master")))
+    shared = all_gather_objects(routes.found if groups.place.tp == 0 else {}, world.everyone)
+    found = {place: route for part in shared for place, route in part.items()}
+    return Outcome(metrics, initial, final, gradients, found)
+
+
+def _tokens(number: int) -> Tensor:
+    return torch.randint(0, VOCAB, (1, CONTEXT), generator=torch.Generator().manual_seed(number))
+
+
+def _digests(whole: dict[str, Tensor]) -> dict[str, str]:
+    return {
+        n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in whole.items()
+    }
+
+
+def _before_clipping(states: ChunkEngine, whole: WholeModel) -> dict[str, Tensor]:
+    """Will hold the whole gradients as they are when the first norm is about to be taken."""
+    gradients: dict[str, Tensor] = {}
+    plain, first = states.grad_norm, [True]
+
+    def grad_norm() -> float:
+        if first.pop() if first else False:
+            gathered = whole.gather(states.whole("grad"))
+            gradients.update({name: gradient.clone() for name, gradient in gathered.items()})
+        return plain()
+
+    states.grad_norm = grad_norm
+    return gradients
+
+
+class _Routes:
+    """Listens to the routers."""
+
+    def __init__(self, shard: Shard, data_rank: int, num_data_ranks: int) -> None:
+        self.found: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.step = 0
+        self._place = (data_rank, num_data_ranks)
+        for name, module in shard.model.named_modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(self._listen(int(name.split(".")[1])))
+
+    def _listen(self, layer: int) -> Callable:
+        data_rank, num_data_ranks = self._place
+        calls = Counter()
+
+        def hook(router: Router, inputs: tuple[Tensor], output: tuple) -> None:
+            logits = torch.nn.functional.linear(inputs[0].detach(), router.weight.detach())
+            probs = logits.softmax(-1, dtype=torch.float32).sort(-1, descending=True).values
+            gap = probs[:, router.top_k - 1] - probs[:, router.top_k]
+            number = calls[self.step] * num_data_ranks + data_rank
+            calls[self.step] += 1
+            self.found[self.step, layer, number] = (output[1].sort(-1).values, gap)
+
+        return hook
+
+
+class Agreement(NamedTuple):
+    """How near a run came to that of one process."""
+
+    broken: list[str]
+    """Promises that do not hold, in words; empty if all do."""
+    gradient_error: float
+    """The largest relative norm of a difference over parameters."""
+    loss_error: float
+    """Of the cross-entropy and of the whole objective, over all steps."""
+    aux_error: float
+    """Of auxiliary losses, their coefficients not applied. Told, not promised: AdamW makes
+    whole steps of rounding where a gradient is near its eps, and z feels them most (with eps 1e-5
+    the same runs agree to 2e-7)."""
+    near_ties: int
+    """Tokens whose choice hangs on less than NEAR_TIE, over steps, layers and microbatches."""
+    turned: int
+    """Tokens that went elsewhere, at any step: at the first only near-ties may; later ones follow
+    parameters that differ by what AdamW makes of rounding."""
+    widest: float
+    """The largest gap of a token that turned."""
+
+
+def compare(case: Case, many: Outcome, one: Outcome) -> Agreement:
+    """Hold a run against that of one process, by what is promised for its layout."""
+    broken = []
+    if many.initial != one.initial:
+        broken.append("the initial parameters differ")
+    if set(many.gradients) != set(one.gradients):
+        broken.append("the gradients are those of other parameters")
+        return Agreement(broken, math.nan, math.nan, math.nan, 0, 0, 0.0)
+    gradient_error, worst = max(
+        (float((many.gradients[n] - g).norm() / g.norm()), n) for n, g in one.gradients.items()
+    )
+    routes = _compare_routes(many, one)
+    steps = list(zip(many.metrics, one.metrics, strict=True))
+    loss_error = max(abs(m[0] - o[0]) for m, o in steps)
+    loss_error = max(loss_error, *(abs(_objective(m) - _objective(o)) for m, o in steps))
+    aux_error = max(abs(a - b) for m, o in steps for a, b in zip(m[1:3], o[1:3], strict=True))
+    astray = [gap for step, gap in routes.turned if step == 1 and gap >= NEAR_TIE]
+    if astray:
+        broken.append(f"{len(astray)} tokens went elsewhere though their choice was clear")
+    widest = max((gap for _, gap in routes.turned), default=0.0)
+    agreement = Agreement(
+        broken, gradient_error, loss_error, aux_error, routes.near_ties, len(routes.turned), widest
+    )
+    if case.is_exact:
+        if many.metrics != one.metrics:
+            broken.append(f"losses or norms are not the same bits (losses off by {loss_error:.1e})")
+        differing = [name for name in one.final if many.final.get(name) != one.final[name]]
+        if differing:
+            broken.append(f"parameters are not the same bits: {', '.join(differing[:3])}")
+        if gradient_error > 0:
+            broken.append(f"the gradient of {worst} is not the same bits ({gradient_error:.1e})")
+        return agreement
+    if not gradient_error < TOLERANCE:
+        broken.append(f"the gradient of {worst} is off by {gradient_error:.1e}")
+    if not loss_error < TOLERANCE:
+        broken.append(f"losses are off by {loss_error:.1e}")
+    return agreement
+
+
+def _objective(metrics: tuple[float, ...]) -> float:
+    aux_coef, z_coef = (
+        ModelConfig.model_fields[key].default for key in ("aux_loss_coef", "z_loss_coef")
+    )
+    return metrics[0] + aux_coef * metrics[1] + z_coef * metrics[2]
+
+
+class _Compared(NamedTuple):
+    near_ties: int
+    turned: list[tuple[int, float]]
+    """Step and gap of each token that went elsewhere."""
+
+
+def _compare_routes(many: Outcome, one: Outcome) -> _Compared:
+    assert many.routes.keys() == one.routes.keys(), "routers were asked about other microbatches"
+    near_ties, turned = 0, []
+    for place, (chosen, gap) in one.routes.items():
+        near_ties += int((gap < NEAR_TIE).sum())
+        moved = (many.routes[place][0] != chosen).any(-1)
+        turned += [(place[0], width) for width in gap[moved].tolist()]
+    return _Compared(near_ties, turned)

@@ -1,0 +1,92 @@
+"""Collectives under autograd against the dense formula, in one process that knows all inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.dist.collectives import Group
+from optimus.parallel import exchange
+
+SIZE = 2
+
+
+def everyone() -> Group:
+    distributed = torch.distributed
+    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+SENT = [[1, 3], [2, 0]]
+"""By sender: rows for each rank."""
+
+
+def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
+    """This rank's output, and the gradient of its input for weights that depend on the rank."""
+    group = everyone()
+    x = numbers(group.rank, 4, 6).requires_grad_()
+    if name == "exchange_rows":
+        received = [row[group.rank] for row in SENT]
+        x = numbers(group.rank, sum(SENT[group.rank]), 6).requires_grad_()
+        out = exchange.exchange_rows(x, SENT[group.rank], received, group)
+    elif name in ("identity_then_sum", "sum_then_identity"):
+        out = getattr(exchange, name)(x, group)
+    else:
+        out = getattr(exchange, name)(x, group, dim)
+    (grad,) = torch.autograd.grad(out, x, numbers(10 + group.rank, *out.shape))
+    return out.detach(), grad
+
+
+def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
+    """What every rank should have, from all ranks' inputs and weights at once."""
+    x = [numbers(rank, 4, 6) for rank in range(SIZE)]
+
+    def weights(*shape: int) -> list[Tensor]:
+        return [numbers(10 + rank, *shape) for rank in range(SIZE)]
+
+    if name == "identity_then_sum":
+        return [(x[rank], sum(weights(4, 6))) for rank in range(SIZE)]
+    if name == "sum_then_identity":
+        return [(sum(x), weights(4, 6)[rank]) for rank in range(SIZE)]
+    if name == "exchange_rows":
+        x = [numbers(rank, sum(SENT[rank]), 6) for rank in range(SIZE)]
+        pieces = [part.split(SENT[rank]) for rank, part in enumerate(x)]
+        out = [torch.cat([pieces[s][r] for s in range(SIZE)]) for r in range(SIZE)]
+        grads = [
+            numbers(10 + r, *out[r].shape).split([row[r] for row in SENT]) for r in range(SIZE)
+        ]
+        return [(out[r], torch.cat([grads[to][r] for to in range(SIZE)])) for r in range(SIZE)]
+    if name == "scatter_sum_then_gather":
+        out = sum(x).chunk(SIZE, dim)
+        grad = torch.cat(weights(*out[0].shape), dim)
+        return [(out[rank], grad) for rank in range(SIZE)]
+    whole = torch.cat(x, dim)
+    given = weights(*whole.shape)
+    if name == "gather_then_scatter_sum":
+        return [(whole, sum(given).chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
+    assert name == "gather_then_slice"
+    return [(whole, given[rank].chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("identity_then_sum", 0),
+        ("sum_then_identity", 0),
+        ("gather_then_scatter_sum", 0),
+        ("gather_then_scatter_sum", 1),
+        ("gather_then_slice", 1),
+        ("scatter_sum_then_gather", 0),
+        ("scatter_sum_then_gather", 1),
+        ("exchange_rows", 0),
+    ],
+)
+def test_forward_and_backward_are_the_dense_formula(ranks, name, dim):
+    results = ranks(SIZE, forward_and_backward, name, dim)
+    for (out, grad), (expected, slope) in zip(results, dense(name, dim), strict=True):
+        assert torch.equal(out, expected)
+        assert torch.equal(grad, slope)

@@ -1,0 +1,38 @@
+"""Every layout trains the model of one process, by CONTRACT.md's promise for it.
+
+A sample in which every two choices meet; `scripts/drills/layouts.py` runs all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.layouts import Case, Outcome, all_cases, compare, pairwise, run_case
+
+SAMPLE = pairwise(all_cases())
+_known: dict[str, Outcome] = {}
+
+
+def alone(ranks, case: Case) -> Outcome:
+    """The run of one process, once for each model, dtype and batch."""
+    tree = case.one_process()
+    key = repr(tree)
+    if key not in _known:
+        (_known[key],) = ranks(1, run_case, tree, start_world=False)
+    return _known[key]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_layout_trains_the_model_of_one_process(ranks, case):
+    one = alone(ranks, case)
+    many = ranks(case.size, run_case, case.tree(), start_world=False, timeout_s=120)[0]
+    agreement = compare(case, many, one)
+    assert not agreement.broken, f"{agreement}"
+
+
+def test_the_sample_has_every_factorisation_and_every_choice():
+    everything = all_cases()
+    assert {case[:4] for case in SAMPLE} == {case[:4] for case in everything}
+    for field in range(4, len(Case._fields)):
+        assert {case[field] for case in SAMPLE} == {case[field] for case in everything}
+    assert any(case.batch // (case.dp * case.ep) < case.pp for case in SAMPLE), "m < p"

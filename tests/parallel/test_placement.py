@@ -1,0 +1,87 @@
+"""Which part of a parameter a rank holds: together the ranks hold everything, each part once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.config import make_config
+from optimus.dist.mesh import Mesh
+from optimus.model.init import initialise_
+from optimus.parallel.layout import make_layout
+from optimus.parallel.placement import materialise, place_parameters, whole_model
+from tests.helpers.tiny import DENSE, tiny_tree
+
+MESHES = [Mesh(tp=2), Mesh(ep=4), Mesh(ep=2, tp=2), Mesh(pp=2), Mesh(pp=2, dp=2, ep=2, tp=2)]
+BIAS = {"model__attention_bias": True, "model__num_attention_heads": 4}
+GROUPED = {"model__num_attention_heads": 4, "model__num_key_value_heads": 2}
+
+
+def config_for(mesh: Mesh, model: dict):
+    sizes = {f"parallel__{axis}": size for axis, size in mesh.sizes._asdict().items()}
+    return make_config(tiny_tree("d", "r", **model, **sizes))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "model", [{}, BIAS, {"model__tie_embeddings": True}, DENSE | GROUPED], ids=str
+)
+def test_the_ranks_of_one_model_hold_every_element_and_copies_agree(mesh, model):
+    config = config_for(mesh, model) if "olmo" not in model.values() or mesh.ep == 1 else None
+    if config is None:
+        pytest.skip("a dense model has no experts to divide")
+    whole = whole_model(config.model)
+    for name, parameter in whole.named_parameters():
+        numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        held = torch.zeros_like(numbers)
+        for rank in mesh.group_of(0, ("ep", "tp")):
+            place = mesh.place(rank)
+            placement = place_parameters(whole, mesh, place)[name]
+            part = placement.take(numbers)
+            assert tuple(part.shape) == placement.local_shape
+            back = torch.full_like(numbers, -1)
+            placement.put(back, part)
+            here = back >= 0
+            assert torch.equal(back[here], numbers[here]), name
+            copy = (not placement.kind.expert and place.ep > 0) or (
+                not placement.kind.divided_by_tp and place.tp > 0
+            )
+            held += 0 if copy else here.float()
+        assert torch.equal(held, torch.ones_like(held)), name
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("model", [{}, {"model__tie_embeddings": True}], ids=str)
+def test_stages_hold_every_parameter(mesh, model):
+    config = config_for(mesh, model)
+    names = {name for name, _ in whole_model(config.model).named_parameters()}
+    columns = [make_layout(config, mesh, mesh.place(rank), 4) for rank in mesh.group_of(0, ("pp",))]
+    held = [name for layout in columns for name in layout.placements]
+    twice = {name for name in held if held.count(name) > 1}
+    assert set(held) == names
+    assert twice == ({"embed.weight"} if mesh.pp > 1 and config.model.tie_embeddings else set())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_starts_with_its_part_of_the_same_weights(mesh):
+    config = config_for(mesh, BIAS)
+    alone = make_layout(config_for(Mesh(), BIAS), Mesh(), Mesh().place(0), 4)
+    one = whole_model(config.model)
+    materialise(one, alone.placements, torch.device("cpu"))
+    initialise_(one, 3, alone.placements)
+    weights = dict(one.named_parameters())
+    for rank in range(mesh.world_size):
+        place = mesh.place(rank)
+        placements = place_parameters(whole_model(config.model), mesh, place)
+        part = whole_model(config.model)
+        materialise(part, placements, torch.device("cpu"))
+        initialise_(part, 3, placements)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, placements[name].take(weights[name])), name
+
+
+def test_experts_are_divided_gate_with_gate_and_up_with_up():
+    mesh = Mesh(tp=2)
+    placements = place_parameters(whole_model(config_for(mesh, {}).model), mesh, mesh.place(1))
+    gate_up = placements["blocks.0.mlp.experts.gate_up"]
+    assert gate_up.intervals[1] == ((8, 16), (24, 32))  # of 16 gate rows above 16 up rows

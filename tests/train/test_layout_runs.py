@@ -1,0 +1,128 @@
+"""Whole runs over divided models: resumed on other layouts, poisoned, and left alone by a peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from optimus.checkpoint import manager
+from optimus.errors import LostPeerError, NonFiniteError
+from tests.helpers.rank_pool import RanksFailed
+from tests.helpers.runs import assert_same_run, metrics_of, train_on
+from tests.helpers.tiny import tiny_tree
+from tests.train.test_run import make_run
+
+FEW = {"train__max_steps": 6, "model__num_layers": 4, "checkpoint__interval": 3}
+
+
+def sizes(**axes) -> dict:
+    return {f"parallel__{axis}": size for axis, size in axes.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipelines_and_replicas_may_change_between_two_lives(ranks, tiny_data, tmp_path, tied):
+    model = FEW | {"model__tie_embeddings": tied}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", **model))
+    lives = [
+        (4, sizes(pp=2) | {"train__stop_at_step": 2}),
+        (2, sizes(dp=2) | {"train__stop_at_step": 3}),
+        (4, sizes(pp=4, schedule="zb-h1") | {"train__stop_at_step": 4}),
+        (2, sizes(pp=2, schedule="interleaved", virtual_stages=2)),
+    ]
+    for size, layout in lives:
+        train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "pieces", **model, **layout))
+    assert_same_run(tmp_path / "unbroken", tmp_path / "pieces")
+
+
+def test_tensor_and_expert_parallelism_may_change_too(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", **FEW))
+    lives = [
+        (4, sizes(ep=2, tp=2) | {"train__stop_at_step": 2}),
+        (2, sizes(tp=2, sequence_parallel=True) | {"train__stop_at_step": 3}),
+        (4, sizes(pp=2, ep=2) | {"train__stop_at_step": 5}),
+        (1, {}),
+    ]
+    for size, layout in lives:
+        train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "pieces", **FEW, **layout))
+    one, many = metrics_of(tmp_path / "unbroken"), metrics_of(tmp_path / "pieces")
+    assert [line["step"] for line in many] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(one, many, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+
+
+def poison(tree: dict, bad_rank: int, what: str) -> str:
+    """One rank computes NaN at step 3; the error this rank raised, and the poisoned name."""
+    run = make_run(tree)
+    plain_update = run.update
+    named = dict(run.model.named_parameters())
+    name = next(name for name in named if "q_proj.weight" in name)
+
+    def update(step: int) -> None:
+        if step == 3 and run.world.rank == bad_rank:
+            if what == "parameter":
+                named[name].data.view(-1)[0] = float("nan")
+            else:
+                named[name].register_hook(lambda gradient: gradient * float("nan"))
+        plain_update(step)
+
+    run.update = update
+    try:
+        run.go()
+    except NonFiniteError as error:
+        assert error.on_every_rank and error.exit_code == 4
+        return f"{name}|{error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient"])
+@pytest.mark.parametrize(
+    "layout", [sizes(pp=2), sizes(ep=2), sizes(tp=2)], ids=["pp2", "ep2", "tp2"]
+)
+def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, what):
+    tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=1, **layout)
+    words = [word.split("|") for word in ranks(2, poison, tree, 1, what, start_world=False)]
+    assert words[0][1] == words[1][1]
+    name, message = words[1]
+    for part in ("rank 1", "step 3", what, name):
+        assert part in message
+    assert manager.newest_valid(tmp_path).step == 2
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+    assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
+
+
+def lose_a_peer(tree: dict, how: int) -> None:
+    """Rank 1 is gone, or hangs, in the middle of step 2: as its second microbatch begins."""
+    run = make_run(tree)
+    forward, calls = run.model.run_blocks, []
+
+    def leave(*args, **kwargs):
+        calls.append(1)
+        if run.world.rank == 1 and len(calls) == 6:
+            os.kill(os.getpid(), how)
+        return forward(*args, **kwargs)
+
+    run.model.run_blocks = leave
+    run.go()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize("axis", ["pp", "ep", "tp"])
+def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, axis, how):
+    tree = tiny_tree(
+        tiny_data,
+        tmp_path,
+        parallel__timeout_s=6.0,
+        train__global_batch_tokens=4 * 32,
+        **sizes(**{axis: 2}),
+    )
+    with pytest.raises(RanksFailed) as failed:
+        ranks(2, lose_a_peer, tree, how, start_world=False, timeout_s=60, grace_s=4)
+    error = failed.value.outcomes[0].value()
+    assert isinstance(error, LostPeerError) and error.exit_code == 5
+    wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
+    place = r"the rank was at [FB]\(stage 0, microbatch \d\)"
+    assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
