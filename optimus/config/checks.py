@@ -21,6 +21,7 @@ def check(config: Config) -> None:
         _batch,
         _schedule,
         _determinism,
+        _recompute,
         _not_yet,
     ):
         one(config)
@@ -57,7 +58,7 @@ def _experts(config: Config) -> None:
             f"model.num_experts = {model.num_experts}"
         )
     if model.architecture == "olmo":
-        for key in ("norm_topk_prob", "aux_loss_form", "aux_loss_coef", "z_loss_coef"):
+        for key in ("router", "norm_topk_prob", "aux_loss_form", "aux_loss_coef", "z_loss_coef"):
             value, default = getattr(model, key), ModelConfig.model_fields[key].default
             if value and value != default:
                 raise ConfigError(
@@ -157,15 +158,30 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+    if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
+        raise ConfigError(
+            "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"
+        )
+
+
+def _recompute(config: Config) -> None:
+    modules = config.recompute.modules
+    if len(set(modules)) < len(modules):
+        raise ConfigError(
+            f"recompute.modules = {list(modules)} names one twice; name each at most once"
+        )
+    if "moe" in modules and config.model.architecture == "olmo":
+        raise ConfigError(
+            "recompute.modules names 'moe': architecture 'olmo' has no experts; use 'block', or "
+            "leave it out"
+        )
 
 
 def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
     defaults = Config(model=config.model)
     for section, key in (
-        ("parallel", "ep_dispatch"),
         ("optim", "sharding"),
-        ("recompute", "modules"),
         ("checkpoint", "async_save"),
         ("offload", "mode"),
     ):

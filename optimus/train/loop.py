@@ -23,6 +23,7 @@ from optimus.model.init import initialise_
 from optimus.train.preflight import Preflight, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
+from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.shard import Shard
 from optimus.train.states import ModelStates
 from optimus.train.stop import StopRequest
@@ -78,12 +79,17 @@ class Run:
         self.states = ModelStates(
             self.model, dtype, config.optim, self.shard.home_of, self.groups.model
         )
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard)
+        self.config, self.flight = config, flight
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)
         self.saves.load()
+        news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
+            for line in news:
+                directory.say(line)
             self.peak_flops = self._find_peak()
         self.updater = Updater(
             config, self.groups, self.shard, self.states, flight.plan, world.device

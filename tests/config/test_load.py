@@ -4,7 +4,7 @@ import pytest
 
 from optimus.config import dump_toml, load_config, make_config
 from optimus.errors import ConfigError
-from tests.helpers.tiny import tiny_tree
+from tests.helpers.tiny import DENSE, tiny_tree
 
 MODEL = """
 [model]
@@ -73,7 +73,8 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ("optim.min_lr=1.0", r"optim.min_lr = 1.0 exceeds optim.lr"),
         ("parallel.tp=2", r"parallel.tp = 2 is not available in this version; use 1"),
         ("optim.sharding=epso", r"optim.sharding = 'epso' is not available .* 'none'"),
-        ('recompute.modules=["moe"]', r"recompute.modules = .* not available"),
+        ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names one twice"),
+        ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
         ("kernels.backend=cpu", r"\[kernels\] is not available in this version"),
         ("train.dtype=fp16", r"train.dtype = 'fp16' is not available .* 'bf16'"),
@@ -97,6 +98,9 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
         ),
         ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
+        ({"parallel__ep_dispatch": "alltoall"}, r"ep_dispatch = 'alltoall': .* 'allgather'"),
+        (DENSE | {"recompute__modules": ["moe"]}, r"recompute.modules names 'moe': .* 'block'"),
+        (DENSE | {"model__router": "uniform"}, r"model.router = 'uniform': .* no router"),
     ],
 )
 def test_settings_that_cannot_go_together(change, told):
