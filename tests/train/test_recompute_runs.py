@@ -21,7 +21,18 @@ ZERO_BUBBLE = {"parallel__pp": 2, "parallel__schedule": "zb-h1"}
         ),
         pytest.param(2, ALL, ZERO_BUBBLE, id="zb-h1"),
         pytest.param(2, ["norm"], ZERO_BUBBLE | TIED | {"train__dtype": "bf16"}, id="zb-h1-bf16"),
-        pytest.param(2, ["moe", "norm"], {"parallel__ep": 2}, id="ep2"),
+        pytest.param(
+            4,
+            ["moe", "norm"],
+            {
+                "parallel__ep": 2,
+                "parallel__tp": 2,
+                "parallel__ep_dispatch": "alltoall",
+                "train__deterministic": False,
+                "train__threads": 1,
+            },
+            id="ep2-tp2-alltoall",
+        ),
         pytest.param(
             2, ALL, {"parallel__tp": 2, "parallel__sequence_parallel": True}, id="tp2-sequence"
         ),
