@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.runs import assert_same_run, train_on
 from tests.helpers.tiny import DENSE, tiny_tree
 
-FEW = {"train__max_steps": 2, "model__num_layers": 4}
+FEW = {"train__max_steps": 2, "optim__warmup_steps": 1, "model__num_layers": 4}
 ALL = ["norm", "attention", "moe"]
 TIED = {"model__tie_embeddings": True}
 ZERO_BUBBLE = {"parallel__pp": 2, "parallel__schedule": "zb-h1"}
