@@ -25,6 +25,7 @@ def check(config: Config) -> None:
         _compile,
         _pipeline,
         _sampling,
+        _recompute,
         _not_yet,
     ):
         one(config)
@@ -59,6 +60,7 @@ def _experts(config: Config) -> None:
         _sparse_layers(model)
     if model.architecture == "olmo":
         for key in (
+            "router",
             "norm_topk_prob",
             "aux_loss_form",
             "aux_loss_coef",
@@ -217,6 +219,23 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+    if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
+        raise ConfigError(
+            "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"
+        )
+
+
+def _recompute(config: Config) -> None:
+    modules = config.recompute.modules
+    if len(set(modules)) < len(modules):
+        raise ConfigError(
+            f"recompute.modules = {list(modules)} names one twice; name each at most once"
+        )
+    if "moe" in modules and config.model.architecture == "olmo":
+        raise ConfigError(
+            "recompute.modules names 'moe': architecture 'olmo' has no experts; use 'block', or "
+            "leave it out"
+        )
 
 
 def _pipeline(config: Config) -> None:
@@ -245,8 +264,6 @@ def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
     defaults = Config(model=config.model)
     for section, key in (
-        ("parallel", "ep_dispatch"),
-        ("recompute", "modules"),
         ("checkpoint", "async_save"),
         ("offload", "mode"),
     ):

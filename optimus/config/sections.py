@@ -123,6 +123,10 @@ class ModelConfig(Section):
     """Clamp q, k and v to [-clip_qkv, clip_qkv]; 0: off."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the variance in every norm."""
+    router: Literal["top-k", "uniform"] = "top-k"
+    """`top-k`: a token goes to its most probable experts. `uniform`: to experts in turn, whatever
+    their probabilities, so that all get equally many rows (forced uniform routing, for measuring
+    speed)."""
     norm_topk_prob: bool = False
     """Whether the chosen experts' weights are divided by their sum."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
@@ -216,7 +220,9 @@ class ParallelConfig(Section):
     """Layers of each of the pp * virtual_stages stages, first to last; empty: evened out by cost,
     the output head counted."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
-    """How tokens reach the ranks that hold their experts."""
+    """How tokens reach the ranks that hold their experts: `allgather` sends all tokens to all,
+    `alltoall` each to those that need it, `auto` times both at the start and keeps the faster, also
+    when the run is resumed (`allgather` if deterministic)."""
     sequence_parallel: bool = False
     """Divide norms along the sequence over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -300,7 +306,9 @@ class RecomputeConfig(Section):
     modules: Annotated[
         tuple[Literal["norm", "attention", "moe", "block"], ...], Field(strict=False)
     ] = ()
-    """Which modules keep their input alone and compute their forward pass again."""
+    """What is computed again in backward instead of being kept: in every block the outputs of the
+    `norm`s, all that `attention` or the `moe` makes of its input, or the whole `block`, which
+    includes the others. Bits do not change."""
 
 
 class KernelsConfig(Section):

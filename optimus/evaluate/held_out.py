@@ -42,26 +42,29 @@ def held_out_loss(
     """Evaluate the first `max_instances` instances (0: all), batch j on data rank j mod the number
     of data ranks; a collective of the whole `group`.
 
-    Batches are the same on every layout, and their sums are joined exactly. A data rank without a
-    batch left runs the first once more for the others' sake, without counting it. `document_mask`:
-    documents do not see each other, as in a run with `data.document_mask`.
+    Batches are the same on every layout, and their sums are joined exactly. Those of a round have
+    one size on all data ranks, which expert parallelism needs: whole batches first, then what is
+    left of the instances one by one. A data rank without a batch left in a round runs the round's
+    first as well, without counting it. `document_mask`: documents do not
+    see each other, as in a run with `data.document_mask`.
     """
     count = min(max_instances or dataset.num_instances, dataset.num_instances)
-    starts = list(range(0, count, batch_size))
-    rounds = -(-len(starts) // num_data_ranks)
+    whole = count - count % batch_size
+    rounds = [
+        (place, place + data_rank * size, size, stop)
+        for start, stop, size in ((0, whole, batch_size), (whole, count, 1))
+        for place in range(start, stop, size * num_data_ranks)
+    ]
     own: list[Tensor] = []
-    for first in range(0, rounds, _AT_ONCE):
-        numbers = [
-            turn * num_data_ranks + data_rank
-            for turn in range(first, min(first + _AT_ONCE, rounds))
-        ]
-        batches = []
-        for number in numbers:
-            start = starts[number] if number < len(starts) else 0
-            stop = min(start + batch_size, count)
-            batches.append(make_microbatch(dataset, start, stop, document_mask))
-        sums = zip(numbers, cross_entropies(batches), strict=False)
-        own += [ce_sum for number, ce_sum in sums if number < len(starts)]
+    for first in range(0, len(rounds), _AT_ONCE):
+        now = rounds[first : first + _AT_ONCE]
+        batches, counts = [], []
+        for place, start, size, stop in now:
+            counts.append(start < stop)
+            start = start if start < stop else place
+            batches.append(make_microbatch(dataset, start, start + size, document_mask))
+        sums = zip(counts, cross_entropies(batches), strict=False)
+        own += [ce_sum for counted, ce_sum in sums if counted]
     values = torch.stack(own) if own else torch.zeros(0)
     (total,) = exact_sums([values], group)
     targets = count * (dataset.context - 1)

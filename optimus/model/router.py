@@ -1,11 +1,14 @@
 """Which experts a token goes to, with which weights, and how unevenly.
 
+A way to choose is a function of the probabilities alone: add one to `CHOICES` under the name that
+`model.router` is to have.
+
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,20 +29,43 @@ class Routing(NamedTuple):
     """fp32 scalar: mean over tokens of logsumexp(logits)^2. Carries gradient."""
 
 
+def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most probable experts of each token, largest first."""
+    return probs.topk(k, dim=-1)
+
+
+def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Forced uniform routing: token t of the microbatch, slot j -> expert (t*k + j) mod E. Experts
+    get equally many rows, up to one, whatever the probabilities, which still train (CONTRACT.md,
+    "Loss")."""
+    tokens, experts = probs.shape
+    slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
+    chosen = slots.remainder_(experts)
+    return probs.gather(1, chosen), chosen
+
+
+Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Probabilities fp32 [T, E] and K -> the chosen ones' [T, K] and their experts, int64 [T, K], no
+expert twice for a token."""
+
+CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
+
+
 class Router(nn.Module):
-    """A linear layer, softmax in fp32, top-k: x [T, D] -> weights [T, K], experts int64 [T, K],
-    Routing. Weights have x's dtype."""
+    """A linear layer, softmax in fp32, a choice: x [T, D] -> weights [T, K], experts int64 [T, K],
+    Routing. Weights have x's dtype. T are the tokens of one microbatch of one data rank."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.top_k = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
+        self.choose = CHOICES[config.router]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Routing]:
         logits = F.linear(x, self.weight)
         probs = logits.softmax(-1, dtype=torch.float32)
-        weights, experts = self.choose(probs)
+        weights, experts = self.choose(probs, self.top_k)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         tokens = max(1, len(x))  # no token at all: zeros rather than NaN
@@ -51,10 +77,6 @@ class Router(nn.Module):
             z=logits.float().logsumexp(-1).square().sum() / tokens,
         )
         return weights.to(x.dtype), experts, routing
-
-    def choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 [T, E] -> the K chosen probabilities and experts of each token, largest first."""
-        return probs.topk(self.top_k, dim=-1)
 
 
 def load_balancing_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:

@@ -51,10 +51,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(self.attention_norm(x), rope, documents)
-        out = self.mlp(self.mlp_norm(x))
+        x = x + self.attend(x, rope, documents)
+        out = self.feed_forward(x)
         out, routing = out if isinstance(out, tuple) else (out, None)
         return x + out, routing
+
+    def attend(self, x: Tensor, *where: Any) -> Tensor:
+        return self.attention(self.attention_norm(x), *where)
+
+    def feed_forward(self, x: Tensor) -> Any:
+        return self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nn.Module):

@@ -25,6 +25,7 @@ from optimus.parallel.expert import wire_expert_parallel
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.split import split_linears
 from optimus.parallel.placement import keep_stage, materialise, share, whole_model
+from optimus.parallel.recompute import wire_recompute
 from optimus.parallel.tensor import wire_tensor_parallel
 
 
@@ -41,7 +42,11 @@ def build_model(
         vocabulary = range(*share(config.model.vocab_size, layout.place.tp, mesh.tp))
         wire_tensor_parallel(model, groups.tp, vocabulary, parallel.sequence_parallel)
     if mesh.ep > 1:
-        wire_expert_parallel(model, groups.ep, "allgather")
+        dispatch = parallel.ep_dispatch
+        dispatch = "allgather" if dispatch == "auto" else dispatch  # until it is measured
+        wire_expert_parallel(model, groups.ep, dispatch)
+    if config.recompute.modules:
+        wire_recompute(model, config.recompute.modules)
     if layout.schedule.splits_backward:
         split_linears(model)
     return model

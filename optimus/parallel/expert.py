@@ -1,7 +1,19 @@
 """Expert parallelism: experts divided over ep ranks, which see different tokens.
 
 Both dispatchers stand around `Experts`, whose rows may belong to experts that are not held here.
-Dims: T tokens of a rank, D hidden, K experts a token, n ranks, M rows received.
+
+Bytes that reach a rank from others in one layer, forward and backward of one microbatch, with b
+bytes an element of activations and 8 an index:
+
+    allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
+    alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
+
+M rows come from other ranks and R are sent to them, where a token counts once for each rank that
+holds some of its experts, however many: with random routing R is near (n-1)*T*(1 - p), where p =
+C(E-E/n, K) / C(E, K) is the chance that a rank holds none. So alltoall moves less, the more so the
+larger n is beside K, but waits for its counts and sums results token by token.
+
+Dims: T tokens of a rank, D hidden, E experts, K experts a token, n ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +32,9 @@ from optimus.parallel.exchange import (
 )
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The held experts' part: x [M, D], weights [M, K], chosen int64 [M, K] -> [M, D]."""
+"""The held experts' part: x [N, D], weights [N, K], chosen int64 [N, K] -> [N, D]."""
+
+DISPATCHES = ("allgather", "alltoall")
 
 
 def allgather(compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor, group: Group) -> Tensor:
@@ -56,13 +70,17 @@ def _destinations(chosen: Tensor, group: Group, num_experts: int) -> tuple[Tenso
     return needed.nonzero()[:, 1], needed.sum(1)
 
 
-def wire_expert_parallel(model: nn.Module, group: Group, dispatch: str) -> list[ExpertParallel]:
-    """Put a dispatcher around every layer's experts; `dispatch` is "allgather" or "alltoall"."""
-    wired = []
+def wire_expert_parallel(model: nn.Module, group: Group, dispatch: str) -> None:
+    """Put a dispatcher around every layer's experts; `dispatch` is one of DISPATCHES."""
     for module in model.modules():
         if isinstance(module, Experts):
-            wired.append(ExpertParallel(module, group, dispatch))
-    return wired
+            ExpertParallel(module, group, dispatch)
+
+
+def dispatchers(model: nn.Module) -> list[ExpertParallel]:
+    """Those of a wired model, by layer."""
+    forwards = [module.forward for module in model.modules() if isinstance(module, Experts)]
+    return [forward for forward in forwards if isinstance(forward, ExpertParallel)]
 
 
 class ExpertParallel:
@@ -70,11 +88,12 @@ class ExpertParallel:
     steps."""
 
     def __init__(self, experts: Experts, group: Group, dispatch: str) -> None:
-        self._compute, self._group, self._num_experts = experts.forward, group, experts.num_experts
-        self.dispatch = dispatch
+        assert dispatch in DISPATCHES, dispatch
+        self._compute, self._group = experts.forward, group
+        self.experts, self.num_experts, self.dispatch = experts, experts.num_experts, dispatch
         experts.forward = self
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if self.dispatch == "alltoall":
-            return alltoall(self._compute, x, weights, chosen, self._group, self._num_experts)
+            return alltoall(self._compute, x, weights, chosen, self._group, self.num_experts)
         return allgather(self._compute, x, weights, chosen, self._group)

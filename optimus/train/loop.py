@@ -25,6 +25,7 @@ from optimus.train.kernels import settle_kernels
 from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
+from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
@@ -87,12 +88,17 @@ class Run:
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
         self.states = self.shard.make_states()
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard)
+        self.config, self.flight = config, flight
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)
         self.saves.load()
+        news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
+            for line in news:
+                directory.say(line)
             self.peak_flops = self._find_peak()
         if config.train.compile:
             self.model.compile_blocks()

@@ -149,6 +149,8 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     for key in sorted(set(stored) & set(settings)):
         if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER):
             continue
+        if key == "parallel.ep_dispatch" and settings[key] == "auto":
+            continue  # settled once the ranks are there
         change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
         if frozen and key not in config.checkpoint.allow_change:

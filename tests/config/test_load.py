@@ -4,7 +4,7 @@ import pytest
 
 from optimus.config import dump_toml, load_config, make_config
 from optimus.errors import ConfigError
-from tests.helpers.tiny import tiny_tree
+from tests.helpers.tiny import DENSE, tiny_tree
 
 MODEL = """
 [model]
@@ -72,7 +72,8 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ("train.seq_len=1", r"train.seq_len = 1"),
         ("optim.min_lr=1.0", r"optim.min_lr = 1.0 exceeds optim.lr"),
         ("optim.sharding=epso", r"optim.sharding = 'epso' is not available .* 'none'"),
-        ('recompute.modules=["moe"]', r"recompute.modules = .* not available"),
+        ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names one twice"),
+        ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
         ("train.dtype=fp16", r"train.dtype = 'fp16' is not available .* 'bf16'"),
@@ -104,6 +105,9 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
             {"model__aux_loss_form": "hf", "parallel__pp": 2},
             r"aux_loss_form = 'hf' couples all layers, .* 2 pipeline stages",
         ),
+        ({"parallel__ep_dispatch": "alltoall"}, r"ep_dispatch = 'alltoall': .* 'allgather'"),
+        (DENSE | {"recompute__modules": ["moe"]}, r"recompute.modules names 'moe': .* 'block'"),
+        (DENSE | {"model__router": "uniform"}, r"model.router = 'uniform': .* no router"),
     ],
 )
 def test_settings_that_cannot_go_together(change, told):

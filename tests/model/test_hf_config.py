@@ -160,6 +160,8 @@ def test_what_transformers_cannot_express_is_not_written():
         config_to_hf(small_config("olmo", norm_eps=1e-6), "float32")
     with pytest.raises(ConfigError, match="head_dim"):
         config_to_hf(small_config("olmoe", head_dim=16), "float32")
+    with pytest.raises(ConfigError, match="model.router = 'uniform' has no place"):
+        config_to_hf(small_config("olmoe", router="uniform"), "float32")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])

@@ -92,3 +92,23 @@ def test_stages_add_up_to_the_model():
     for loss in (load_balancing_loss, z_loss):
         stages = loss(routings[:1], 4) + loss(routings[1:], 4)
         assert float(stages) == pytest.approx(float(loss(routings, 4)), rel=1e-6)
+
+
+def test_uniform_routing_takes_experts_in_turn():
+    router, x = make_router(router="uniform"), torch.randn(T + 1, 32, requires_grad=True)
+    weights, experts, routing = router(x)
+    probs = torch.softmax(x @ router.weight.t(), dim=-1)
+    for token in range(T + 1):
+        for slot in range(K):
+            assert experts[token, slot] == (token * K + slot) % E
+            torch.testing.assert_close(weights[token, slot], probs[token, experts[token, slot]])
+    assert routing.counts.sum() == (T + 1) * K
+    assert routing.counts.max() - routing.counts.min() == 1
+    torch.testing.assert_close(routing.mean_prob, probs.mean(0))
+    weights[:, 0].sum().backward()
+    assert router.weight.grad.abs().sum() > 0 and x.grad.abs().sum() > 0
+
+
+def test_uniform_routing_can_be_normalised():
+    weights, _, _ = make_router(router="uniform", norm_topk_prob=True)(torch.randn(T, 32))
+    torch.testing.assert_close(weights.sum(1), torch.ones(T))

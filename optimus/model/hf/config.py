@@ -243,6 +243,11 @@ def _expressible(config: ModelConfig, head_dim: int) -> None:
             f"model.norm_eps = {config.norm_eps} has no place in a Hugging Face OLMo, whose norms "
             f"use {_OLMO_EPS}"
         )
+    if config.router != "top-k":
+        raise ConfigError(
+            f"model.router = {config.router!r} has no place in a Hugging Face OLMoE, which chooses "
+            "the top k; train with model.router = 'top-k' to have one"
+        )
     if config.architecture == "olmoe" and head_dim * heads != config.hidden_size:
         raise ConfigError(
             f"model.head_dim = {head_dim} has no place in a Hugging Face OLMoE: its q_norm is as "

@@ -23,14 +23,17 @@ class SplitLinear(nn.Linear):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        # The leaf itself, since its gradient is put there: where tensors are packed for
+        # recomputation, saved ones come back as others over the same memory.
+        ctx.weight = weight
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         flat = grad.reshape(-1, grad.shape[-1])
 
         def weight_gradient() -> Tensor:

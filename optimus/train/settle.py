@@ -1,0 +1,69 @@
+"""Settings that are measured at the start of a run, once its ranks and its model are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optimus.config import Config
+from optimus.dist.groups import Groups
+from optimus.parallel.dispatch import measure_dispatches
+from optimus.parallel.expert import dispatchers
+from optimus.parallel.recompute_cost import measure_recompute
+from optimus.platform import dtype_of
+from optimus.train.preflight import Preflight
+from optimus.train.shard import Shard
+
+_DISPATCH = "parallel.ep_dispatch"
+_SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.deterministic")
+"""What a resumed run must share with its checkpoint for the choice made then to stand."""
+
+
+def settle_dispatch(
+    config: Config, flight: Preflight, groups: Groups, shard: Shard
+) -> tuple[Config, Preflight, list[str]]:
+    """Choose `parallel.ep_dispatch` where it is "auto": in both values it is then what was chosen,
+    and the lines are for the log. A collective of all ranks, alike on each."""
+    if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
+        return config, flight, []
+    stored = flight.start.full.settings if flight.start.full is not None else {}
+    same = all(stored.get(key) == flight.settings[key] for key in _SAME)
+    if config.train.deterministic:
+        choice, why = "allgather", "train.deterministic takes it"
+    elif same and stored.get(_DISPATCH, "auto") != "auto":
+        choice, why = stored[_DISPATCH], "as in the checkpoint"
+    else:
+        seconds = _measure(config, groups, shard)
+        choice = min(seconds, key=lambda name: seconds[name])
+        times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
+        why = f"{times} for a layer, forward and backward, on the slowest rank"
+    for one in dispatchers(shard.model):
+        one.dispatch = choice
+    parallel = config.parallel.model_copy(update={"ep_dispatch": choice})
+    flight = replace(flight, settings=flight.settings | {_DISPATCH: choice})
+    news = f"{_DISPATCH}: {choice} ({why})"
+    return config.model_copy(update={"parallel": parallel}), flight, [news]
+
+
+def _measure(config: Config, groups: Groups, shard: Shard) -> dict[str, float]:
+    model, train = config.model, config.train
+    return measure_dispatches(
+        shard.model,
+        (train.microbatch_size * train.seq_len, model.hidden_size),
+        model.num_experts_per_tok,
+        dtype_of(train.dtype),
+        groups.everyone,
+        seed=groups.data.rank,
+    )
+
+
+def recompute_news(config: Config, groups: Groups, shard: Shard) -> list[str]:
+    """For the log: what `recompute.modules` saves and costs, on this rank. A collective of the
+    ranks that share layers."""
+    modules, model, train = config.recompute.modules, config.model, config.train
+    if not modules:
+        return []
+    length = train.seq_len // shard.model.sequence_shards
+    shape = (train.microbatch_size, length, model.hidden_size)
+    cost = measure_recompute(shard.model, shape, dtype_of(train.dtype), seed=groups.data.rank)
+    layers = len(shard.model.blocks)
+    return [f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} layers of rank 0"]

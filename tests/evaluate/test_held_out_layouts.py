@@ -1,0 +1,70 @@
+"""The held-out loss of one model on several layouts, with batches that do not come out even."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.config import make_config
+from optimus.data.dataset import TokenDataset
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.evaluate.held_out import HeldOutLoss, held_out_loss
+from optimus.model.init import initialise_
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from tests.helpers.tiny import tiny_tree
+
+INSTANCES = ((7, 2), (2, 3), (0, 4))
+"""How many, and batch sizes: three whole batches and one instance over; no whole batch; all."""
+
+
+def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
+    config = make_config(tree)
+    world, sizes = start_world(device="cpu"), config.parallel
+    mesh = make_mesh(world.size, sizes.pp, sizes.dp, sizes.ep, sizes.tp)
+    groups = join_groups(mesh, world)
+    shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    data = groups.data
+    return [
+        held_out_loss(
+            shard.cross_entropies,
+            TokenDataset(held_out),
+            batch_size,
+            groups.everyone,
+            data.rank,
+            data.size,
+            count,
+        )
+        for count, batch_size in INSTANCES
+    ]
+
+
+@pytest.fixture(scope="module")
+def one(rank_pool, tiny_data):
+    return rank_pool.run(1, evaluated, tiny_tree("d", "r"), str(tiny_data / "eval"))[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "exact"),
+    [
+        pytest.param(3, {}, True, id="dp3"),
+        pytest.param(2, {"parallel__pp": 2}, True, id="pp2"),
+        pytest.param(2, {"parallel__ep": 2}, False, id="ep2"),
+        pytest.param(4, {"parallel__ep": 2}, False, id="dp2-ep2"),
+        pytest.param(
+            2,
+            {"parallel__ep": 2, "parallel__ep_dispatch": "alltoall", "train__deterministic": False},
+            False,
+            id="ep2-alltoall",
+        ),
+    ],
+)
+def test_it_is_that_of_one_process(ranks, tiny_data, one, size, layout, exact):
+    tree = tiny_tree("d", "r", train__global_batch_tokens=0, **layout)
+    for result in ranks(size, evaluated, tree, str(tiny_data / "eval"), start_world=False):
+        assert [r.tokens for r in result] == [r.tokens for r in one]
+        if exact:
+            assert result == one
+        assert [r.loss for r in result] == pytest.approx([r.loss for r in one], rel=1e-6)

@@ -1,0 +1,179 @@
+"""The dispatchers of expert parallelism against the whole experts on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.dist.collectives import Group
+from optimus.dist.world import start_world
+from optimus.model.moe import Experts
+from optimus.parallel import exchange
+from optimus.parallel.dispatch import measure_dispatches
+from optimus.parallel.expert import DISPATCHES, dispatchers, wire_expert_parallel
+from tests.model.small import small_config
+
+D, E, K = 32, 12, 3
+CONFIG = {"num_experts": E, "num_experts_per_tok": K, "intermediate_size": 16}
+ROUTINGS = ("random", "one-rank", "empty-rank", "no-token")
+
+
+def whole_experts(dtype: torch.dtype) -> Experts:
+    torch.manual_seed(3)
+    experts = Experts(small_config(**CONFIG))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts.to(dtype)
+
+
+def one_microbatch(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, weights, chosen and the output's gradient of one data rank."""
+    tokens = 0 if routing == "no-token" and rank == 0 else tokens
+    generator = torch.Generator().manual_seed(10 + rank)
+    chance = torch.rand(tokens, E, generator=generator)
+    if routing == "one-rank":  # the first rank's experts take all (of up to 4 ranks)
+        chance[:, :K] += 1
+    if routing == "empty-rank":  # the first rank's experts take none
+        chance[:, : E // 2] -= 1
+    chosen = chance.topk(K, dim=1).indices
+    x, grad = (torch.randn(tokens, D, generator=generator).to(dtype) for _ in range(2))
+    weights = torch.rand(tokens, K, generator=generator).to(dtype)
+    return [x, weights, chosen, grad]
+
+
+def through(experts: Experts, x, weights, chosen, grad) -> dict[str, torch.Tensor]:
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = experts(x, weights, chosen)
+    out.backward(grad)
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+
+
+def slice_of(experts: Experts, rank: int, size: int) -> Experts:
+    held = E // size
+    for parameter in experts.parameters():
+        parameter.data = parameter.data[rank * held : (rank + 1) * held].clone()
+    experts.first_expert = rank * held
+    return experts
+
+
+class Traffic:
+    """Bytes that reach this rank from others through `exchange`."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        originals = (exchange.all_gather, exchange.reduce_scatter_sum, exchange.all_to_all_rows)
+        gather, scatter, rows_of = originals
+
+        def all_gather(out, shard, group):
+            self.arrived += out.nbytes - shard.nbytes
+            gather(out, shard, group)
+
+        def reduce_scatter_sum(out, whole, group):
+            self.arrived += whole.nbytes - out.nbytes
+            scatter(out, whole, group)
+
+        def all_to_all_rows(rows, sent, received, group):
+            out = rows_of(rows, sent, received, group)
+            others = sum(received) - received[group.rank]
+            self.arrived += out.nbytes // max(1, len(out)) * others
+            return out
+
+        exchange.all_gather, exchange.reduce_scatter_sum = all_gather, reduce_scatter_sum
+        exchange.all_to_all_rows = all_to_all_rows
+
+
+def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
+    """By routing: this rank's outputs and gradients, rows that met its experts, and bytes."""
+    torch.set_num_threads(1)
+    world = start_world(device="cpu")
+    group = Group(world.size, world.rank, world.everyone.handle, "ep")
+    experts = slice_of(whole_experts(dtype), group.rank, group.size)
+    rows = []
+    experts_forward = experts.forward
+
+    def counted(x, weights, chosen):
+        rows.append(len(x))
+        return experts_forward(x, weights, chosen)
+
+    experts.forward = counted
+    wire_expert_parallel(torch.nn.Sequential(experts), group, E, dispatch)
+    traffic, results = Traffic(), {}
+    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather takes equal T
+        uneven = dispatch == "alltoall"
+        own = one_microbatch(group.rank, routing, 20 + (group.rank if uneven else 0), dtype)
+        experts.zero_grad()
+        traffic.arrived = 0
+        result = through(experts, *own)
+        result |= {name: p.grad for name, p in experts.named_parameters()}
+        results[routing] = result | {"rows": rows[-1], "arrived": traffic.arrived}
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
+    results = ranks(size, dispatched, dispatch, dtype, start_world=False)
+    uneven = dispatch == "alltoall"
+    # In bf16 parts of a token's sum are rounded apart: one rounding a rank and one of the sum.
+    tolerance = 1e-6 if dtype is torch.float32 else size * 2**-8
+    for routing in results[0]:
+        whole = whole_experts(dtype)
+        inputs = [
+            one_microbatch(rank, routing, 20 + (rank if uneven else 0), dtype)
+            for rank in range(size)
+        ]
+        expected = through(whole, *(torch.cat(parts) for parts in zip(*inputs, strict=True)))
+        many = [result[routing] for result in results]
+        for name in ("out", "x", "weights"):
+            close(torch.cat([one[name] for one in many]), expected[name], tolerance, name)
+        for name, parameter in whole.named_parameters():
+            close(torch.cat([one[name] for one in many]), parameter.grad, tolerance, name)
+        chosen = [one[2] for one in inputs]
+        sent = [[needed(one, rank, size) for rank in range(size)] for one in chosen]
+        for rank, one in enumerate(many):
+            own = len(chosen[rank])
+            arriving = sum(sent[source][rank] for source in range(size))
+            away = sum(sent[rank]) - sent[rank][rank]
+            arriving_from_others = arriving - sent[rank][rank]
+            b = dtype.itemsize
+            if uneven:
+                assert one["rows"] == arriving, "a token goes once to each rank that needs it"
+                # The counts, 8*(n-1), go by another way.
+                assert one["arrived"] == (
+                    2 * (arriving_from_others + away) * D * b
+                    + arriving_from_others * (K * b + 8 * K)
+                    + away * K * b
+                )
+            else:
+                assert one["rows"] == size * own
+                assert one["arrived"] == (size - 1) * own * (4 * D * b + 2 * K * b + 8 * K)
+
+
+def needed(chosen: torch.Tensor, rank: int, size: int) -> int:
+    """Tokens that have some expert on `rank`."""
+    held = E // size
+    return int(((chosen >= rank * held) & (chosen < (rank + 1) * held)).any(1).sum())
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str) -> None:
+    error = (got.double() - expected.double()).norm()
+    assert got.shape == expected.shape and error <= tolerance * expected.double().norm(), name
+
+
+def measured() -> tuple[dict[str, float], list]:
+    world = start_world(device="cpu")
+    group = Group(world.size, world.rank, world.everyone.handle, "ep")
+    experts = slice_of(whole_experts(torch.float32), group.rank, group.size)
+    model = torch.nn.Sequential(experts)
+    wire_expert_parallel(model, group, E, "alltoall")
+    times = measure_dispatches(model, (64, D), K, torch.float32, world.everyone, world.rank)
+    (one,) = dispatchers(model)
+    return times, [one.dispatch, [p.grad for p in experts.parameters()]]
+
+
+def test_measuring_is_agreed_and_leaves_no_trace(ranks):
+    (times, left), other = ranks(2, measured, start_world=False)
+    assert other == (times, left)
+    assert set(times) == set(DISPATCHES) and min(times.values()) > 0
+    assert left == ["alltoall", [None, None]]

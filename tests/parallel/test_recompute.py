@@ -1,0 +1,123 @@
+"""Recomputation: the same bits from less memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.model.init import initialise_
+from optimus.model.late_gradients import WeightGradients
+from optimus.model.transformer import Transformer
+from optimus.parallel.pipeline.split import split_linears
+from optimus.parallel.recompute import switched_off, wire_recompute
+from optimus.parallel.recompute_cost import KeptBytes, measure_recompute
+from tests.helpers.tiny import DENSE, VOCAB, tiny_config
+
+TOKENS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def make(modules: tuple[str, ...], dtype=torch.float32, **overrides) -> Transformer:
+    model = Transformer(tiny_config("d", "r", **overrides).model)
+    initialise_(model, 4)
+    wire_recompute(model.to(dtype), modules)
+    return model
+
+
+def one_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes kept for backward, and every gradient with the loss."""
+    with KeptBytes(model) as kept:
+        terms = model.losses(TOKENS)
+        objective = terms.ce_sum + terms.aux + terms.z
+    objective.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return kept.total, gradients | {"loss": objective.detach()}
+
+
+SPARSE = [
+    ("norm",),
+    ("attention",),
+    ("moe",),
+    ("norm", "attention"),
+    ("norm", "moe"),
+    ("attention", "moe"),
+    ("norm", "attention", "moe"),
+    ("block",),
+    ("norm", "block"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("overrides", [{}, DENSE], ids=["olmoe", "olmo"])
+def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
+    everything, expected = one_pass(make((), dtype, **overrides))
+    kept = {}
+    for modules in SPARSE:
+        if overrides and "moe" in modules:
+            continue
+        kept[modules], gradients = one_pass(make(modules, dtype, **overrides))
+        different = [name for name in expected if not torch.equal(expected[name], gradients[name])]
+        assert not different, modules
+        assert kept[modules] < everything, modules
+    for fewer, more in (
+        (("norm", "attention"), ("attention",)),
+        (("norm", "attention"), ("norm",)),
+        (("block",), ("norm", "attention")),
+        (("block",), ("norm", "attention", "moe")),
+    ):
+        assert more not in kept or kept[fewer] < kept[more], (fewer, more)
+
+
+def test_what_each_drops():
+    """fp32, one layer's worth for T tokens of D: the norms' outputs are 2*T*D, a block's input is
+    T*D."""
+    everything, _ = one_pass(make(()))
+    layers, elements = 2, TOKENS.numel() * 32
+    norm, _ = one_pass(make(("norm",)))
+    scales = layers * 2 * TOKENS.numel() * 4  # RMSNorm's own
+    assert everything - norm == layers * 2 * elements * 4 + scales
+    block, _ = one_pass(make(("block",)))
+    rope = 2 * 32 * 16 * 4
+    assert block - one_pass(make((), model__num_layers=1))[0] < elements * 4 + rope
+
+
+def test_a_norm_is_computed_once_more_for_all_who_use_its_output():
+    model = make(("norm",))
+    calls = []
+    block = model.blocks["0"]
+    block.attention_norm.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    one_pass(model)
+    # Forward; for q, k and v together; for its own backward.
+    assert calls == [True, False, True]
+
+
+def test_weight_gradients_that_are_put_off():
+    expected = one_pass(make(()))[1]
+    for modules in (("norm",), ("norm", "attention", "moe"), ("block",)):
+        model = make(modules)
+        split_linears(model)
+        terms = model.losses(TOKENS)
+        with WeightGradients() as late:
+            (terms.ce_sum + terms.aux + terms.z).backward()
+        late.compute()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), (modules, name)
+
+
+def test_switched_off_and_without_gradient_nothing_is_computed_again():
+    everything, _ = one_pass(make(()))
+    model = make(("norm", "attention", "moe"))
+    with switched_off():
+        assert one_pass(model)[0] == everything
+    with torch.no_grad():
+        assert model.losses(TOKENS).ce_sum.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_cost_is_measured_without_a_trace(dtype):
+    model = make(("moe",), dtype)
+    cost = measure_recompute(model, (2, 32, 32), dtype, seed=0)
+    assert 0 < cost.kept_bytes[1] < cost.kept_bytes[0] and min(cost.seconds) > 0
+    assert "MB kept for backward instead of" in str(cost)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    whole = one_pass(make((), dtype))[0] - one_pass(make(("moe",), dtype))[0]
+    assert cost.kept_bytes[0] - cost.kept_bytes[1] == pytest.approx(whole, rel=0.05)

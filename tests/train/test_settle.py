@@ -1,0 +1,75 @@
+"""The dispatcher of expert parallelism as runs choose, record and keep it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tomllib
+
+from optimus.train import settle
+from tests.helpers.runs import metrics_of, run_tree
+from tests.helpers.tiny import tiny_tree
+
+EP2 = {
+    "parallel__ep": 2,
+    "train__deterministic": False,
+    "optim__decay_steps": 10,
+    "recompute__modules": ["norm", "moe"],
+    "model__router": "uniform",
+}
+
+
+def first_run(tree: dict) -> str:
+    """Really measures; then the other one than at other times is let win."""
+    measure = settle.measure_dispatches
+
+    def measured(*arguments, **named):
+        seconds = measure(*arguments, **named)
+        assert sorted(seconds) == ["allgather", "alltoall"] and min(seconds.values()) > 0
+        return {"allgather": 0.25, "alltoall": 0.125}
+
+    settle.measure_dispatches = measured
+    return told_by(tree)
+
+
+def later_run(tree: dict) -> str:
+    settle.measure_dispatches = None  # nothing is to be measured
+    return told_by(tree)
+
+
+def told_by(tree: dict) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run_tree(tree)
+    return told.getvalue()
+
+
+def chosen_in(run_dir) -> str:
+    return tomllib.loads((run_dir / "config.toml").read_text())["parallel"]["ep_dispatch"]
+
+
+def test_auto_is_measured_told_recorded_and_kept_on_resume(ranks, tiny_data, tmp_path):
+    def tree(steps: int, **more) -> dict:
+        return tiny_tree(tiny_data, tmp_path / "run", train__max_steps=steps, **EP2, **more)
+
+    told, nothing = ranks(2, first_run, tree(1), start_world=False)
+    assert "ep_dispatch: alltoall (allgather 250.00 ms, alltoall 125.00 ms for a layer" in told
+    assert "recompute of norm, moe: " in told and " MB kept for backward instead of " in told
+    assert nothing == ""
+    assert chosen_in(tmp_path / "run") == "alltoall"
+
+    told, _ = ranks(2, later_run, tree(2), start_world=False)
+    assert "ep_dispatch: alltoall (as in the checkpoint)" in told
+    assert "changed on resume: parallel" not in told
+    assert chosen_in(tmp_path / "run") == "alltoall"
+    assert [line["expert_load_max"] for line in metrics_of(tmp_path / "run")] == [1.0, 1.0]
+
+    told, _ = ranks(2, later_run, tree(3, parallel__ep_dispatch="allgather"), start_world=False)
+    assert "changed on resume: parallel.ep_dispatch = 'allgather' (checkpoint of step 2" in told
+    assert chosen_in(tmp_path / "run") == "allgather"
+
+
+def test_deterministic_runs_do_not_measure(ranks, tiny_data, tmp_path):
+    changes = EP2 | {"train__deterministic": True, "train__max_steps": 1}
+    told, _ = ranks(2, later_run, tiny_tree(tiny_data, tmp_path, **changes), start_world=False)
+    assert "ep_dispatch: allgather (train.deterministic takes it)" in told
+    assert chosen_in(tmp_path) == "allgather"
