@@ -3,13 +3,17 @@
 
     python scripts/bench/data_tokenize.py --corpus corpus.jsonl --tokenizer tokenizer.json \
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
-        --peer megatron=VENV/bin/python
+        --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
-Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`,
-`dolma`, `torch==2.13.0 megatron-core tokenizers`). Rounds are interleaved: each in turn, one
-process each; CPU seconds are the children's, start-up included. `bare` is the loop that reads
+Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`;
+`dolma`, which uv resolves in seconds and pip does not in minutes; `torch==2.13.0 megatron-core
+transformers sentencepiece six triton`, with a checkout of Megatron-LM at the same version, whose
+tools/preprocess_data.py is what runs). Rounds are interleaved: each in turn, one worker each; CPU
+seconds are of all processes a contestant starts, start-up included. `bare` is the loop that reads
 the same file and only encodes. The ids of every contestant are compared with the bare loop's;
-peers take special-token text for the token itself, so the corpus should not spell one.
+peers take special-token text for the token itself, so the corpus should not spell one. dolma
+strips documents, drops empty ones, and asks for an id that is text: with it among the peers, all
+read the corpus so rewritten.
 """
 
 from __future__ import annotations
@@ -67,29 +71,22 @@ LocalPipelineExecutor(
 ).run()
 """
 DOLMA = """
-import os, sys
+import json, sys
 corpus, tokenizer, out, eos = sys.argv[1:]
 from dolma.cli.main import main
+with open(tokenizer) as file: # merges as text: dolma pins a tokenizers that reads no pairs
+    written = json.load(file)
+merges = written["model"]["merges"]
+written["model"]["merges"] = [one if isinstance(one, str) else " ".join(one) for one in merges]
+tokenizer = out + "/tokenizer.json"
+with open(tokenizer, "w") as file:
+    json.dump(written, file)
 main(["tokens", "--documents", corpus, "--destination", out, "--tokenizer.name_or_path", tokenizer,
       "--tokenizer.eos_token_id", eos, "--tokenizer.pad_token_id", eos, "--dtype", "uint16",
       "--processes", "1", "--ring_size", "1", "--batch_size", "10000"])
 """
-MEGATRON = """
-import json, sys
-import numpy, torch
-from tokenizers import Tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-corpus, tokenizer, out, eos = sys.argv[1:]
-t = Tokenizer.from_file(tokenizer)
-builder = IndexedDatasetBuilder(out + "/ids.bin", dtype=numpy.uint16)
-with open(corpus, encoding="utf-8") as file:
-    for line in file:
-        ids = t.encode(json.loads(line)["text"]).ids + [int(eos)]
-        builder.add_document(torch.IntTensor(ids), [len(ids)])
-builder.finalize(out + "/ids.idx")
-"""
 OURS = "import sys; from data_prep.cli import main; sys.exit(main(sys.argv[1:]))"
-PEERS = {"datatrove": DATATROVE, "dolma": DOLMA, "megatron": MEGATRON}
+PEERS = ("datatrove", "dolma", "megatron")
 
 
 def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
@@ -98,7 +95,11 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
     if name == "optimus-data":
         given = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
         return [python, "-c", OURS, *given, "--workers", "1"]
-    code = {"bare": BARE, **PEERS}[name]
+    if name == "megatron":
+        tool = [python, str(args.megatron_tree / "tools" / "preprocess_data.py"), "--append-eod"]
+        tool += ["--input", corpus, "--output-prefix", str(out / "ids"), "--workers", "1"]
+        return [*tool, "--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={out}"]
+    code = {"bare": BARE, "datatrove": DATATROVE, "dolma": DOLMA}[name]
     return [python, "-c", code, corpus, tokenizer, str(out), str(eos)]
 
 
@@ -109,6 +110,10 @@ def run_once(
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    if name == "megatron":  # it takes a folder as the Hugging Face libraries write one
+        shutil.copy(args.tokenizer, out / "tokenizer.json")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        (out / "tokenizer_config.json").write_text(json.dumps(config))
     environment = os.environ | {
         "TOKENIZERS_PARALLELISM": "false",
         "RAYON_NUM_THREADS": "1",
@@ -132,7 +137,7 @@ def ids_of(name: str, out: Path) -> np.ndarray:
     """The ids a contestant wrote, in its order."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
-    pattern = {"datatrove": "*.ds", "dolma": "*.npy"}.get(name, "ids.bin")
+    pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
     found = sorted(out.rglob(pattern))
     return np.concatenate([np.fromfile(file, np.uint16) for file in found])
 
@@ -150,6 +155,18 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
     return f"DIFFER ({len(ids)} ids against {len(expected)})"
 
 
+def rewritten(corpus: Path, work: Path) -> Path:
+    """The corpus as dolma would have it: see above."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "corpus.jsonl"
+    with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
+        for number, line in enumerate(file):
+            if text := json.loads(line)["text"].strip():
+                one = {"id": str(number), "text": text}
+                out.write(json.dumps(one, ensure_ascii=False) + "\n")
+    return path
+
+
 def version_of(python: str, names: tuple[str, ...]) -> str:
     """Installed versions of these packages, as that interpreter sees them."""
     code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
@@ -164,14 +181,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--megatron-tree", type=Path, metavar="DIR", help="Megatron-LM's checkout")
     args = parser.parse_args()
     from tokenizers import Tokenizer
 
     eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
     pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
     pythons |= dict(peer.split("=", 1) for peer in args.peer)
+    if "megatron" in pythons and args.megatron_tree is None:
+        parser.error("--peer megatron needs --megatron-tree")
+    if "dolma" in pythons:
+        args.corpus = rewritten(args.corpus, args.work)
     packages = {
-        "megatron": ("megatron-core", "torch", "tokenizers"),
+        "megatron": ("megatron-core", "torch", "transformers", "tokenizers"),
         "bare": ("tokenizers", "numpy"),
     }
     print(platform.platform(), "Python", platform.python_version(), os.cpu_count(), "cores")

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -178,50 +177,3 @@ def test_options_and_environment(monkeypatch):
     assert team("--world", "5") == (3, 5) and team("--world", "1") == (0, 1)
     monkeypatch.setenv("OPTIMUS_ARRAY_SIZE", "4")
     assert team() == (3, 4)
-
-
-MPIEXEC = """#!/bin/bash
-# as PALS: a rank and no size
-while [[ $1 != -n ]]; do shift; done
-for ((rank = 0; rank < $2; rank++)); do PMI_RANK=$rank PALS_RANKID=$rank "${@:9}" & done
-for job in $(jobs -p); do wait "$job" || exit 1; done
-"""
-SRUN = """#!/bin/bash
-n=${1#--nodes=}
-for ((rank = 0; rank < n; rank++)); do
-    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
-done
-for job in $(jobs -p); do wait "$job" || exit 1; done
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "launcher", "code"),
-    [("pbs", "mpiexec", MPIEXEC), ("slurm", "srun", SRUN)],
-    ids=["PBS", "Slurm"],
-)
-def test_job_scripts(made, tmp_path, script, launcher, code):
-    """The script as the job runs it, with a launcher that sets what the real one sets."""
-    out, program = tmp_path / "data", tmp_path / "optimus data"
-    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
-    (tmp_path / launcher).write_text(code)
-    for path in (program, tmp_path / launcher):
-        path.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
-    command = [str(ROOT / "scripts" / script / "data.sh"), "--nodes", "2"]
-    words = run_arguments(made.text, made.tokenizer, out)
-    dry = subprocess.run(
-        [*command, "--dry-run", "--", *words], env=environ, capture_output=True, text=True
-    )
-    assert dry.returncode == 0 and launcher in dry.stdout and "optimus\\ data run" in dry.stdout
-    assert ("qsub" if script == "pbs" else "sbatch") in dry.stdout
-    array = subprocess.run(
-        [*command, "--dry-run", "--array", "5", "--", *words], env=environ, capture_output=True
-    )
-    assert b"0-4" in array.stdout and launcher.encode() not in array.stdout.splitlines()[-1]
-    done = subprocess.run([*command, "--inside", "--", *words], env=environ, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"[rank 1 of 2]" in done.stderr
-    assert tree(out) == tree(made.data)
-    assert subprocess.run([*command, "--nope"], capture_output=True).returncode == 2

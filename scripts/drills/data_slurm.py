@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Prepare a corpus under a real Slurm with two nodes, in every way the job script offers.
+
+    scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
+
+Each case has a data set made by jobs and compares it with that of one process without Slurm: every
+byte must be equal, and `optimus-data verify` must find nothing.
+
+nodes    scripts/slurm/data.sh --nodes 2
+tasks    srun with two tasks on each of two nodes
+array    scripts/slurm/data.sh --array 3, of which two run at a time
+cancel   a job of two nodes is cancelled half-way, then an array of three completes its output
+requeue  a job of two nodes is sent back to the queue half-way and starts again by itself
+rank     one of two ranks is killed half-way: the other takes its work over, in the same job
+node     one of two nodes loses its power half-way: likewise (needs root; the node stays down)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_kill import differences, tree, write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB_SCRIPT = ROOT / "scripts" / "slurm" / "data.sh"
+LIMIT_S = 180.0
+"""How long anything here may take before it counts as stuck."""
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < end, f"{what}: not within {LIMIT_S:.0f} s"
+        time.sleep(0.02)
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@dataclass
+class Drill:
+    """A corpus and what one process makes of it."""
+
+    base: Path
+    program: Path
+    expected: dict[str, bytes]
+
+    def arguments(self, out: Path) -> list[str]:
+        words = ["run", "--input", str(self.base / "text"), "--context", "64", "--out", str(out)]
+        words += ["--tokenizer", str(self.base / "t.json"), "--workers", "1", "--patience", "2"]
+        return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
+
+    def submit(self, out: Path, *how: str) -> str:
+        """The number of the job that the job script submits."""
+        done = output_of(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
+        return re.findall(r"Submitted batch job (\d+)", done)[0]
+
+    def half_way(self, out: Path, job: str) -> bool:
+        """Whether some of the text is tokenized, but not all; waits for it, while the job runs."""
+        units = sum(name.startswith("tokens/unit-") for name in self.expected) // 2
+
+        def some() -> bool:
+            done = len(list((out / "tokens").glob("unit-*.json")))
+            return done >= units // 3 or not running(job)
+
+        wait_until(some, f"a third of the units of job {job}")
+        return running(job) and not (out / "manifest.json").exists()
+
+    def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
+        """A job of two nodes to which `how` came half-way; another one if it was too quick."""
+        for _ in range(tries):
+            job = self.submit(out, "--nodes", "2")
+            if self.half_way(out, job):
+                how(job)
+                if not (out / "manifest.json").exists():
+                    return job
+            ended(job)
+            shutil.rmtree(out)
+        raise AssertionError(f"{tries} jobs ended before they could be caught half-way")
+
+    def wrong(self, out: Path) -> list[str]:
+        """Files that are not as they must be, with those that verify complains about."""
+        verified = subprocess.run([self.program, "verify", str(out)], capture_output=True)
+        return differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
+
+
+def running(job: str) -> bool:
+    return bool(output_of("squeue", "--noheader", f"--jobs={job}"))
+
+
+def ended(job: str) -> None:
+    wait_until(lambda: not running(job), f"end of job {job}")
+
+
+def states(job: str) -> list[str]:
+    """How the job, or each of an array's, ended."""
+    return re.findall(r"JobState=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
+
+
+def processes(name: str, value: str) -> list[int]:
+    """Those that have this in the environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"{name}={value}".encode() in environment:
+            found.append(int(entry.name))
+    return found
+
+
+def shared(printed: str, world: int) -> None:
+    """Every rank did a share: alone, each would have written the same bytes too."""
+    ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
+    assert ranks == {str(rank) for rank in range(world)}, f"ranks {ranks} of {world}: {printed}"
+
+
+def nodes(drill: Drill, out: Path) -> str:
+    job = drill.submit(out, "--nodes", "2")
+    ended(job)
+    assert states(job) == ["COMPLETED"], states(job)
+    shared(Path(f"slurm-{job}.out").read_text(), 2)
+    return "one job of 2 nodes"
+
+
+def tasks(drill: Drill, out: Path) -> str:
+    step = ["srun", "--nodes=2", "--ntasks-per-node=2", str(drill.program), *drill.arguments(out)]
+    done = subprocess.run(step, check=True, capture_output=True, text=True)
+    shared(done.stderr, 4)
+    return "one step of 2 x 2 tasks"
+
+
+def array(drill: Drill, out: Path) -> str:
+    job = drill.submit(out, "--array", "3")
+    ended(job)
+    assert states(job) == ["COMPLETED"] * 3, states(job)
+    shared("".join(Path(f"slurm-{job}_{one}.out").read_text() for one in range(3)), 3)
+    return "an array of 3 on 2 nodes"
+
+
+def cancel(drill: Drill, out: Path) -> str:
+    def how(job: str) -> None:
+        output_of("scancel", job)
+        ended(job)
+
+    job = drill.disturb(out, how)
+    assert states(job) == ["CANCELLED"], states(job)
+    left = len(list((out / "tokens").glob("unit-*.json")))
+    assert not (wrong := differences(out, drill.expected, whole=False)), wrong
+    array(drill, out)
+    return f"cancelled with {left} units done, completed by an array of 3"
+
+
+def requeue(drill: Drill, out: Path) -> str:
+    def how(job: str) -> None:
+        output_of("scontrol", "requeue", job)
+        wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
+        # By itself Slurm waits two minutes. In the second in which it was sent back a node would
+        # refuse the job: "credential revoked".
+        output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+
+    job = drill.disturb(out, how)
+    ended(job)
+    assert states(job) == ["COMPLETED"], states(job)
+    return "sent back to the queue, started again"
+
+
+def rank(drill: Drill, out: Path) -> str:
+    def how(job: str) -> None:
+        mine = set(processes("SLURM_PROCID", "1")) & set(processes("SLURM_JOB_ID", job))
+        assert mine, "no process of rank 1"
+        for pid in mine:
+            os.kill(pid, signal.SIGKILL)
+
+    job = drill.disturb(out, how)
+    ended(job)
+    assert (out / "manifest.json").exists(), f"not completed: {states(job)}"
+    return f"rank 1 killed, job {states(job)[0]}"
+
+
+def node(drill: Drill, out: Path) -> str:
+    assert os.geteuid() == 0, "only as root do nodes have host names, by which they are told apart"
+    slurmd = int((Path(os.environ["SLURM_DRILL"]) / "n2.pid").read_text())
+    space, killed = os.readlink(f"/proc/{slurmd}/ns/uts"), []
+
+    def how(job: str) -> None:
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(entry / "ns" / "uts") == space:
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed.append(entry.name)
+            except OSError:
+                continue
+
+    job = drill.disturb(out, how, tries=1)
+    assert len(killed) >= 3, f"{killed} on n2: not slurmd, slurmstepd and a rank"
+    ended(job)
+    assert (out / "manifest.json").exists(), f"not completed: {states(job)}"
+    return f"{len(killed)} processes of n2 killed, job {states(job)[0]}"
+
+
+CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, rank, node)}
+
+
+def prepare(base: Path, files: int) -> Drill:
+    """Text, tokenizer, and the data set of one process."""
+    program = base / "optimus-data"
+    python = f"exec {shlex.quote(sys.executable)} -m data_prep.cli"
+    program.write_text(f'#!/bin/bash\nexport PYTHONPATH={shlex.quote(str(ROOT))}\n{python} "$@"\n')
+    program.chmod(0o755)
+    write_corpus(base / "text", files, 2000, random.Random(0))
+    train = ["train-tokenizer", "--vocab-size", "300", "--input", str(base / "text")]
+    output_of(str(program), *train, "--out", str(base / "t.json"))
+    drill = Drill(base, program, {})
+    output_of(str(program), *drill.arguments(base / "peace"))
+    drill.expected = tree(base / "peace")
+    return drill
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help="in this order; one may come twice"
+    )
+    parser.add_argument("--files", type=int, default=300, help="in the corpus")
+    args = parser.parse_args(argv)
+    if unknown := set(args.cases.split(",")) - CASES.keys():
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if "SLURM_DRILL" not in os.environ:
+        parser.error("start it by scripts/drills/slurm.sh --nodes 2 -- COMMAND")
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="data-slurm-") as base:
+        os.chdir(base)  # where Slurm writes what jobs print
+        drill = prepare(Path(base), args.files)
+        os.environ["OPTIMUS_DATA"] = str(drill.program)
+        for number, name in enumerate(args.cases.split(",")):
+            out, start = Path(base, f"{number}-{name}"), time.monotonic()
+            try:
+                told = CASES[name](drill, out)
+                wrong = drill.wrong(out)
+            except (AssertionError, subprocess.CalledProcessError) as error:
+                printed = [path.read_text()[-500:] for path in Path(base).glob("slurm-*.out")]
+                told, wrong = "", [str(error), getattr(error, "stderr", "") or "", *printed]
+            failed += bool(wrong)
+            outcome = f"WRONG {wrong[:5]}" if wrong else "byte-identical, verified"
+            print(f"{name}: {told}, {time.monotonic() - start:.1f} s: {outcome}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

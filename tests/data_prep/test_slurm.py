@@ -1,0 +1,139 @@
+"""The job script under a real Slurm with two nodes where one is installed, else without one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data_prep.corpus import run_arguments, tree
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "scripts" / "drills" / "slurm.sh"
+PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian has the daemons
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun")
+
+needs_slurm = pytest.mark.skipif(
+    any(shutil.which(name, path=PATH) is None for name in PROGRAMS),
+    reason="no Slurm (Debian: apt-get install slurmctld slurmd slurm-client munge)",
+)
+
+
+def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
+    """The command under a Slurm of two nodes that ends with it."""
+    return subprocess.run(
+        [str(SLURM), "--nodes", "2", "--keep", str(tmp_path / "slurm"), "--", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": PATH},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def processes_of(state: Path) -> list[str]:
+    """Command lines that name this directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(state).encode() in words:
+            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+@needs_slurm
+def test_two_nodes_have_names_of_their_own_and_nothing_stays(tmp_path):
+    told = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS on $SLURMD_NODENAME; exit 7"
+    done = under_slurm(tmp_path, "srun", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", told)
+    lines = [f"{rank} of 4 on n{1 + rank // 2}" for rank in range(4)]
+    assert (done.returncode, sorted(done.stdout.split("\n")[:-1])) == (7, lines), done.stderr
+    assert processes_of(tmp_path / "slurm") == []
+
+
+@needs_slurm
+def test_a_signal_ends_it_all(tmp_path):
+    state = tmp_path / "slurm"
+    command = [str(SLURM), "--keep", str(state), "--", "bash", "-c", "echo up; sleep 100"]
+    environ = os.environ | {"PATH": PATH}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as drill:
+        assert drill.stdout.readline() == b"up\n"
+        assert len(processes_of(state)) >= 4  # munged, slurmctld, two slurmd
+        drill.terminate()
+        assert drill.wait(timeout=60) == 143
+    assert processes_of(state) == []
+
+
+@needs_slurm
+def test_jobs_that_are_cancelled_and_killed_write_the_same(tmp_path):
+    """Two nodes; then cancelled half-way and completed by an array of three."""
+    drill = [sys.executable, str(ROOT / "scripts" / "drills" / "data_slurm.py")]
+    done = under_slurm(tmp_path, *drill, "--files", "120", "--cases", "tasks,nodes,cancel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("byte-identical, verified") == 3
+    assert "units done, completed by an array of 3" in done.stdout
+
+
+def test_a_machine_without_slurm_is_told_so(tmp_path):
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
+    environ = os.environ | {"PATH": str(tmp_path)}
+    done = subprocess.run([str(SLURM), "--", "true"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 69
+    assert done.stderr.startswith("slurm.sh: no slurmctld on PATH") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--nodes", "0", "--", "true"], "--nodes and --cpus are whole numbers above 0"),
+        (["--speed", "9", "--", "true"], "unknown option --speed; the command comes after --"),
+        (["--nodes", "2"], "no command; give it after --"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(given, told):
+    done = subprocess.run([str(SLURM), *given], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"slurm.sh: {told}\n")
+
+
+SRUN = """#!/bin/bash
+n=${1#--nodes=}
+for ((rank = 0; rank < n; rank++)); do
+    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
+done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+
+
+def test_the_job_script_without_slurm(made, tmp_path):
+    """What it would submit, and the script as the job runs it, with an srun that sets what
+    Slurm's does."""
+    out, program = tmp_path / "data", tmp_path / "optimus data"
+    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
+    (tmp_path / "srun").write_text(SRUN)
+    for path in (program, tmp_path / "srun"):
+        path.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "scripts" / "slurm" / "data.sh"), "--nodes", "2"]
+    words = run_arguments(made.text, made.tokenizer, out)
+
+    def script(*how: str) -> subprocess.CompletedProcess:
+        given = [*command, *how, "--", *words]
+        return subprocess.run(given, env=environ, capture_output=True, text=True)
+
+    dry = script("--dry-run")
+    assert dry.returncode == 0 and "srun" in dry.stdout and "optimus\\ data run" in dry.stdout
+    assert "sbatch" in dry.stdout
+    array = script("--dry-run", "--array", "5")
+    assert "0-4" in array.stdout and "srun" not in array.stdout.splitlines()[-1]
+    done = script("--inside")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1 of 2]" in done.stderr
+    assert tree(out) == tree(made.data)
+    assert script("--nope").returncode == 2
