@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from optimus.errors import ConfigError, OptimusError, one_line
+from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
 
 _FIRST_RANK_SPEAKS_S = 1.5
+_OTHER_RANK_SPEAKS_S = 0.5
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
@@ -38,15 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(error: OptimusError) -> None:
     """One line on standard error, once for all ranks where they all say the same."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0" and error.on_every_rank:
+    from optimus.launch_env import read_rank
+
+    rank = read_rank()
+    if error.told_by_another or (rank and error.on_every_rank):
+        time.sleep(_OTHER_RANK_SPEAKS_S)  # launchers end all at the first end in error
         return
-    if rank != "0" and error.exit_code == ConfigError.exit_code:
+    if rank and error.exit_code == ConfigError.exit_code:
         # Most likely the first rank says the same, and the launcher then ends this one; only what
         # is wrong on this rank alone, such as a file missing on its node, is told from here.
         time.sleep(_FIRST_RANK_SPEAKS_S)
-    where = "" if rank == "0" else f" [rank {rank}]"
+    where = f" [rank {rank}]" if rank else ""
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
+    if error.exit_code == LostPeerError.exit_code:
+        time.sleep(_OTHER_RANK_SPEAKS_S)  # who holds the store in which ranks agree goes last
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,7 +103,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start N local ranks; without it the launcher's environment (torchrun) counts",
+        help="start N local ranks; without it the environment of mpiexec, srun or torchrun counts",
     )
 
 
@@ -119,16 +125,17 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     config = load_config(args.config, args.overrides)
     if args.nproc < 0:
         raise ConfigError(f"--nproc {args.nproc} must be at least 1")
-    if args.nproc and "RANK" not in os.environ:
+    launch = read_launch_env()
+    if args.nproc and launch.world_size == 1 and "RANK" not in os.environ:
         from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, args.nproc)
         return spawn_local(arguments, args.nproc)
-    launch = read_launch_env()
     if args.nproc not in (0, launch.world_size):
         raise ConfigError(
-            f"--nproc {args.nproc}, but {launch.world_size} ranks were started; drop --nproc"
+            f"--nproc {args.nproc}, but {launch.world_size} ranks were started; drop --nproc",
+            on_every_rank=True,
         )
     from optimus.train.loop import train
 

@@ -13,8 +13,8 @@ from optimus.config import Config
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
-from optimus.dist.world import World, end_world, start_world
-from optimus.errors import Stopped
+from optimus.dist.world import World, end_world, start_world, tells_first
+from optimus.errors import LostPeerError, Stopped
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
@@ -44,7 +44,11 @@ def train(config: Config, launch: LaunchEnv) -> None:
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
     if world.is_first:
         say_start(flight)
-    Run(config, world, flight, directory).go()
+    try:
+        Run(config, world, flight, directory).go()
+    except LostPeerError as error:
+        error.told_by_another = not tells_first()
+        raise
     end_world()
 
 

@@ -64,9 +64,25 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     One rank decides where to start, since that reads whole checkpoints; the others are told.
     Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
     """
-    mesh = make_mesh(
-        world_size, config.parallel.pp, config.parallel.dp, config.parallel.ep, config.parallel.tp
-    )
+    try:
+        mesh, plan = _check_settings(config, world_size)
+    except ConfigError as error:
+        error.on_every_rank = True  # they follow from the settings and the world alone
+        raise
+    _check_run_dir(config.train.run_dir)
+    dataset = _training_data(config)
+    eval_dataset = _held_out_data(config)
+    settings = flat_settings(config, dataset, plan)
+    start, differences = Start("undecided"), ()
+    if decides_start:
+        start = decide_start(config.train.run_dir, config.checkpoint.load)
+        differences = _compare(config, settings, start)
+    return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+
+
+def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
+    parallel = config.parallel
+    mesh = make_mesh(world_size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
     check_divisible(config, mesh)
     plan = plan_batch(config, mesh.num_data_ranks)
     schedule_of(config, mesh, plan.microbatches_per_rank)
@@ -79,15 +95,7 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
         if not value:
             raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
     _check_allowed_changes(config)
-    _check_run_dir(config.train.run_dir)
-    dataset = _training_data(config)
-    eval_dataset = _held_out_data(config)
-    settings = flat_settings(config, dataset, plan)
-    start, differences = Start("undecided"), ()
-    if decides_start:
-        start = decide_start(config.train.run_dir, config.checkpoint.load)
-        differences = _compare(config, settings, start)
-    return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+    return mesh, plan
 
 
 def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> dict[str, Any]:
