@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -43,16 +44,37 @@ def _tell(error: OptimusError) -> None:
 
     rank = read_rank()
     if error.told_by_another or (rank and error.on_every_rank):
-        time.sleep(_OTHER_RANK_SPEAKS_S)  # launchers end all at the first end in error
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # before that, launchers might end who speaks
         return
-    if rank and error.exit_code == ConfigError.exit_code:
-        # Most likely the first rank says the same, and the launcher then ends this one; only what
-        # is wrong on this rank alone, such as a file missing on its node, is told from here.
-        time.sleep(_FIRST_RANK_SPEAKS_S)
+    # Most likely the first rank says the same, and the launcher then ends this one; only what is
+    # wrong on this rank alone, such as a file missing on its node, is told from here.
+    alike = error.exit_code == ConfigError.exit_code
+    if rank and alike and _ended_within(_FIRST_RANK_SPEAKS_S):
+        return
     where = f" [rank {rank}]" if rank else ""
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
     if error.exit_code == LostPeerError.exit_code:
-        time.sleep(_OTHER_RANK_SPEAKS_S)  # who holds the store in which ranks agree goes last
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
+
+
+class _Ended(Exception):
+    """The launcher's SIGTERM."""
+
+
+def _ended_within(seconds: float) -> bool:
+    """Whether the launcher ends this rank meanwhile; it shall then end with its own status."""
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        time.sleep(seconds)
+    except _Ended:
+        return True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return False
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
