@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args, arguments)
     except OptimusError as error:
         _tell(error)
+        if _is_rank_of_a_launcher():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends, and with its own status
         return error.exit_code
     except OSError as error:
         if error.filename is None and error.errno not in _DISK_TROUBLE:
@@ -55,6 +57,13 @@ def _tell(error: OptimusError) -> None:
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
     if error.exit_code == LostPeerError.exit_code:
         _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
+
+
+def _is_rank_of_a_launcher() -> bool:
+    """Whether srun or mpiexec started this process, rather than torchrun, our spawner or a user."""
+    from optimus.launch_env import is_launched
+
+    return "RANK" not in os.environ and is_launched()
 
 
 class _Ended(Exception):
@@ -144,6 +153,10 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch_env import read_launch_env
 
+    if _is_rank_of_a_launcher():
+        # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
+        # whose error ends this one before its first step.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     config = load_config(args.config, args.overrides)
     if args.nproc < 0:
         raise ConfigError(f"--nproc {args.nproc} must be at least 1")
@@ -159,6 +172,12 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
             f"--nproc {args.nproc}, but {launch.world_size} ranks were started; drop --nproc",
             on_every_rank=True,
         )
+    from optimus.dist.meeting import check_meeting_point
+
+    check_meeting_point(launch)
+    if launch.world_size > 1:
+        # What torch prints while ranks look for each other says no more than our one line does.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from optimus.train.loop import train
 
     train(config, launch)

@@ -139,6 +139,11 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher's variables are here, be they right or wrong."""
+    return _launcher_of(environ) is not None
+
+
 def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None) -> Place:
     """Rank and world that a launcher and a job array give together; ALONE without either.
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import socket
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as distributed
 
 from optimus.dist.collectives import Group, barrier
-from optimus.errors import ConfigError, LostPeerError, one_line
+from optimus.errors import LostPeerError, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, pick_device
 
@@ -56,7 +53,6 @@ def start_world(
     if launch.world_size == 1:
         return World(launch, own_device, "none", Group(size=1, rank=0))
     backend = collective_backend(own_device)
-    check_meeting_point(launch)
     try:
         distributed.init_process_group(
             backend,
@@ -71,45 +67,6 @@ def start_world(
     everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
-
-
-def check_meeting_point(launch: LaunchEnv) -> None:
-    """Raises ConfigError for a MASTER_ADDR that ranks would wait for in vain: torch would ask for an
-    unknown name until the time limit, and the first rank can only listen on its own machine."""
-    if not launch.init_method.startswith("tcp://"):
-        return  # torchrun's own store may be elsewhere
-    where = urlsplit(launch.init_method)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            where.hostname, where.port, type=socket.SOCK_STREAM
-        )[0]
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:  # a name server that is slow, not one that says no
-            return
-        raise ConfigError(
-            f"MASTER_ADDR: {where.hostname} is no host known on {socket.gethostname()} "
-            f"({error.strerror}); export MASTER_ADDR=HOST, with the host of rank 0"
-        ) from None
-    if not launch.is_first:
-        return
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise _no_listener(error, where) from None
-
-
-def _no_listener(error: OSError, where: SplitResult) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"MASTER_PORT: port {where.port} of {where.hostname} is taken; export another "
-            "MASTER_PORT"
-        )
-    return ConfigError(
-        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, {socket.gethostname()} "
-        f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}"
-    )
 
 
 def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:
