@@ -81,7 +81,7 @@ _LAUNCHERS = (
     ),
     _Launcher(  # srun --mpi=pmix
         "PMIX_RANK",
-        ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
         ("PMIX_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK"),
         ("SLURM_STEP_TASKS_PER_NODE", "LOCAL_WORLD_SIZE"),
         is_step=True,
