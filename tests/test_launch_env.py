@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optimus.errors import ConfigError
 from optimus.launch_env import (
+    _LAUNCHERS,
     SINGLE,
     Place,
     first_of_nodelist,
@@ -223,3 +226,10 @@ def test_a_half_set_cluster_is_refused(environ, told):
 )
 def test_the_first_of_a_nodelist(short, first):
     assert first_of_nodelist(short) == first
+
+
+def test_the_page_names_every_variable():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "launching.md").read_text()
+    for launcher in _LAUNCHERS:
+        for names in (launcher.worlds, launcher.local_ranks, launcher.local_worlds):
+            assert all(f"`{name}`" in page for name in (launcher.rank, *names))
