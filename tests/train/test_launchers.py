@@ -38,7 +38,7 @@ def mpiexec(kind: str, ranks: int) -> list[str]:
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
     """A run's configuration; the run of one process lies beside it in `one`."""
     base = tmp_path_factory.mktemp("launchers")
-    tree = tiny_tree(tiny_data, base / "one", train__max_steps=2)
+    tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
     return write_config(base / "run.toml", tree)
 
