@@ -6,13 +6,15 @@ import argparse
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 
-from optimus.errors import ConfigError, OptimusError, one_line
+from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
 
 _FIRST_RANK_SPEAKS_S = 1.5
+_OTHER_RANK_SPEAKS_S = 0.5
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
@@ -24,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args, arguments)
     except OptimusError as error:
         _tell(error)
+        if _is_rank_of_a_launcher():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends, and with its own status
         return error.exit_code
     except _kernel_errors() as error:
         _tell(ConfigError(str(error)))
@@ -47,15 +51,48 @@ def _kernel_errors() -> tuple[type[Exception], ...]:
 
 def _tell(error: OptimusError) -> None:
     """One line on standard error, once for all ranks where they all say the same."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0" and error.exit_code == ConfigError.exit_code:
-        # Most likely the first rank says the same, and the launcher then ends this one; only what
-        # is wrong on this rank alone, such as a file missing on its node, is told from here.
-        time.sleep(_FIRST_RANK_SPEAKS_S)
-    if rank != "0" and error.on_every_rank:
+    from optimus.launch_env import read_rank
+
+    rank = read_rank()
+    if error.told_by_another or (rank and error.on_every_rank):
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # before that, launchers might end who speaks
         return
-    where = "" if rank == "0" else f" [rank {rank}]"
+    # Most likely the first rank says the same, and the launcher then ends this one; only what is
+    # wrong on this rank alone, such as a file missing on its node, is told from here.
+    alike = error.exit_code == ConfigError.exit_code
+    if rank and alike and _ended_within(_FIRST_RANK_SPEAKS_S):
+        return
+    where = f" [rank {rank}]" if rank else ""
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
+    if error.exit_code == LostPeerError.exit_code:
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
+
+
+def _is_rank_of_a_launcher() -> bool:
+    """Whether srun or mpiexec started this process, rather than torchrun, our spawner or a user."""
+    from optimus.launch_env import is_launched
+
+    return "RANK" not in os.environ and is_launched()
+
+
+class _Ended(Exception):
+    """The launcher's SIGTERM."""
+
+
+def _ended_within(seconds: float) -> bool:
+    """Whether the launcher ends this rank meanwhile; it shall then end with its own status."""
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        time.sleep(seconds)
+    except _Ended:
+        return True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return False
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -108,7 +145,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start N local ranks; without it the launcher's environment (torchrun) counts",
+        help="start N local ranks; without it the environment of mpiexec, srun or torchrun counts",
     )
 
 
@@ -127,27 +164,37 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch_env import read_launch_env
 
+    if _is_rank_of_a_launcher():
+        # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
+        # whose error ends this one before its first step.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     config = load_config(args.config, args.overrides)
-    launch, nproc = read_launch_env(), _nproc(args.nproc)
+    launch = read_launch_env()
+    nproc = _nproc(args.nproc, launch.world_size)
     if nproc:
         from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
         return spawn_local(arguments, nproc)
+    from optimus.dist.meeting import check_meeting_point
+
+    check_meeting_point(launch)
+    if launch.world_size > 1:
+        # What torch prints while ranks look for each other says no more than our one line does.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from optimus.train.loop import train
 
     train(config, launch)
     return 0
 
 
-def _nproc(asked: int) -> int:
+def _nproc(asked: int, started: int) -> int:
     """How many local ranks this process is to start; 0 where a launcher has started it, or none."""
     if asked < 0:
         raise ConfigError(f"--nproc {asked} must be at least 1")
-    if "RANK" not in os.environ:
+    if started == 1 and "RANK" not in os.environ:
         return asked
-    started = int(os.environ.get("WORLD_SIZE", 1))
     if asked not in (0, started):
         message = f"--nproc {asked}, but {started} ranks were started; drop --nproc"
         raise ConfigError(message, on_every_rank=True)
@@ -295,7 +342,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     config = load_config(args.config, args.overrides)
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
-    launch, nproc = read_launch_env(), _nproc(args.nproc)
+    launch = read_launch_env()
+    nproc = _nproc(args.nproc, launch.world_size)
     if nproc:
         from optimus.train.preflight import divide
         from optimus.train.spawn import spawn_local

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from optimus.errors import ConfigError
 
@@ -18,7 +21,7 @@ class LaunchEnv:
     local_rank: int
     local_world_size: int
     init_method: str
-    """What `torch.distributed.init_process_group` is given: `env://` or `file://...`."""
+    """For `torch.distributed.init_process_group`: `env://`, `tcp://HOST:PORT` or `file://...`."""
 
     @property
     def is_first(self) -> bool:
@@ -26,44 +29,6 @@ class LaunchEnv:
 
 
 SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
-
-RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Set by our own spawner: a `file://` address, so that no port can be taken meanwhile."""
-
-
-def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """The launcher's word: torchrun's variables (also set by our spawner), or a single process.
-
-    Raises ConfigError for a half-set or contradictory environment.
-    """
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return SINGLE
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} does not lie in a world of WORLD_SIZE={world_size}")
-    init_method = environ.get(RENDEZVOUS, "env://")
-    if init_method == "env://" and world_size > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not environ.get(name):
-                raise ConfigError(
-                    f"WORLD_SIZE={world_size} needs {name} in the environment; set it"
-                )
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_integer(environ, "LOCAL_RANK", rank),
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
-        init_method=init_method,
-    )
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        raise ConfigError(f"environment variable {name}={text!r} must be a whole number >= 0")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -76,23 +41,107 @@ class Place:
 
 ALONE = Place(0, 1)
 
-_LAUNCHERS = (
-    ("RANK", ("WORLD_SIZE",)),  # torchrun, and whoever sets both by hand
-    ("PMI_RANK", ("PMI_SIZE", "WORLD_SIZE")),  # MPICH, Intel MPI, PALS, which may set no size
-    ("PALS_RANKID", ("PMI_SIZE", "WORLD_SIZE")),
-    ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    ("PMIX_RANK", ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")),
-    ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-)
-"""Each launcher's rank and the names its world may have, in the order in which they are asked."""
+RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
+"""Set by our own spawner: a `file://` address, so that no port can be taken meanwhile."""
 
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "PALS_LOCAL_SIZE",
-    "PMI_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables by which a launcher tells; of several names, the first that is there counts."""
+
+    rank: str
+    worlds: tuple[str, ...]
+    local_ranks: tuple[str, ...]
+    local_worlds: tuple[str, ...]
+    is_step: bool = False
+    """Whether SLURM_STEP_* are of this very launch: those of an mpiexec may differ by node."""
+
+
+_BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+
+_LAUNCHERS = (
+    _BY_HAND,  # torchrun, our spawner, and whoever sets them
+    _Launcher(  # Open MPI
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher(  # PALS, which may set no size
+        "PALS_RANKID",
+        ("PMI_SIZE", "WORLD_SIZE"),
+        ("PALS_LOCAL_RANKID", "LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    ),
+    _Launcher(  # MPICH, Intel MPI, srun --mpi=pmi2
+        "PMI_RANK",
+        ("PMI_SIZE", "WORLD_SIZE"),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID", "LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "LOCAL_WORLD_SIZE"),
+    ),
+    _Launcher(  # srun --mpi=pmix
+        "PMIX_RANK",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
+        ("PMIX_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK"),
+        ("SLURM_STEP_TASKS_PER_NODE", "LOCAL_WORLD_SIZE"),
+        is_step=True,
+    ),
+    _Launcher(
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        ("SLURM_STEP_TASKS_PER_NODE",),
+        is_step=True,
+    ),
 )
+"""In the order in which they are asked: a launcher may run within what another one started."""
+
+_LOOPBACK = "127.0.0.1"
+_PORTS = range(20000, 30000)
+"""Where a job's port lies: below the ports that systems give to connections."""
+_DEFAULT_PORT = 29500
+
+
+def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
+    """The launcher's word: torchrun, our spawner, mpiexec or srun; or a single process.
+
+    Ranks meet at MASTER_ADDR and MASTER_PORT; where these are not set, on the first machine that
+    Slurm or PBS names, or on this one if it has all ranks, at a port made from the job's number.
+    Job arrays are runs apart. Raises ConfigError for a half-set or contradictory environment.
+    """
+    launcher, place = _launcher_of(environ), _launched(environ)
+    if launcher is None:
+        return SINGLE
+    local_rank, local_world = _local(environ, launcher)
+    if local_rank is None and place.world > 1 and launcher is not _BY_HAND:
+        raise ConfigError(
+            f"{launcher.rank} is set but none of {', '.join(launcher.local_ranks)}, which pick the "
+            "device; export LOCAL_RANK"
+        )
+    if None not in (local_rank, local_world) and local_rank >= local_world:
+        raise ConfigError(
+            f"local rank {local_rank} does not lie among the {local_world} ranks of this machine; "
+            f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right"
+        )
+    return LaunchEnv(
+        rank=place.rank,
+        world_size=place.world,
+        local_rank=place.rank if local_rank is None else local_rank,
+        local_world_size=local_world or place.world,
+        init_method=_init_method(environ, launcher, place.world, local_world == place.world),
+    )
+
+
+def read_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank, for messages: 0 where nothing tells it, never an error."""
+    launcher = _launcher_of(environ)
+    text = environ[launcher.rank] if launcher else "0"
+    return int(text) if text.isdigit() else 0
+
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher's variables are here, be they right or wrong."""
+    return _launcher_of(environ) is not None
 
 
 def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None) -> Place:
@@ -103,42 +152,126 @@ def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None
     many jobs an array has: OPTIMUS_ARRAY_SIZE does. `world` stands in where a launcher tells only a
     rank. Raises ConfigError for a half-set environment.
     """
-    inner, outer = _launched(environ, world), _array(environ, world)
+    try:
+        inner, outer = _launched(environ, world), _array(environ, world)
+    except ConfigError as error:
+        told = f"{error}, or give --rank and --world"
+        raise ConfigError(told, error.on_every_rank) from None
     return Place(outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 
 def read_local_size(environ: Mapping[str, str] = os.environ) -> int:
     """How many processes of the job run on this machine, where the launcher tells; else 1."""
-    for name in _LOCAL_SIZES:
-        if name in environ:
-            return max(1, _integer(environ, name))
-    if "SLURM_STEP_ID" in environ:
-        first = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
-        return max(1, int(first)) if first.isdigit() else 1
-    return 1
+    launcher = _launcher_of(environ)
+    return (_local(environ, launcher)[1] or 1) if launcher else 1
 
 
-def _launched(environ: Mapping[str, str], world: int | None) -> Place:
-    for rank_name, world_names in _LAUNCHERS:
-        if rank_name not in environ:
+def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:
+    for launcher in _LAUNCHERS:
+        if launcher.rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
             continue
-        if rank_name == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
-            continue
-        found = [name for name in world_names if name in environ]
-        if not found and world is not None:
-            return _checked(_integer(environ, rank_name), world, rank_name)
-        if not found:
+        if launcher.rank in environ:
+            return launcher
+    return None
+
+
+def _launched(environ: Mapping[str, str], world: int | None = None) -> Place:
+    launcher = _launcher_of(environ)
+    if launcher is None:
+        if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
             raise ConfigError(
-                f"{rank_name}={environ[rank_name]} is set but none of {', '.join(world_names)}; "
-                "export WORLD_SIZE, or give --rank and --world"
+                f"WORLD_SIZE={environ['WORLD_SIZE']} is set but no RANK; start it by srun, mpiexec "
+                "or torchrun, unset WORLD_SIZE"
             )
-        return _place(environ, rank_name, found[0])
-    if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
+        return ALONE
+    found = [name for name in launcher.worlds if name in environ]
+    if not found and world is not None:
+        return _checked(_integer(environ, launcher.rank), world, launcher.rank)
+    if not found:
         raise ConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but no rank; start it by srun, mpiexec or "
-            "torchrun, unset WORLD_SIZE, or give --rank and --world"
+            f"{launcher.rank}={environ[launcher.rank]} is set but none of "
+            f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
-    return ALONE
+    if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[found[0]]:
+        raise ConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher says {found[0]}="
+            f"{environ[found[0]]}; unset WORLD_SIZE, start as many ranks as it says",
+            on_every_rank=True,
+        )
+    return _place(environ, launcher.rank, found[0])
+
+
+def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
+    """Rank and number of ranks on this machine, each None where the launcher does not tell it."""
+    ranks = [name for name in launcher.local_ranks if name in environ]
+    worlds = [name for name in launcher.local_worlds if name in environ]
+    rank = _integer(environ, ranks[0]) if ranks else None
+    if not worlds:
+        return rank, None
+    if worlds[0] == "SLURM_STEP_TASKS_PER_NODE":
+        counts = list(_tasks_per_node(environ[worlds[0]]))
+        node = _integer(environ, "SLURM_NODEID", 0)
+        return rank, counts[node] if node < len(counts) else None
+    return rank, max(1, _integer(environ, worlds[0]))
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """Slurm's short form, node by node: `2(x3),1` is 2, 2, 2, 1."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        yield from [max(1, int(count))] * int(times or 1)
+
+
+def _init_method(
+    environ: Mapping[str, str], launcher: _Launcher, world: int, one_machine: bool
+) -> str:
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
+    if launcher is _BY_HAND and RENDEZVOUS in environ:
+        return environ[RENDEZVOUS]
+    if world == 1 or (launcher is _BY_HAND and len(given) == 2):
+        return "env://"  # torchrun's own store listens there
+    address = environ.get("MASTER_ADDR") or (
+        _LOOPBACK if one_machine else _first_machine(environ, launcher)
+    )
+    if not address:
+        raise ConfigError(
+            f"a world of {world} needs MASTER_ADDR, for neither Slurm nor PBS tells the first "
+            "machine here; export MASTER_ADDR=HOST, with the host of rank 0"
+        )
+    host = f"[{address}]" if ":" in address else address  # IPv6
+    return f"tcp://{host}:{_port(environ, launcher)}"
+
+
+def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
+    """The host of rank 0 by the scheduler's list, or nothing."""
+    step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
+    if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
+        return first_of_nodelist(nodes)
+    try:  # on nodes other than the first PBS may not have put this file
+        return Path(environ.get("PBS_NODEFILE", "")).read_text().split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def first_of_nodelist(nodes: str) -> str:
+    """`rack1-[03-07,9]n[1-2],x5` -> rack1-03n1, as `scontrol show hostnames` has it first."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:
+    if environ.get("MASTER_PORT"):
+        port = _integer(environ, "MASTER_PORT")
+        if not 0 < port < 1 << 16:
+            raise ConfigError(f"MASTER_PORT={port} is no port; export one from 1 to 65535")
+        return port
+    names = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID"]
+    if launcher.is_step:
+        names = ["SLURM_JOB_ID"]
+    job = next((environ[name] for name in names if name in environ), "")
+    if not job:
+        return _DEFAULT_PORT
+    step = environ.get("SLURM_STEP_ID", "") if launcher.is_step else ""
+    return _PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)]
 
 
 def _array(environ: Mapping[str, str], world: int | None) -> Place:
@@ -153,7 +286,7 @@ def _array(environ: Mapping[str, str], world: int | None) -> Place:
         if "OPTIMUS_ARRAY_SIZE" not in environ:
             raise ConfigError(
                 f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set but PBS does not tell the "
-                "size of the array; export OPTIMUS_ARRAY_SIZE, or give --rank and --world"
+                "size of the array; export OPTIMUS_ARRAY_SIZE"
             )
         return _place(environ, "PBS_ARRAY_INDEX", "OPTIMUS_ARRAY_SIZE")
     return ALONE
@@ -161,12 +294,21 @@ def _array(environ: Mapping[str, str], world: int | None) -> Place:
 
 def _place(environ: Mapping[str, str], rank_name: str, world_name: str) -> Place:
     rank, world = _integer(environ, rank_name), _integer(environ, world_name)
-    return _checked(rank, world, f"{rank_name} with {world_name}")
+    return _checked(rank, world, rank_name, f"{world_name}=")
 
 
-def _checked(rank: int, world: int, names: str) -> Place:
+def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> Place:
     if not 0 <= rank < world:
         raise ConfigError(
-            f"rank {rank} of {names} does not lie in a world of {world}; give --rank and --world"
+            f"{rank_name}={rank} does not lie in a world of {world_name}{world}; set both right"
         )
     return Place(rank, world)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise ConfigError(f"environment variable {name}={text!r} must be a whole number >= 0")
+    return int(text)

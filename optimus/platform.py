@@ -63,7 +63,13 @@ def collective_backend(device: torch.device) -> str:
         if getattr(distributed, "is_xccl_available", lambda: False)():
             return "xccl"
         if importlib.util.find_spec("oneccl_bindings_for_pytorch"):
-            importlib.import_module("oneccl_bindings_for_pytorch")
+            try:  # its import makes the backend known to torch
+                importlib.import_module("oneccl_bindings_for_pytorch")
+            except (ImportError, OSError) as error:
+                raise ConfigError(
+                    f"oneccl_bindings_for_pytorch does not fit this torch: {one_line(error)}; "
+                    "install those of the same version, or a torch with xccl"
+                ) from None
             return "ccl"
         raise ConfigError(
             "no collective backend for Intel GPUs: this torch has no xccl and "

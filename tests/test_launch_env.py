@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.launch_env import SINGLE, Place, read_launch_env, read_local_size, read_place
+from optimus.launch_env import (
+    _LAUNCHERS,
+    SINGLE,
+    Place,
+    first_of_nodelist,
+    read_launch_env,
+    read_local_size,
+    read_place,
+    read_rank,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -93,12 +104,15 @@ def test_all_places_of_an_array_of_steps_are_taken_once():
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"PMI_RANK": "1"}, "none of PMI_SIZE, WORLD_SIZE"),
-        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "rank 5"),
+        ({"PMI_RANK": "1"}, "none of PMI_SIZE, WORLD_SIZE; .*--world"),
+        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 does not lie in a world of PMI_SIZE=5"),
         ({"PMI_RANK": "x", "PMI_SIZE": "5"}, "PMI_RANK='x'"),
-        ({"WORLD_SIZE": "4"}, "no rank"),
+        ({"WORLD_SIZE": "4"}, "no RANK"),
         ({"PBS_ARRAY_INDEX": "3"}, "OPTIMUS_ARRAY_SIZE"),
-        ({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "3"}, "rank 9"),
+        (
+            {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "3"},
+            "SLURM_ARRAY_TASK_ID=9 does not",
+        ),
     ],
 )
 def test_a_half_set_place_is_refused(environ, told):
@@ -108,6 +122,114 @@ def test_a_half_set_place_is_refused(environ, told):
 
 def test_processes_of_a_machine():
     assert read_local_size({}) == 1
-    assert read_local_size({"LOCAL_WORLD_SIZE": "4"}) == 4
-    assert read_local_size({"PALS_LOCAL_SIZE": "12"}) == 12
-    assert read_local_size({"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}) == 2
+    assert read_local_size(TORCHRUN) == 2
+    assert read_local_size({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12"}) == 12
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    assert read_local_size(SRUN | uneven | {"SLURM_NODEID": "2"}) == 2
+    assert read_local_size(SRUN | uneven | {"SLURM_NODEID": "3"}) == 1
+
+
+STEP = SRUN | {
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "n[2-3]",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_JOB_ID": "7",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PMI_RANK": "3",
+    "PALS_LOCAL_RANKID": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "x0",
+    "PBS_JOBID": "12.host",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "2",
+    "PMIX_NAMESPACE": "99",
+    "SLURM_JOB_NODELIST": "rack1-[03-07,9]n[1-2],x5",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "told", "where"),
+    [
+        (STEP, (5, 8, 1, 4), "tcp://n2:"),
+        (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # the runs of an array are apart
+        (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),
+        (PALS, (3, 4, 1, 2), "tcp://x0:"),
+        (MPICH, (1, 2, 1, 2), "tcp://127.0.0.1:29500"),
+        (MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "::1"}, (1, 4, 1, 2), "tcp://[::1]:29500"),
+        (MPICH | {"MASTER_PORT": "1234"}, (1, 2, 1, 2), "tcp://127.0.0.1:1234"),
+        (OPEN_MPI, (2, 4, 0, 2), "tcp://rack1-03n1:"),
+        (OPEN_MPI | TORCHRUN, (3, 4, 1, 2), "env://"),  # torchrun within mpiexec
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1, 0, 1), "env://"),
+    ],
+)
+def test_ranks_of_a_cluster(environ, told, where):
+    launch = read_launch_env(environ)
+    assert told == (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
+    assert launch.init_method.startswith(where)
+    assert read_rank(environ) == launch.rank
+
+
+def test_all_ranks_of_a_job_take_one_port_and_jobs_differ():
+    def ports(environ: dict[str, str], **more: str) -> str:
+        return read_launch_env(environ | more).init_method.rpartition(":")[2]
+
+    for environ, job in ((STEP, "SLURM_JOB_ID"), (PALS, "PBS_JOBID"), (OPEN_MPI, "PMIX_NAMESPACE")):
+        one = ports(environ)
+        assert one != ports(environ, **{job: "8"}) and 20000 <= int(one) < 30000
+    assert ports(STEP) == ports(STEP, SLURM_PROCID="0", SLURM_NODEID="0")
+    assert ports(STEP) != ports(STEP, SLURM_STEP_ID="1")
+    # Of mpiexec's own daemons under Slurm only those elsewhere are a step.
+    assert ports(OPEN_MPI) == ports(OPEN_MPI, SLURM_STEP_ID="1", SLURM_STEP_NODELIST="x5")
+
+
+def test_the_first_machine_of_pbs(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("x9\nx8\n")
+    environ = {k: v for k, v in PALS.items() if k != "MASTER_ADDR"}
+    launch = read_launch_env(environ | {"PBS_NODEFILE": str(hosts)})
+    assert launch.init_method.startswith("tcp://x9:")
+    with pytest.raises(ConfigError, match="needs MASTER_ADDR"):
+        read_launch_env(environ | {"PBS_NODEFILE": str(tmp_path / "absent")})
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "none of MPI_LOCALRANKID"),
+        (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 does not lie among the 2"),
+        (MPICH | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but the launcher says PMI_SIZE=2"),
+        (MPICH | {"PMI_SIZE": "4"}, "needs MASTER_ADDR"),
+        (MPICH | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
+        ({"PALS_RANKID": "1"}, "none of PMI_SIZE, WORLD_SIZE; export WORLD_SIZE$"),
+    ],
+)
+def test_a_half_set_cluster_is_refused(environ, told):
+    with pytest.raises(ConfigError, match=told):
+        read_launch_env(environ)
+    assert read_rank(environ) == 1
+
+
+@pytest.mark.parametrize(
+    ("short", "first"),
+    [("n1", "n1"), ("n[08-11,3]", "n08"), ("a[1-2]-b[3,4]c,d", "a1-b3c"), ("x,y[1-2]", "x")],
+)
+def test_the_first_of_a_nodelist(short, first):
+    assert first_of_nodelist(short) == first
+
+
+def test_the_page_names_every_variable():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "launching.md").read_text()
+    for launcher in _LAUNCHERS:
+        for names in (launcher.worlds, launcher.local_ranks, launcher.local_worlds):
+            assert all(f"`{name}`" in page for name in (launcher.rank, *names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as distributed
 
 from optimus.dist.collectives import Group, barrier
+from optimus.errors import LostPeerError, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
@@ -51,17 +54,45 @@ def start_world(
     if launch.world_size == 1:
         return World(launch, own_device, "none", Group(size=1, rank=0))
     backend = collective_backend(own_device)
-    distributed.init_process_group(
-        backend,
-        init_method=launch.init_method,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=own_device if own_device.type == "cuda" else None,
-    )
+    try:
+        distributed.init_process_group(
+            backend,
+            init_method=launch.init_method,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=own_device if own_device.type == "cuda" else None,
+        )
+    except RuntimeError as error:  # torch's DistError, and plain ones of gloo
+        raise _unmet(error, launch, timeout_s) from error
     everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
+
+
+def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:
+    text = one_line(error)
+    return LostPeerError(
+        f"the {launch.world_size} ranks did not meet at {launch.init_method} within "
+        f"parallel.timeout_s = {timeout_s:g}: one has not started, has ended, or cannot reach it; "
+        f"look at the ranks' own messages, or set MASTER_ADDR to the host of rank 0 ({text[:200]})"
+    )
+
+
+def tells_first(limit_s: float = 2.0) -> bool:
+    """Whether this rank, which lost another, is the first to say so: all ask the store through
+    which they met. True too where it does not answer within `limit_s`: who kept it is gone."""
+    answer: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = distributed.distributed_c10d._get_default_store()
+            answer.append(store.add("optimus/lost-peer-told", 1) == 1)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return answer[0] if answer else True
 
 
 def end_world() -> None:

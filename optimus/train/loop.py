@@ -14,8 +14,8 @@ from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
-from optimus.dist.world import World, end_world, start_world
-from optimus.errors import Stopped
+from optimus.dist.world import World, end_world, start_world, tells_first
+from optimus.errors import LostPeerError, Stopped
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
@@ -48,7 +48,11 @@ def train(config: Config, launch: LaunchEnv) -> None:
     config, flight = settle_kernels(config, world, flight)
     if world.is_first:
         say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
-    Run(config, world, flight, directory).go()
+    try:
+        Run(config, world, flight, directory).go()
+    except LostPeerError as error:
+        error.told_by_another = not tells_first()
+        raise
     end_world()
 
 

@@ -66,15 +66,11 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     One rank decides where to start, since that reads whole checkpoints; the others are told.
     Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
     """
-    mesh, plan = divide(config, world_size)
-    for key, value in (
-        ("data.path", config.data.path or config.data.mix),
-        ("train.run_dir", config.train.run_dir),
-        ("train.max_steps", config.train.max_steps),
-    ):
-        if not value:
-            raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
-    _check_allowed_changes(config)
+    try:
+        mesh, plan = _check_settings(config, world_size)
+    except ConfigError as error:
+        error.on_every_rank = True  # they follow from the settings and the world alone
+        raise
     _check_run_dir(config.train.run_dir)
     dataset = _training_data(config)
     eval_dataset = _held_out_data(config)
@@ -84,6 +80,19 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
         start = decide_start(config.train.run_dir, config.checkpoint.load)
         differences = _compare(config, settings, start)
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+
+
+def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
+    mesh, plan = divide(config, world_size)
+    for key, value in (
+        ("data.path", config.data.path or config.data.mix),
+        ("train.run_dir", config.train.run_dir),
+        ("train.max_steps", config.train.max_steps),
+    ):
+        if not value:
+            raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+    _check_allowed_changes(config)
+    return mesh, plan
 
 
 def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
@@ -97,7 +106,8 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
         schedule_of(config, mesh, plan.microbatches_per_rank)
         plan_stages(config, mesh.pp)
     except ConfigError as error:
-        raise ConfigError(str(error), on_every_rank=True) from None
+        error.on_every_rank = True
+        raise
     return mesh, plan
 
 

@@ -98,7 +98,7 @@ def make_layer(options: argparse.Namespace, group: Group) -> tuple[FastSparseMoE
         parameter.data = parameter.data[:held].clone()
     moe.experts.first_expert = group.rank * held
     compute = moe.experts.forward
-    wire_expert_parallel(moe, group, options.experts, options.dispatch)
+    wire_expert_parallel(moe, group, options.dispatch)
     return moe, compute
 
 

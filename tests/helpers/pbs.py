@@ -99,9 +99,12 @@ def mpiexec(argv: Sequence[str]) -> int:
         if all(one.poll() == 0 for one in ranks):
             return 0
         time.sleep(0.02)
+    first = next(status for one in ranks if (status := one.poll()))
     for one in ranks:
         one.terminate()
-    return max(abs(one.wait()) for one in ranks)
+    for one in ranks:
+        one.wait()
+    return first if first > 0 else 128 - first
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
         return experts_forward(x, weights, chosen)
 
     experts.forward = counted
-    wire_expert_parallel(torch.nn.Sequential(experts), group, E, dispatch)
+    wire_expert_parallel(torch.nn.Sequential(experts), group, dispatch)
     traffic, results = Traffic(), {}
     for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather takes equal T
         uneven = dispatch == "alltoall"
@@ -166,7 +166,7 @@ def measured() -> tuple[dict[str, float], list]:
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
     experts = slice_of(whole_experts(torch.float32), group.rank, group.size)
     model = torch.nn.Sequential(experts)
-    wire_expert_parallel(model, group, E, "alltoall")
+    wire_expert_parallel(model, group, "alltoall")
     times = measure_dispatches(model, (64, D), K, torch.float32, world.everyone, world.rank)
     (one,) = dispatchers(model)
     return times, [one.dispatch, [p.grad for p in experts.parameters()]]

@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Submits `optimus train` to PBS with PALS, as Aurora has them: a rank on each of a node's 12 tiles.
+#
+#   scripts/pbs/train.sh --nodes 256 --account PROJECT --queue prod --walltime 6:00:00 -- \
+#       configs/run/mula-7b-a1b.toml data.path=/flare/P/mix train.run_dir=/flare/P/a parallel.ep=12
+#
+# --nodes N        nodes (1)
+# --ranks R        ranks on each, one for each of its devices (12)
+# --cpu-bind LIST  as mpiexec has it (the cores next to each tile of Aurora; more ranks: depth)
+# --account, --queue, --walltime, --filesystems      as PBS has them (home:flare)
+# --dry-run        print what would be submitted and launched, and do neither
+# What comes after -- is what `optimus train` takes. Submit the same again after a kill or the end of
+# the walltime: it goes on from the last checkpoint (train.deadline_s makes one before the end).
+# A variable named below that is already set keeps its value. `module load frameworks` comes first.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare
+dry='' inside=''
+while [[ $# -gt 0 && $1 != -- ]]; do
+    case $1 in
+        --dry-run) dry=1; shift ;;
+        --inside) inside=1; shift ;;
+        --nodes | --ranks | --cpu-bind | --account | --queue | --walltime | --filesystems)
+            [[ $# -ge 2 ]] || { echo "train.sh: $1 needs a value" >&2; exit 2; }
+            name=${1#--}
+            declare "${name//-/_}=$2"; shift 2 ;;
+        *) echo "train.sh: unknown option $1; the configuration comes after --" >&2; exit 2 ;;
+    esac
+done
+[[ ${1:-} == -- && $# -gt 1 ]] ||
+    { echo "train.sh: no configuration; give it after --" >&2; exit 2; }
+shift
+[[ $nodes =~ ^[1-9][0-9]*$ && $ranks =~ ^[1-9][0-9]*$ ]] ||
+    { echo "train.sh: --nodes and --ranks are whole numbers above 0" >&2; exit 2; }
+case $queue in # what Aurora's queues take
+    debug) least=1 most=2 ;;
+    debug-scaling) least=2 most=256 ;;
+    prod) least=256 most=10624 ;;
+    *) least=1 most=$nodes ;;
+esac
+((nodes >= least && nodes <= most)) ||
+    { echo "train.sh: --queue $queue takes $least to $most nodes, not --nodes $nodes" >&2; exit 2; }
+program=${OPTIMUS:-$root/.venv/bin/optimus}
+
+tiles=(4-7 8-11 12-15 16-19 20-23 24-27 56-59 60-63 64-67 68-71 72-75 76-79) # cores beside each
+if [[ -z $cpu_bind ]]; then
+    cpu_bind=depth
+    ((ranks > ${#tiles[@]})) || cpu_bind=list:$(IFS=: && echo "${tiles[*]:0:ranks}")
+fi
+
+environment=()
+default() { # NAME VALUE: for the ranks, unless it is set already
+    [[ -v $1 ]] || environment+=("$1=$2")
+}
+default ZE_FLAT_DEVICE_HIERARCHY FLAT # 12 tiles are 12 devices, of which each rank takes its own
+default CCL_PROCESS_LAUNCHER pmix
+default CCL_ATL_TRANSPORT mpi
+default CCL_KVS_MODE mpi
+default FI_MR_CACHE_MONITOR userfaultfd
+environment+=(TMPDIR=/tmp) # PBS sets a long one, and paths of sockets must be short
+if ((nodes >= 256)); then # as tested by the site to 1,024 nodes
+    default CCL_KVS_CONNECTION_TIMEOUT 600
+    default CCL_KVS_USE_MPI_RANKS 1
+    default CCL_OP_SYNC 1
+    default CCL_ATL_SYNC_COLL 1
+    default CCL_ALLREDUCE_SCALEOUT 'direct:0-1048576;rabenseifner:1048577-max'
+    default CCL_BCAST double_tree
+    default FI_CXI_DEFAULT_CQ_SIZE 1048576 # against overflow of the Cassini event queue
+    default FI_CXI_OFLOW_BUF_SIZE 8388608
+    default FI_CXI_RX_MATCH_MODE hybrid
+    default PALS_PING_PERIOD 240
+    default PALS_RPC_TIMEOUT 240
+fi
+# PALS may set no sizes, and only the job's first node is sure to have the list of nodes; on Aurora
+# its high-speed network has names of its own.
+environment+=("WORLD_SIZE=$((nodes * ranks))" "LOCAL_WORLD_SIZE=$ranks")
+first='1s/^\([^.]*\)\..*\(\.cm\.aurora\.alcf\.anl\.gov\)$/\1.hsn\2/;1q'
+if [[ -v PBS_NODEFILE ]]; then
+    default MASTER_ADDR "$(sed "$first" "$PBS_NODEFILE")"
+else # to be printed: only the job knows
+    default MASTER_ADDR "\$(sed '$first' \$PBS_NODEFILE)"
+fi
+
+show() { # COMMAND...: as a line for the job's shell
+    local word
+    for word in "$@"; do
+        case $word in
+            \$PBS_NODEFILE | MASTER_ADDR=\$*) printf '%s ' "$word" ;;
+            *) printf '%q ' "$word" ;;
+        esac
+    done
+    echo
+}
+
+launch=(env "${environment[@]}" mpiexec --envall --line-buffer -n "$((nodes * ranks))"
+    --ppn "$ranks" --hostfile "${PBS_NODEFILE:-\$PBS_NODEFILE}" "--cpu-bind=$cpu_bind"
+    "$program" train "$@")
+if [[ -n $inside ]]; then
+    [[ -z $dry ]] || { show "${launch[@]}"; exit; }
+    trap : TERM # it reaches the ranks, which save and end; this shell tells how
+    status=0
+    "${launch[@]}" || status=$?
+    exit $((status > 128 ? 5 : status)) # a rank ended by a signal is a lost one
+fi
+
+submit=(qsub -V -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
+    -l "select=$nodes")
+[[ -z $account ]] || submit+=(-A "$account")
+[[ -z $queue ]] || submit+=(-q "$queue")
+[[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
+job=$(printf '%q ' cd "$PWD")
+job+=$'\n'"export OPTIMUS=$(printf %q "$program")"
+job+=$'\n'$(printf '%q ' exec "$root/scripts/pbs/train.sh" --inside --nodes "$nodes" \
+    --ranks "$ranks" --cpu-bind "$cpu_bind" -- "$@")
+if [[ -n $dry ]]; then
+    printf '%q ' "${submit[@]}"
+    printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
+    show "${launch[@]}"
+else
+    printf '#!/bin/bash\n%s\n' "$job" | "${submit[@]}"
+fi

@@ -1,0 +1,71 @@
+"""Which collective backend a device takes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as distributed
+
+from optimus.errors import ConfigError
+from optimus.platform import collective_backend
+
+XPU = torch.device("xpu")
+STAND_IN = """
+import torch.distributed as distributed
+
+def make(store, rank, size, timeout):
+    return distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+distributed.Backend.register_backend("ccl", make, devices=["cpu"])
+"""
+
+
+@pytest.fixture
+def oneccl(tmp_path, monkeypatch):
+    """Writes a module of the name of Intel's bindings, which then can be found."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
+
+    def write(text: str) -> None:
+        (tmp_path / "oneccl_bindings_for_pytorch.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield write
+    sys.modules.pop("oneccl_bindings_for_pytorch", None)
+
+
+def without_xccl(monkeypatch) -> None:
+    monkeypatch.setattr(distributed, "is_xccl_available", lambda: False, raising=False)
+
+
+def test_the_devices_own_backend_comes_first(oneccl, monkeypatch):
+    oneccl("raise AssertionError('not to be imported')")
+    monkeypatch.setattr(distributed, "is_xccl_available", lambda: True, raising=False)
+    assert collective_backend(XPU) == "xccl"
+    assert collective_backend(torch.device("cuda")) == "nccl"
+    assert collective_backend(torch.device("cpu")) == "gloo"
+
+
+def test_legacy_ccl_where_only_its_bindings_are(oneccl, monkeypatch):
+    without_xccl(monkeypatch)
+    monkeypatch.setattr(distributed.Backend, "CCL", None, raising=False)  # taken back afterwards
+    oneccl(STAND_IN)
+    assert collective_backend(XPU) == "ccl"
+    assert "oneccl_bindings_for_pytorch" in sys.modules  # its import registers the backend
+    assert "ccl" in distributed.Backend.backend_list
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(None, "is not installed"), ("raise ImportError('libccl.so.1: no such file')", "libccl.so.1")],
+)
+def test_no_backend_is_told_in_one_line(oneccl, monkeypatch, text, told):
+    without_xccl(monkeypatch)
+    if text:
+        oneccl(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        collective_backend(XPU)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,192 @@
+"""`optimus train` under the launchers of clusters: the metrics of one process, and clear ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data_prep.test_slurm import needs_slurm, under_slurm
+from tests.helpers.pbs import install
+from tests.helpers.runs import metrics_of, train_on
+from tests.helpers.tiny import tiny_tree
+from tests.train.test_spawn import write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PBS, SLURM = (ROOT / "scripts" / system / "train.sh" for system in ("pbs", "slurm"))
+MPIEXEC = {
+    "openmpi": ["mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
+    "mpich": ["mpiexec.mpich"],
+}
+PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
+TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
+
+
+def mpiexec(kind: str, ranks: int) -> list[str]:
+    if shutil.which(MPIEXEC[kind][0]) is None:
+        pytest.skip(f"no {MPIEXEC[kind][0]} (Debian: apt-get install {PACKAGES[kind]})")
+    return [*MPIEXEC[kind], "-n", str(ranks)]
+
+
+@pytest.fixture(scope="module")
+def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
+    """A run's configuration; the run of one process lies beside it in `one`."""
+    base = tmp_path_factory.mktemp("launchers")
+    tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
+    train_on(rank_pool.run, 1, tree)
+    return write_config(base / "run.toml", tree)
+
+
+def started(words: list[str], **more: str) -> subprocess.CompletedProcess:
+    environ = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240)
+
+
+def train_by(launcher: list[str], config: Path, *settings: str, **more: str):
+    command = [sys.executable, "-m", "optimus.cli", "train", str(config), *settings]
+    return started([*launcher, *command], **more)
+
+
+def our_lines(done: subprocess.CompletedProcess) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("optimus:")]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
+def test_ranks_of_a_real_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
+    """Open MPI's ranks find each other by themselves; MPICH names no job to make a port from."""
+    port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
+    layout = TWO_BY_TWO[: ranks // 2]
+    done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(tmp_path) == metrics_of(config.parent / "one")
+
+
+@pytest.mark.parametrize("kind", MPIEXEC)
+def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
+    run = f"train.run_dir={tmp_path}"
+    done = train_by(mpiexec(kind, 3), config, run, "parallel.pp=2")
+    (line,) = our_lines(done)
+    assert done.returncode == 2 and "world of 3 ranks; start 4 ranks" in line
+    done = train_by(mpiexec(kind, 2), config, run, WORLD_SIZE="7")
+    (line,) = our_lines(done)
+    assert done.returncode == 2 and "WORLD_SIZE=7, but the launcher says" in line
+    done = train_by(mpiexec(kind, 2), config, run, "--nproc", "3")
+    (line,) = our_lines(done)
+    assert done.returncode == 2 and "--nproc 3, but 2 ranks were started" in line
+
+
+@pytest.fixture
+def optimus(tmp_path) -> Path:
+    """The command, and stand-ins for qsub and the mpiexec of PALS in the same folder."""
+    install(tmp_path / "bin")
+    program = tmp_path / "bin" / "optimus"
+    python = shlex.join([sys.executable, "-m", "optimus.cli"])
+    program.write_text(f'#!/bin/bash\nPYTHONPATH={shlex.quote(str(ROOT))} exec {python} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def pbs(optimus: Path, config: Path, *settings: str, **more: str):
+    """2 x 2 ranks by the job script. The stand-in's hosts have no names: rank 0 is here."""
+    how = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
+    path = f"{optimus.parent}:{os.environ['PATH']}"
+    environ = {"PATH": path, "OPTIMUS": str(optimus), "MASTER_ADDR": "127.0.0.1"} | more
+    return started([*how, "--", str(config), *settings], **environ)
+
+
+def test_a_pbs_job_trains_to_the_same_bits(optimus, config, tmp_path):
+    run = f"train.run_dir={tmp_path / 'run'}"
+    done = pbs(optimus, config, run, *TWO_BY_TWO, MASTER_PORT=free_port())
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(tmp_path / "run") == metrics_of(config.parent / "one")
+
+
+def test_a_pbs_job_that_cannot_start_says_why_once(optimus, config, tmp_path):
+    run = f"train.run_dir={tmp_path / 'run'}"
+    done = pbs(optimus, config, run, "parallel.pp=8")
+    (line,) = our_lines(done)
+    assert done.returncode == 2 and "start 8 ranks or change the sizes" in line
+    done = pbs(optimus, config, run, MASTER_ADDR="nowhere.invalid")
+    lines = our_lines(done)  # each rank asks its own machine; the first to say so ends the others
+    assert done.returncode == 2 and "nowhere.invalid is no host" in lines[0]
+    done = pbs(optimus, config, run, MASTER_PORT="99999")
+    assert done.returncode == 2 and "MASTER_PORT=99999 is no port" in our_lines(done)[0]
+
+
+def dry(script: Path, *given: str, **more: str) -> list[str]:
+    environ = os.environ | {"OPTIMUS": "/opt/opti mus", "PATH": "/usr/bin:/bin"} | more
+    command = [str(script), "--dry-run", *given, "--", "a b.toml", "parallel.pp=2"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(tmp_path):
+    submit, *_, launch = dry(PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
+    assert submit.startswith("qsub -V") and "select=256" in submit and "-q prod -A P" not in submit
+    for part in ("-A P", "-q prod", "filesystems=home:flare", "place=scatter", "-k doe"):
+        assert part in submit
+    for part in (
+        *("WORLD_SIZE=3072", "LOCAL_WORLD_SIZE=12", "-n 3072 --ppn 12", "TMPDIR=/tmp"),
+        *("ZE_FLAT_DEVICE_HIERARCHY=FLAT", "CCL_PROCESS_LAUNCHER=pmix", "CCL_OP_SYNC=1"),
+        *(
+            "--cpu-bind=list:4-7:8-11:",
+            ":76-79 /opt/opti\\ mus train a\\ b.toml parallel.pp=2",
+        ),
+    ):
+        assert part in launch, part
+    assert "CCL_OP_SYNC" not in dry(PBS, "--nodes", "2")[-1]
+    assert "CCL_KVS_MODE" not in dry(PBS, CCL_KVS_MODE="pmi")[-1]
+    assert "--cpu-bind=list:4-7:8-11 " in dry(PBS, "--ranks", "2")[-1]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("x41c5.hostmgmt2102.cm.aurora.alcf.anl.gov\nx42.else\n")
+    launch = dry(PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
+    assert "MASTER_ADDR=x41c5.hsn.cm.aurora.alcf.anl.gov mpiexec" in launch
+    hosts.write_text("x7\n")
+    assert "MASTER_ADDR=x7 mpiexec" in dry(PBS, PBS_NODEFILE=str(hosts))[-1]
+
+
+def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither():
+    how = ["--nodes", "4", "--ranks", "8", "--gpus", "8", "--cpus", "6", "--account", "P"]
+    submit, *_, launch = dry(SLURM, *how)
+    for part in ("sbatch", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--account=P"):
+        assert part in submit
+    assert launch.rstrip() == (
+        "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --kill-on-bad-exit=1 --cpus-per-task=6 "
+        "--cpu-bind=cores /opt/opti\\ mus train a\\ b.toml parallel.pp=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "told"),
+    [
+        (PBS, ["--queue", "prod", "--nodes", "2", "--", "a"], "takes 256 to 10624 nodes"),
+        (PBS, ["--ranks", "0", "--", "a"], "--nodes and --ranks are whole numbers above 0"),
+        (PBS, ["--nodes", "2"], "no configuration; give it after --"),
+        (SLURM, ["--cpus", "x", "--", "a"], "are whole numbers above 0"),
+        (SLURM, ["--queue", "x", "--", "a"], "unknown option --queue"),
+        (SLURM, ["--nodes"], "--nodes needs a value"),
+    ],
+)
+def test_a_mistake_of_a_job_script_is_one_line(script, given, told):
+    done = subprocess.run([str(script), *given], capture_output=True, text=True)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_slurm
+def test_slurm_jobs_train_to_the_same_bits_and_end_clearly(tmp_path):
+    drill = [sys.executable, str(ROOT / "scripts" / "drills" / "train_slurm.py")]
+    done = under_slurm(tmp_path, *drill)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit" in done.stdout and done.stdout.count("exit status 2: optimus:") == 2
+    assert "exit status 5: optimus:" in done.stdout
