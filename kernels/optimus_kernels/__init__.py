@@ -1,4 +1,5 @@
-"""Ops of the mixture of experts and of the optimizer: each with a schema, a fake, a gradient and a twin in plain torch.
+"""Ops of the mixture of experts and of the optimizer: each with a schema, a fake, a twin in plain
+torch and, where it has one, a gradient.
 
 Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an op runs, and then by
 `backend`, which falls back to the twins. Dims and meanings are said in each op's file.

@@ -182,7 +182,9 @@ def _run(
         reference(master, exp_avg, exp_avg_sq, grad, param_out, numbers)
         return
     with_numbers = (ctypes.c_float * len(numbers))(*numbers)
-    copy = (0, None) if param_out is None else (library.DTYPES[param_out.dtype], param_out.data_ptr())
+    copy: tuple[int, int | None] = (0, None)
+    if param_out is not None:
+        copy = (library.DTYPES[param_out.dtype], param_out.data_ptr())
     states = (t.data_ptr() for t in (grad, master, exp_avg, exp_avg_sq))
     kernels.call(
         "adamw", master, library.DTYPES[grad.dtype], copy[0], ctypes.addressof(with_numbers),
