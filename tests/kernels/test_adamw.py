@@ -79,7 +79,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def step_of_torch(states: list[Tensor], step: int, **numbers) -> None:
     master, exp_avg, exp_avg_sq, grad = states
     torch._fused_adamw_(
-        [master], [grad.float()], [exp_avg], [exp_avg_sq], [], [torch.tensor(step - 1.0)],
+        [master], [grad.float()], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))],
         lr=numbers["lr"], beta1=numbers["beta1"], beta2=numbers["beta2"],
         weight_decay=numbers["weight_decay"], eps=numbers["eps"], amsgrad=False, maximize=False,
     )  # fmt: skip
