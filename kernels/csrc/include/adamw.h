@@ -51,9 +51,10 @@ OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, 
 // All elements of [begin, end), whose length is a multiple of Width, shared by the lanes. `param`
 // takes master rounded to its type; null, if not `Write`.
 template <int Width, bool Write, class Lanes, class G, class P>
-OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& with, int64_t begin, int64_t end,
+OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& numbers, int64_t begin, int64_t end,
                            const G* grad, float* master, float* exp_avg, float* exp_avg_sq,
                            P* param) {
+  const OptimusAdamw with = numbers;  // of its own, so that no store can change it
   OPTIMUS_SIMD
   for (int64_t i = begin + lanes.lane() * Width; i < end; i += lanes.lanes() * Width) {
     float g[Width], p[Width], m[Width], v[Width];
