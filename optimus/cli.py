@@ -333,6 +333,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     moe.add_argument("--tokens", type=int, default=0, help="in a batch (0: by case and device)")
     moe.add_argument("--device", default="auto", help="cpu, cuda, xpu (the best there is)")
     moe.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    optimizer = _add(parts, "optimizer", _bench_optimizer, "The AdamW step against others.")
+    optimizer.add_argument("--size", type=int, action="append", help="parameters (2^16, 2^26)")
+    optimizer.add_argument("--peers", default="", metavar="A,B", help="only these (all there are)")
+    optimizer.add_argument("--rounds", type=int, default=7, help="timed steps of each")
+    optimizer.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
+    optimizer.add_argument("--device", default="cpu", help="cpu or cuda")
+    optimizer.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -360,6 +367,16 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         result, text = bench_layout(config, args.steps, launch), format_layout
     if result is not None:
         print(json.dumps(result) if args.json else text(result))
+    return 0
+
+
+def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench.optimizer import SIZES, bench_optimizer, format_result
+
+    peers = [name for name in args.peers.split(",") if name]
+    threads = args.threads or (1, 2)
+    result = bench_optimizer(args.size or SIZES, threads, args.rounds, peers, args.device)
+    print(json.dumps(result) if args.json else format_result(result))
     return 0
 
 

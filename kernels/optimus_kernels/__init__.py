@@ -1,4 +1,5 @@
-"""Ops of the mixture of experts: each with a schema, a fake, a gradient and a twin in plain torch.
+"""Ops of the mixture of experts and of the optimizer: each with a schema, a fake, a twin in plain
+torch and, where it has one, a gradient.
 
 Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an op runs, and then by
 `backend`, which falls back to the twins. Dims and meanings are said in each op's file.
@@ -6,6 +7,7 @@ Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an o
 
 from __future__ import annotations
 
+from optimus_kernels.adamw import adamw_
 from optimus_kernels.experts import WeightGrads, experts
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
@@ -16,6 +18,7 @@ from optimus_kernels.swiglu import swiglu, swiglu_backward
 __all__ = [
     "Rows",
     "WeightGrads",
+    "adamw_",
     "experts",
     "gather",
     "grouped_mm",

@@ -39,6 +39,8 @@ CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
+# A file named adamw_* rounds every product, as torch's optimizer does.
+CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
 CUDA_FLAGS = ["-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC"]
 _COMPILE_S = 1800.0
@@ -158,7 +160,8 @@ def arch(backend: str) -> str:
 def flags(backend: str, clang: bool) -> str:
     """Everything that a command says beyond its files, for the key."""
     if backend == "cpu":
-        every = [*CPU_FLAGS, *(flag for more in _cpu_isas().values() for flag in more)]
+        groups = (*_cpu_isas().values(), *CPU_FILE_FLAGS.values())
+        every = [*CPU_FLAGS, *(flag for more in groups for flag in more)]
         return " ".join([*every, *_openmp_flags(clang), Path(openmp_runtime()).name])
     return " ".join(CUDA_FLAGS if backend == "cuda" else sycl_build.FLAGS)
 
@@ -234,11 +237,12 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
     common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
     objects = []
     for source in sources("cpu"):
-        isa = source.stem.rpartition("_")[2]
+        part, _, isa = source.stem.rpartition("_")
         if isa in CPU_ISAS and isa not in _cpu_isas():
             continue
         out = work / f"{source.stem}.o"
-        _run([*common, *CPU_ISAS.get(isa, ()), "-c", source, "-o", out])
+        own = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(part, ()))
+        _run([*common, *own, "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
     # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.

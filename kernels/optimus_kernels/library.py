@@ -21,6 +21,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "swiglu_backward": (_I, _P, _P, _P, _P, _L, _L, _P, _P, _P, _P),
     "reduce": (_I, _P, _P, _P, _L, _L, _L, _P, _P),
     "reduce_backward": (_I, _P, _P, _P, _P, _L, _L, _L, _P, _P, _P),
+    "adamw": (_I, _I, _P, _L, _P, _P, _P, _P, _P, _P),
 }
 _CODES = {-1: "the dtype is none of fp32, bf16, fp16", -2: "a size is negative or too large"}
 

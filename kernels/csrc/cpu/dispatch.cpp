@@ -1,7 +1,7 @@
 // The CPU's interface.h: checks sizes and calls the kernels of the best instruction set at hand.
 //
-// This file is compiled for the plain architecture, kernels_avx2.cpp and kernels_avx512.cpp for x86-64
-// versions 3 and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
+// This file is compiled for the plain architecture, *_avx2.cpp and *_avx512.cpp for x86-64 versions 3
+// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
 
 #include <cstdlib>
 #include <cstring>
@@ -101,5 +101,13 @@ int optimus_reduce_backward(int dtype, const void* dout, const void* y, const vo
   if (negative(rows, top_k, hidden)) return OPTIMUS_BAD_SIZE;
   return kernels().reduce_backward(dtype, dout, y, weights, row_slot, rows, top_k, hidden, dy,
                                    dweights);
+}
+
+int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with, int64_t size,
+                  const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* param,
+                  void*) {
+  if (negative(size)) return OPTIMUS_BAD_SIZE;
+  return kernels().adamw(grad_dtype, param_dtype, with, size, grad, master, exp_avg, exp_avg_sq,
+                         param);
 }
 }

@@ -4,7 +4,12 @@
 
 #include <cstdint>
 
+struct OptimusAdamw;
+
 namespace optimus_cpu {
+
+using Adamw = int(int grad_dtype, int param_dtype, const OptimusAdamw* with, int64_t size,
+                  const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* param);
 
 struct Kernels {
   void (*route)(const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t first_expert,
@@ -21,7 +26,11 @@ struct Kernels {
   int (*reduce_backward)(int dtype, const void* dout, const void* y, const void* weights,
                          const int32_t* row_slot, int64_t rows, int64_t top_k, int64_t hidden,
                          void* dy, float* dweights);
+  Adamw* adamw;
 };
+
+// In files of their own: they are compiled with products and sums kept apart.
+Adamw portable_adamw, avx2_adamw, avx512_adamw;
 
 extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels;

@@ -19,9 +19,21 @@
 #define OPTIMUS_API __attribute__((visibility("default")))
 #endif
 
-#define OPTIMUS_ABI 1            // raised when a signature or a meaning changes
+#define OPTIMUS_ABI 2            // raised when a signature or a meaning changes
 #define OPTIMUS_BAD_DTYPE (-1)   // dtype is none of the three
 #define OPTIMUS_BAD_SIZE (-2)    // a size is negative, or T*K or the scratch does not fit
+
+// The numbers of an AdamW update, each rounded to fp32 from fp64 once.
+struct OptimusAdamw {
+  float grad_scale;        // the gradient is first multiplied by this
+  float decay;             // 1 - lr * weight_decay
+  float lerp;              // 1 - beta1
+  float beta2;
+  float one_minus_beta2;
+  float root_bias2;        // sqrt(1 - beta2^step)
+  float eps;
+  float minus_step;        // -lr / (1 - beta1^step)
+};
 
 extern "C" {
 
@@ -64,4 +76,11 @@ OPTIMUS_API int optimus_reduce_backward(int dtype, const void* dout, const void*
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t top_k, int64_t hidden, void* dy, float* dweights,
                                         void* stream);
+
+// One update of AdamW in place: master, exp_avg, exp_avg_sq fp32 [size], grad [size] of grad_dtype;
+// param [size] of param_dtype (bf16 or fp16) takes master rounded to it, or is null (param_dtype is
+// then 0). `with` is the host's memory, read before the launcher returns. adamw.h says how it rounds.
+OPTIMUS_API int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with,
+                              int64_t size, const void* grad, float* master, float* exp_avg,
+                              float* exp_avg_sq, void* param, void* stream);
 }

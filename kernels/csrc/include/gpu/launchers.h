@@ -11,6 +11,7 @@
 #include <initializer_list>
 
 #include "../interface.h"
+#include "adamw.h"
 #include "kernels.h"
 #include "route.h"
 
@@ -60,6 +61,12 @@ int with_width(int64_t size, std::initializer_list<const void*> pointers, const 
   for (const void* pointer : pointers)
     wide = wide && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
   return wide ? body(WidthTag<kWide<T>>{}) : body(WidthTag<1>{});
+}
+
+// body(WidthTag) with four elements at once where every address is a multiple of 16 bytes.
+template <class Body>
+int with_four(std::initializer_list<const void*> pointers, const Body& body) {
+  return with_width<float>(0, pointers, body);
 }
 
 inline Stream stream_of(void* stream) { return static_cast<Stream>(stream); }
@@ -176,6 +183,27 @@ int optimus_reduce_backward(int dtype, const void* dout, const void* y, const vo
                         static_cast<const T*>(weights), row_slot, rows, top_k, hidden,
                         static_cast<T*>(dy), dweights});
     });
+  });
+}
+
+int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with, int64_t size,
+                  const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* param,
+                  void* stream) {
+  using namespace optimus;
+  if (size < 0) return OPTIMUS_BAD_SIZE;
+  if (param && param_dtype != 1 && param_dtype != 2) return OPTIMUS_BAD_DTYPE;
+  const auto run = [&](auto element, auto copy) {
+    using G = decltype(element);
+    using P = decltype(copy);
+    return with_four({grad, master, exp_avg, exp_avg_sq, param}, [&](auto width) {
+      if (size == 0) return 0;
+      return launch(stream_of(stream), groups_of_items((size - 1) / width.value + 1),
+                    Adamw<G, P, width.value>{*with, size, static_cast<const G*>(grad), master,
+                                             exp_avg, exp_avg_sq, static_cast<P*>(param)});
+    });
+  };
+  return with_type(grad_dtype, [&](auto element) {
+    return param_dtype == 2 ? run(element, Half{}) : run(element, BFloat16{});
   });
 }
 }

@@ -1,0 +1,2 @@
+#define OPTIMUS_ADAMW avx2_adamw
+#include "adamw.inc"

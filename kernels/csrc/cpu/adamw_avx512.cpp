@@ -1,0 +1,2 @@
+#define OPTIMUS_ADAMW avx512_adamw
+#include "adamw.inc"

@@ -1,0 +1,2 @@
+#define OPTIMUS_ADAMW portable_adamw
+#include "adamw.inc"

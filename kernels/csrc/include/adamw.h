@@ -1,0 +1,73 @@
+// AdamW on one element: the same roundings on every backend, in every position of a vector.
+//
+// torch's fused AdamW computes this on whole vectors of AVX2 and AVX-512 machines; its remainders
+// (the last elements of a tensor) round the second moment otherwise. Here every element takes the
+// form of the whole vectors, so that results do not depend on how a tensor is cut.
+//
+// Each line rounds once where it says so: a compiler that fuses a product and a sum by itself would
+// give other bits. CPU files are compiled with -ffp-contract=off, CUDA gets its own functions.
+
+#pragma once
+
+#include "bodies.h"
+#include "interface.h"
+
+namespace optimus {
+
+#if defined(__CUDA_ARCH__)
+OPTIMUS_FN float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+OPTIMUS_FN float product(float a, float b) { return __fmul_rn(a, b); }
+OPTIMUS_FN float quotient(float a, float b) { return __fdiv_rn(a, b); }
+OPTIMUS_FN float root(float a) { return __fsqrt_rn(a); }
+#else
+#if defined(SYCL_LANGUAGE_VERSION)
+OPTIMUS_FN float fused(float a, float b, float c) { return sycl::fma(a, b, c); }
+OPTIMUS_FN float root(float a) { return sycl::sqrt(a); }
+#else
+OPTIMUS_FN float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+OPTIMUS_FN float root(float a) { return __builtin_sqrtf(a); }
+#endif
+OPTIMUS_FN float product(float a, float b) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+  return a * b;
+}
+OPTIMUS_FN float quotient(float a, float b) { return a / b; }
+#endif
+
+// master, m and v of one element, for a gradient g not yet scaled. NaN and infinity pass through.
+OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, float& m, float& v) {
+  // torch's lerp starts from the nearer end.
+  const bool from_m = with.lerp < 0.5f;
+  const float weight = from_m ? with.lerp : with.lerp - 1.0f;
+  g = product(g, with.grad_scale);
+  m = fused(weight, g - m, from_m ? m : g);
+  v = fused(product(with.one_minus_beta2, g), g, product(v, with.beta2));
+  const float size = quotient(root(v), with.root_bias2) + with.eps;
+  master = product(master, with.decay) + quotient(product(with.minus_step, m), size);
+}
+
+// All elements of [begin, end), whose length is a multiple of Width, shared by the lanes. `param`
+// takes master rounded to its type; null, if not `Write`.
+template <int Width, bool Write, class Lanes, class G, class P>
+OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& numbers, int64_t begin, int64_t end,
+                           const G* grad, float* master, float* exp_avg, float* exp_avg_sq,
+                           P* param) {
+  const OptimusAdamw with = numbers;  // of its own, so that no store can change it
+  OPTIMUS_SIMD
+  for (int64_t i = begin + lanes.lane() * Width; i < end; i += lanes.lanes() * Width) {
+    float g[Width], p[Width], m[Width], v[Width];
+    load<G, Width>(grad + i, g);
+    load<float, Width>(master + i, p);
+    load<float, Width>(exp_avg + i, m);
+    load<float, Width>(exp_avg_sq + i, v);
+    for (int j = 0; j < Width; ++j) adamw_element(with, g[j], p[j], m[j], v[j]);
+    store<float, Width>(p, master + i);
+    store<float, Width>(m, exp_avg + i);
+    store<float, Width>(v, exp_avg_sq + i);
+    if (Write) store<P, Width>(p, param + i);
+  }
+}
+
+}  // namespace optimus

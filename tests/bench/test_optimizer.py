@@ -1,0 +1,36 @@
+"""`optimus bench optimizer`: contestants do the same step, and wrong ones end it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from optimus.bench import optimizer
+from optimus.cli import main
+from optimus.errors import OptimusError
+
+
+def test_it_prints_json(capsys):
+    arguments = "bench optimizer --size 4096 --threads 1 --rounds 2 --peers torch --json"
+    assert main(arguments.split()) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert set(case["contestants"]) == {"ours", "torch", "bound"}
+    for row in case["contestants"].values():
+        least, median, most = row["ours_is_faster_paired"]
+        assert 0 < least <= median <= most
+
+
+def test_a_wrong_step_ends_it():
+    def wrong(chunk):
+        return lambda: chunk.master.mul_(1.5)
+
+    with pytest.raises(OptimusError, match="mine is off by"):
+        optimizer._check("mine", wrong, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrong", ["--peers sgd", "--rounds 0", "--size 3", "--threads 0"])
+def test_wrong_options_are_named(wrong, capsys):
+    assert main(["bench", "optimizer", *wrong.split()]) == 2
+    assert wrong.split()[0] in capsys.readouterr().err

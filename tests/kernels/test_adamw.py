@@ -1,0 +1,251 @@
+"""adamw_: torch's fused bits where torch has whole vectors, and the same bits however it is cut."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimus_kernels.adamw as module
+from optimus_kernels import adamw_, backend, build, library
+from optimus_kernels.library import Native
+from tests.helpers.cuda_cpu import CudaOnCpu
+
+VECTOR = 16
+SIZE = 4096
+NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
+def native(request, tmp_path_factory) -> Native:
+    """The kernels of one instruction set: a library chooses once, so each gets its own copy."""
+    found = backend.active("cpu")
+    if found.library is None:
+        pytest.skip(f"no CPU kernels: {found.why_not}")
+    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTIMUS_CPU_ISA", request.param)
+        loaded = ctypes.CDLL(str(path))
+        loaded.optimus_cpu_isa.restype = ctypes.c_char_p
+        chosen = loaded.optimus_cpu_isa().decode()
+    if chosen != request.param:
+        pytest.skip(f"this processor has no {request.param}")
+    return Native(loaded, "cpu")
+
+
+@pytest.fixture
+def compiled(native, monkeypatch) -> None:
+    monkeypatch.setattr(library, "native", lambda tensor: native)
+
+
+@pytest.fixture
+def twin(monkeypatch) -> Callable[..., None]:
+    """adamw_ as plain torch computes it."""
+
+    def run(*tensors, **numbers) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "native", lambda tensor: None)
+            adamw_(*tensors, **numbers)
+
+    return run
+
+
+def make_states(size: int, grad_dtype=torch.float32, seed: int = 0) -> list[Tensor]:
+    """master, exp_avg, exp_avg_sq, grad of many magnitudes: `size` elements each."""
+    generator = torch.Generator().manual_seed(seed)
+    normal, spread, m, v = torch.randn(4, size, generator=generator)
+    return [normal, m * 0.1, v.square() * 0.1, (m * 10**spread).to(grad_dtype)]
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """The same numbers; NaN in the same places."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert torch.equal(a.signbit()[~a.isnan()], b.signbit()[~b.isnan()])
+
+
+def step_of_torch(states: list[Tensor], step: int, **numbers) -> None:
+    master, exp_avg, exp_avg_sq, grad = states
+    torch._fused_adamw_(
+        [master], [grad.float()], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))],
+        lr=numbers["lr"], beta1=numbers["beta1"], beta2=numbers["beta2"],
+        weight_decay=numbers["weight_decay"], eps=numbers["eps"], amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+torch_fuses = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's kernel fuses products and sums on AVX2 and AVX-512 alone",
+)
+
+
+@torch_fuses
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("change", [{}, {"weight_decay": 0.0}, {"beta1": 0.5}, {"beta1": 0.3}])
+def test_three_steps_are_torchs_to_the_bit(change):
+    numbers = {**NUMBERS, **change}
+    size = 5 * SIZE + 3 * VECTOR
+    ours = make_states(size)
+    parameter = torch.nn.Parameter(ours[0].clone())
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=numbers["lr"], betas=(numbers["beta1"], numbers["beta2"]),
+        eps=numbers["eps"], weight_decay=numbers["weight_decay"], fused=True,
+    )  # fmt: skip
+    ours[1].zero_(), ours[2].zero_()
+    for step in (1, 2, 3):
+        grad = make_states(size, seed=step)[3]
+        parameter.grad = grad.clone()
+        optimizer.step()
+        adamw_(*ours[:3], grad, None, step=step, **numbers)
+    state = optimizer.state[parameter]
+    assert_same(ours[:3], [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])
+
+
+@torch_fuses
+@pytest.mark.usefixtures("compiled")
+def test_what_is_not_finite_passes_through_as_torchs_does():
+    inf, nan = math.inf, math.nan
+    odd = torch.tensor([inf, -inf, nan, 0.0, -0.0, 1e-42, 3e38, -3e38, 1e-20, 1.0])
+    places = torch.cartesian_prod(*[torch.arange(len(odd))] * 4)
+    assert len(places) % VECTOR == 0
+    ours = [odd[places[:, i]].contiguous() for i in range(4)]
+    ours[2].abs_()
+    theirs = copies(ours)
+    adamw_(*ours, None, step=7, **NUMBERS)
+    step_of_torch(theirs, 7, **NUMBERS)
+    assert_same(ours[:3], theirs[:3])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 15, SIZE + 13])
+def test_the_twin_gives_the_same_bits(twin, size, grad_dtype):
+    for out_dtype in (None, *HALVES):
+        ours, theirs = (make_states(size, grad_dtype) for _ in range(2))
+        outs = [out_dtype and torch.zeros(size, dtype=out_dtype) for _ in range(2)]
+        adamw_(*ours, outs[0], step=5, grad_scale=0.37, **NUMBERS)
+        twin(*theirs, outs[1], step=5, grad_scale=0.37, **NUMBERS)
+        assert_same(ours, theirs)
+        if out_dtype:
+            assert_same(outs[:1], outs[1:])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_cuts_alignment_and_threads_change_no_bit():
+    size = 3 * 32768 + 29
+    whole, cut = make_states(size, torch.bfloat16), make_states(size, torch.bfloat16)
+    outs = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        adamw_(*whole, outs[0], step=3, **NUMBERS)
+        torch.set_num_threads(1)
+        cuts = [0, 1, 2, 5, 37, 38, 1000, 32768, 32775, 65536, 70001, size - 1, size]
+        for begin, end in itertools.pairwise(cuts):
+            parts = [tensor[begin:end] for tensor in (*cut, outs[1])]
+            adamw_(*parts, step=3, **NUMBERS)
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(whole, cut)
+    assert_same(outs[:1], outs[1:])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_parameter_is_the_master_rounded(dtype):
+    """Every upper half of an fp32 number, with lower halves at and beside the middle; no update."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
+    zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
+    before = master.clone()
+    adamw_(master, zero, zero.clone(), zero.clone(), out, **{**NUMBERS, "lr": 0.0}, step=1)
+    assert_same([master], [before])
+    assert_same([out], [before.to(dtype)])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grad_scale_is_scaling_first(grad_dtype):
+    ours, theirs = (make_states(SIZE + 5, grad_dtype) for _ in range(2))
+    adamw_(*ours, None, step=2, grad_scale=1 / 3, **NUMBERS)
+    adamw_(*theirs[:3], theirs[3].float().mul_(1 / 3), None, step=2, **NUMBERS)
+    assert_same(ours[:3], theirs[:3])
+
+
+def test_fused_rounds_once():
+    """Against exact fractions, at sums that fp64 alone would round twice."""
+    from fractions import Fraction
+
+    a, b, c = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1))
+    c = torch.cat([c[:1000], c[1000:] * 2.0**-30])
+    a, b = torch.cat([a, torch.tensor([1 + 2.0**-23])]), torch.cat([b, torch.tensor([1.0])])
+    # 1 + 2^-23 + 2^-24 + 2^-60 lies just above a middle; fp64 sees the middle and takes the even.
+    a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # 1 + 2^-11 + 2^-24: a middle
+    c = torch.cat([c, torch.tensor([2.0**-70])])
+    ours = module._fused(a, b, c)
+    for x, y, z, found in zip(a.tolist(), b.tolist(), c.tolist(), ours.tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        near = torch.tensor(found)
+        below, above = (torch.nextafter(near, torch.tensor(s * math.inf)).item() for s in (-1, 1))
+        error = abs(exact - Fraction(found))
+        assert error <= abs(exact - Fraction(below)) and error <= abs(exact - Fraction(above))
+    assert ours[-1].item() == 1 + 2.0**-11 + 2.0**-23
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
+def test_the_gpu_form_gives_the_same_bits(monkeypatch, twin, tmp_path):
+    """csrc/cuda on a CPU: wide loads, the rest beside them, and addresses that allow none."""
+    emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
+    for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
+        tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]
+        # A slice that begins at `shift`: from 1 on, addresses are no multiples of 16 bytes.
+        ours = [tensor[shift:] for tensor in copies(tensors)]
+        theirs = [tensor[shift:] for tensor in tensors]
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "native", lambda tensor: emulated)
+            adamw_(*ours, step=4, grad_scale=0.7, **NUMBERS)
+        twin(*theirs, step=4, grad_scale=0.7, **NUMBERS)
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=str)
+def test_the_op_is_registered_as_it_behaves(out_dtype):
+    states = make_states(33, torch.bfloat16)
+    out = out_dtype and torch.zeros(33, dtype=out_dtype)
+    numbers = (1e-3, 0.9, 0.95, 1e-8, 0.1, 1, 1.0)
+    torch.library.opcheck(torch.ops.optimus.adamw_.default, (*states, out, *numbers))
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "error", "words"),
+    [
+        (0, torch.zeros(8, dtype=torch.bfloat16), TypeError, "master is torch.bfloat16"),
+        (1, torch.zeros(7), ValueError, r"exp_avg \[7\]"),
+        (3, torch.zeros(8, dtype=torch.float64), TypeError, "grad is torch.float64"),
+        (3, torch.zeros(16)[::2], ValueError, "grad .* contiguous"),
+        (4, torch.zeros(8), TypeError, "param_out is torch.float32"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(place, wrong, error, words):
+    tensors: list[Tensor | None] = [*make_states(8), None]
+    tensors[place] = wrong
+    with pytest.raises(error, match=words):
+        adamw_(*tensors, step=1, **NUMBERS)
+
+
+@pytest.mark.parametrize("change", [{"step": 0}, {"beta1": 1.0}, {"beta2": -0.1}])
+def test_numbers_that_divide_by_zero_are_refused(change):
+    with pytest.raises(ValueError, match="adamw_: step"):
+        adamw_(*make_states(8), None, **{**NUMBERS, "step": 1, **change})
