@@ -13,7 +13,7 @@ from tests.helpers.tiny import make_tiny_data
 
 # Before torch is imported: with one thread, results do not depend on the machine's number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where Intel's extension is installed, each rank would spend 9 s on importing it (docs/intel.md);
+# Where Intel's extension is installed, each rank would spend 8 s on importing it (docs/intel.md);
 # tests/test_ipex.py asks for it.
 os.environ.setdefault("OPTIMUS_IPEX", "0")
 

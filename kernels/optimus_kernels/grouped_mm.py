@@ -32,7 +32,7 @@ def form(like: Tensor) -> str:
     """The form, torch or loop, for tensors of this device and dtype."""
     if _form == "loop" or (_form == "auto" and like.is_cpu):
         return "loop"
-    works = _torch_form_works(like.device.type, like.dtype)
+    works = torch_form_works(like.device.type, like.dtype)
     if _form == "torch" and not works:
         raise ValueError(
             f"grouped_gemm 'torch': torch {torch.__version__} has no grouped product of "
@@ -110,7 +110,7 @@ def _torch_grouped_mm():
 
 
 @functools.cache
-def _torch_form_works(device: str, dtype: torch.dtype) -> bool:
+def torch_form_works(device: str, dtype: torch.dtype) -> bool:
     """Whether torch has it for this device and dtype: the only sure way is to try both products."""
     if _torch_grouped_mm() is None:
         return False

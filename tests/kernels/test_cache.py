@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_leftovers_of_killed_builders_go_and_are_never_read(tmp_path):
     assert not left.exists()
 
 
-def compile_slowly(log: Path, fails: bool) -> None:
+def compile_slowly(log: Path, fails: bool, together: Barrier | None = None) -> None:
     def compile_into(work: Path) -> Path:
         with open(log, "a") as file:
             file.write("x")
@@ -73,6 +74,8 @@ def compile_slowly(log: Path, fails: bool) -> None:
             raise KernelError("the compiler is broken")
         return write_library(work)
 
+    if together is not None:
+        together.wait()  # a busy machine may take longer over a fork than compiling takes here
     try:
         cache.install("cpu-1", compile_into, {"backend": "cpu"})
     except KernelError as error:
@@ -84,7 +87,8 @@ def compile_slowly(log: Path, fails: bool) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_of_processes_that_come_together_one_compiles(tmp_path, fails):
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    processes = [context.Process(target=compile_slowly, args=(log, fails)) for _ in range(4)]
+    given = (log, fails, context.Barrier(4))
+    processes = [context.Process(target=compile_slowly, args=given) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:

@@ -16,6 +16,7 @@ from optimus_kernels import backend, build, library
 from optimus_kernels.cache import Entry, KernelError
 from tests.helpers import kernel_checks as checks
 from tests.helpers.cuda_cpu import CudaOnCpu
+from tests.helpers.forms import needs_torch_form
 from tests.kernels.planted import BUGS
 
 # The package gives the op of this name; the module holds the form in use.
@@ -109,6 +110,7 @@ EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
 
 
 @needs_host_compiler
+@needs_torch_form
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
 def test_experts_in_fibers(emulated, monkeypatch, routing):

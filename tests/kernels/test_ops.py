@@ -15,6 +15,7 @@ from optimus_kernels.reduction import reference_backward as reduce_backward_twin
 from optimus_kernels.route import reference as route_twin
 from optimus_kernels.swiglu import reference as swiglu_twin
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
+from tests.helpers.forms import needs_torch_form
 
 ops = torch.ops.optimus
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -216,6 +217,7 @@ def test_shapes_that_do_not_match_are_named(name):
     assert text in str(failure.value)
 
 
+@needs_torch_form
 def test_torch_and_loop_forms_give_the_same_products():
     given = arguments("all held", torch.bfloat16)
     results = []

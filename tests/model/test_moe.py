@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import optimus_kernels as kernels
 from optimus.model.moe import Experts, FastSparseMoE
+from tests.helpers.forms import FORMS
 from tests.model.small import relative, small_config
 
 D, INNER, E = 32, 24, 5
@@ -56,9 +57,9 @@ def run(experts, x, weights, chosen, function):
     return [out.detach(), *(leaf.grad for leaf in (*leaves, experts.gate_up, experts.down))]
 
 
-@pytest.fixture(params=["loop", "torch"])
+@pytest.fixture(params=FORMS)
 def form(request):
-    """Both forms of the products of all experts; the twin of the second knows every dtype."""
+    """Both forms of the products of all experts, where this torch has both."""
     kernels.set_form(request.param)
     yield request.param
     kernels.set_form("auto")

@@ -20,6 +20,7 @@ from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
+from tests.helpers.forms import FORMS
 from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
 
 FAST = {"train__deterministic": False, "train__threads": 1, "optim__warmup_steps": 1}
@@ -52,7 +53,7 @@ def assert_compiles_to_the_same(config) -> None:
     assert compiled.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("form", ["torch", "loop"])
+@pytest.mark.parametrize("form", FORMS)
 def test_blocks_compile_to_one_graph_with_the_same_gradients(without_a_compiler, form):
     from optimus_kernels.grouped_mm import set_form
 

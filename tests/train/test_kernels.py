@@ -18,6 +18,7 @@ from optimus.launch_env import read_launch_env
 from optimus.train import kernels
 from optimus.train.kernels import Answer, disagreement
 from optimus.train.loop import train
+from tests.helpers.forms import TORCH_FORM_WORKS
 from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
 
 FAST = {
@@ -100,7 +101,7 @@ def test_an_explicit_choice_that_cannot_be_had_is_one_line_and_status_2(
 
 def test_a_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch):
     settings = {**FAST, "kernels__backend": "torch"}
-    other = "torch"
+    other = "torch" if TORCH_FORM_WORKS else "loop"
     tree = tiny_tree(tiny_data, tmp_path, **settings, kernels__grouped_gemm=other)
     assert ranks(1, run_with, tree, {}, start_world=False, timeout_s=120) == [""]
     assert resolved(tmp_path) == {"backend": "torch", "grouped_gemm": other}

@@ -1,0 +1,14 @@
+"""Which forms of grouped products this torch has on a CPU; torch 2.8 has none of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus_kernels.grouped_mm import torch_form_works
+
+TORCH_FORM_WORKS = torch_form_works("cpu", torch.float32)
+needs_torch_form = pytest.mark.skipif(
+    not TORCH_FORM_WORKS, reason=f"torch {torch.__version__} has no grouped products on CPUs"
+)
+FORMS = ("loop", pytest.param("torch", marks=needs_torch_form))
