@@ -194,6 +194,7 @@ def test_dependencies_are_those_that_are_imported():
     declared = {re.match(r"[\w-]+", text)[0] for text in project["dependencies"]}
     optional = {"oneccl_bindings_for_pytorch", "intel_extension_for_pytorch"}
     optional |= {"transformers", "liger_kernel", "scattermoe"}  # `optimus bench moe`'s peers
+    optional |= {"deepspeed"}  # `optimus bench optimizer`'s peer
     optional |= {"setuptools"}  # runs the SYCL build where torch has xpu; declared for building
     extra = {re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"]["data"]}
     optional |= extra
