@@ -204,15 +204,11 @@ class ChunkEngine:
         all_reduce_sum(total, self._everyone)
         return math.sqrt(float(total))
 
-    def scale_grads(self, factor: float) -> None:
-        """Multiply all gradients, for clipping."""
-        for one in self.chunks:
-            one.grad.mul_(factor)
-
-    def update(self, lr: float) -> None:
-        """One AdamW update of this rank's shards, then of all parameters."""
-        self._optimizer.step(self.chunks, lr)
-        self.publish()
+    def update(self, lr: float, grad_scale: float = 1.0) -> None:
+        """One AdamW update of this rank's shards from the gradients times `grad_scale` (clipping),
+        then of all parameters."""
+        self._optimizer.step(self.chunks, lr, grad_scale)
+        self._gather_parameters()
 
     def publish(self) -> None:
         """Make the parameters what the masters say, on all ranks."""
@@ -220,7 +216,11 @@ class ChunkEngine:
             own = one.params[one.own]
             if own.data_ptr() != one.master.data_ptr():
                 own.copy_(one.master)
-            all_gather(one.params, own, one.home.shards)
+        self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        for one in self.chunks:
+            all_gather(one.params, one.params[one.own], one.home.shards)
 
     # -- whole states, for checkpoints -----------------------------------------------------------
 

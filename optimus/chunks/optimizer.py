@@ -10,49 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import nn
-
 from optimus.chunks.states import ChunkStates
 from optimus.config import OptimConfig
+from optimus_kernels.adamw import adamw_
 
 
 class AdamW:
-    """torch's fused AdamW, one formula for every element: shards are multiples of 32 elements."""
+    """Decoupled weight decay (arXiv 1711.05101), one formula for every element."""
 
     def __init__(self, optim: OptimConfig) -> None:
         self._optim = optim
-        self._optimizer: torch.optim.AdamW | None = None
         self.num_updates = 0
 
-    def step(self, chunks: Sequence[ChunkStates], lr: float) -> None:
-        """One update of every chunk's shard from its `grad`."""
-        if self._optimizer is None:
-            self._bind(chunks)
-        for state in self._optimizer.state.values():
-            state["step"].fill_(self.num_updates)
-        self._optimizer.param_groups[0]["lr"] = lr
-        self._optimizer.step()
+    def step(self, chunks: Sequence[ChunkStates], lr: float, grad_scale: float = 1.0) -> None:
+        """One update of every chunk's shard from its `grad` times `grad_scale`, and of the rank's
+        own part of the parameters."""
         self.num_updates += 1
-
-    def _bind(self, chunks: Sequence[ChunkStates]) -> None:
         optim = self._optim
-        shards = []
         for one in chunks:
-            shard = nn.Parameter(one.master)
-            shard.grad = one.grad
-            shards.append(shard)
-        self._optimizer = torch.optim.AdamW(
-            shards,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
-        for shard, one in zip(shards, chunks, strict=True):
-            self._optimizer.state[shard] = {
-                "step": torch.zeros((), dtype=torch.float32, device=one.master.device),
-                "exp_avg": one.exp_avg,
-                "exp_avg_sq": one.exp_avg_sq,
-            }
+            own = one.params[one.own]
+            adamw_(
+                one.master,
+                one.exp_avg,
+                one.exp_avg_sq,
+                one.grad,
+                None if own.data_ptr() == one.master.data_ptr() else own,
+                lr,
+                *optim.betas,
+                optim.eps,
+                optim.weight_decay,
+                self.num_updates,
+                grad_scale,
+            )

@@ -79,13 +79,15 @@ class Updater:
         def opt_step() -> None:
             self._watch.agree(own)
             self._states.finish(self._far_ends)
-            self._norm = self._clip(step)
-            self._states.update(lr)
+            self._norm = self._finite_norm(step)
+            limit = self._config.optim.clip_norm
+            clips = clips_at(step, self._config.optim) and self._norm > limit
+            self._states.update(lr, limit / self._norm if clips else 1.0)
 
         return opt_step
 
-    def _clip(self, step: int) -> float:
-        """The gradient norm before clipping; scales the gradients where it is too large."""
+    def _finite_norm(self, step: int) -> float:
+        """The gradient norm, before clipping."""
         norm = self._states.grad_norm()
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -93,9 +95,6 @@ class Updater:
                 "own gradients are finite; the sum overflows, lower the learning rate",
                 on_every_rank=True,
             )
-        limit = self._config.optim.clip_norm
-        if clips_at(step, self._config.optim) and norm > limit:
-            self._states.scale_grads(limit / norm)
         return norm
 
     def _result(self, step: int, terms: dict[tuple[int, int], Terms], lr: float) -> UpdateResult:
