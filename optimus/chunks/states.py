@@ -27,6 +27,8 @@ class Home:
     spread: Group = ALONE
     partial_over: Group = ALONE
     """Ranks whose gradients are parts of one besides: tensor-parallel ones, of some norms."""
+    copies: tuple[str, ...] = ()
+    """Axes along which ranks hold the same part of the states."""
     far_copy: bool = False
     """Whether another stage holds the parameter too and counts it."""
     first_copy: bool = field(default=True, compare=False)

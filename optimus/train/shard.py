@@ -104,13 +104,15 @@ class Shard:
             same -= {"ep"}
         if kind.divided_by_tp:
             same -= {"tp"}
-        first = all(getattr(place, axis) == 0 for axis in same)
+        copies = tuple(sorted(same))
+        first = all(getattr(place, axis) == 0 for axis in copies)
         return Home(
             stage=self.layout.stage_of(name),
             adders=groups.over(adding),
             shards=groups.over(sharding),
             spread=groups.over(spread),
             partial_over=groups.tp if kind.partial_over_tp else ALONE,
+            copies=copies,
             far_copy=other_end,
             first_copy=first,
         )
