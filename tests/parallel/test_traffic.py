@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from optimus.bench.layout import bench_layout
+from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
 from optimus.model.flops import count_parameters
@@ -37,21 +38,30 @@ def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
     return {axes: {name: size for name, (_, size) in ops.items()} for axes, ops in counted.items()}
 
 
-def norms(size: int, parameters: int) -> dict[str, int]:
-    """How the gradient norm is joined by ranks that hold one model: the longest number of terms,
-    then the terms in fp64."""
-    return {"all_reduce": 8, "all_gather": 8 * size * parameters}
-
-
-def counted_parameters() -> int:
+def chunked(ranks: int, *parts: str) -> int:
+    """Elements of the chunk of all parameters in whose names one of `parts` stands, added up by so
+    many ranks."""
     model = whole_model(make_config(tiny_tree("d", "r")).model)
-    return len(dict(model.named_parameters()))
+    named = [
+        Parameter(name, tuple(p.shape), None, ranks)
+        for name, p in model.named_parameters()
+        if any(part in name for part in parts)
+    ]
+    return lay_out(named, 1 << 24).length
 
 
 def test_data_parallelism_adds_every_gradient_once(ranks):
     config = make_config(tiny_tree("d", "r"))
     total, _ = count_parameters(config.model)
-    assert traffic_of(ranks, 2) == {"dp": {"all_reduce": 4 * total}}
+    chunk = chunked(2, "")
+    assert total <= chunk <= 1.01 * total
+    assert traffic_of(ranks, 2) == {"dp": {"all_reduce": 4 * chunk}}
+
+
+def test_divided_states_are_reduced_to_shards_and_parameters_gathered(ranks):
+    size = 4 * chunked(2, "")
+    counted = traffic_of(ranks, 2, optim__sharding="epso")
+    assert counted == {"dp": {"reduce_scatter": size, "all_gather": size}}
 
 
 def test_a_pipeline_sends_one_stream_for_each_microbatch(ranks):
@@ -61,39 +71,32 @@ def test_a_pipeline_sends_one_stream_for_each_microbatch(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallelism(ranks, sequence_parallel):
-    microbatches, held = 8, counted_parameters()
+    microbatches = 8
     counted = traffic_of(ranks, 2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
-    joined = norms(2, held)
     if not sequence_parallel:
         layer = 4 * STREAM + COSINES + WEIGHTS  # two blocks, there and back; the router's share
         ends = 2 * STREAM + LOSS  # embedding forward, head backward
         expected = {
-            "all_reduce": microbatches * (L * layer + ends) + joined["all_reduce"],
-            "all_gather": joined["all_gather"],
+            "all_reduce": microbatches * (L * layer + ends),
         }
     else:
-        partial = 4 * (2 * L + 1) * D  # norms of the stream see a part of the sequence
+        # Norms of the stream see a part of the sequence.
+        partial = 4 * chunked(1, "attention_norm", "mlp_norm", "final_norm")
         # Experts' inputs and routing weights are summed, the rest is gathered and scattered.
         expected = {
-            "all_reduce": microbatches * (L * (STREAM + WEIGHTS + COSINES) + LOSS)
-            + partial
-            + joined["all_reduce"],
-            "all_gather": microbatches * (4 * L + 2) * STREAM + joined["all_gather"],
+            "all_reduce": microbatches * (L * (STREAM + WEIGHTS + COSINES) + LOSS) + partial,
+            "all_gather": microbatches * (4 * L + 2) * STREAM,
             "reduce_scatter": microbatches * (3 * L + 2) * STREAM,
         }
     assert counted == {"tp": expected}
 
 
 def test_expert_parallelism_by_allgather(ranks):
-    microbatches, n, held = 4, 2, counted_parameters()
-    config = make_config(tiny_tree("d", "r"))
-    model = whole_model(config.model)
-    shared = sum(p.numel() for name, p in model.named_parameters() if ".experts." not in name)
-    joined = norms(n, held)
+    microbatches, n = 4, 2
+    shared = chunked(n, "norm", "proj", "router", "embed", "head")
     expected = {
-        "all_gather": microbatches * L * n * (2 * STREAM + WEIGHTS + CHOICES)
-        + joined["all_gather"],
+        "all_gather": microbatches * L * n * (2 * STREAM + WEIGHTS + CHOICES),
         "reduce_scatter": microbatches * L * n * (2 * STREAM + WEIGHTS),
-        "all_reduce": 4 * shared + joined["all_reduce"],
+        "all_reduce": 4 * shared,
     }
     assert traffic_of(ranks, 2, parallel__ep=2) == {"ep": expected}
