@@ -169,7 +169,7 @@ class TokenArrayWriter:
         return [ids, rows, bytes(self._ids[values // 3 * ID_BYTES :])]
 
     def restore(
-        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview = b""
+        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview
     ) -> None:
         """Append what `take` gave."""
         self.tokens += self._store.restore(ids)
