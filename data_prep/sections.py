@@ -18,7 +18,8 @@ _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 """Kana, ideographs and Hangul: letters that join nothing before them."""
 _SIGNS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 _CUT = re.compile(
-    f"(?={CUT.pattern})|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
+    f"(?={CUT.pattern})"
+    f"|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
     f"|(?<=[{_LETTERS}])(?=[{_SIGNS}][{_LETTERS}])"
 )
 """Where a piece begins, alone or not: before the last space of a run (pretokenize.CUT). Behind a
@@ -26,7 +27,7 @@ lone newline: it ends a piece, its own or that of the sign before it, and NFC jo
 And before a lone sign between letters of scripts without spaces: it is a piece or begins one."""
 
 _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
-"""All that NFC makes ASCII, each one character: it joins none to such, and parts none from others."""
+"""All that NFC makes ASCII, each one character: it joins none to such nor parts one from others."""
 
 
 class NoCut(Exception):

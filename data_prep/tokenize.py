@@ -95,7 +95,7 @@ def _checkpoints(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
 ) -> segments.Segments:
     """Those without the documents that are dropped; any others do not count."""
-    gone = sorted(_dropped_of(work, unit, dropped))
+    gone = sorted(_dropped_of(work, unit, dropped).items())
     facts = json.dumps([work.plan_xxh3, work.packed, gone]).encode()
     return segments.Segments(work.tokens_dir, unit, files.xxh3_bytes(facts))
 
