@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from data_prep.cli import main
+from data_prep.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.loader import Loader
 from optimus.data.mixture import MixedDataset
@@ -106,7 +106,7 @@ def test_sources_that_hold_out_other_shares(tiny_data, tmp_path):
     run = ["run", "--input", str(text), "--tokenizer", str(tiny_data / "tokenizer.json")]
     run += ["--context", str(CONTEXT), "--workers", "1"]
     assert main([*run, "--out", str(plain)]) == 0
-    share = json.loads((tiny_data / "manifest.json").read_text().splitlines()[0])["eval_fraction"]
+    share = read_manifest(tiny_data).eval_fraction
     for seed in range(99):  # until the one document is not held out
         text.write_text(f"more {seed} text " * 500)
         if main([*run, "--out", str(same), "--eval-fraction", str(share)]) == 0:
@@ -120,4 +120,4 @@ def test_sources_that_hold_out_other_shares(tiny_data, tmp_path):
     for pair in ([one, other], [other, one], [blended, other]):
         with pytest.raises(DataError, match="data.mix: .*hold.*of its documents.*same --eval-fr"):
             MixedDataset(pair, [1, 1])
-    MixedDataset([one, TokenDataset(same), blended], [1, 1, 1])
+    MixedDataset([TokenDataset(same), blended], [1, 1])
