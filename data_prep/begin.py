@@ -111,7 +111,8 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
     for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)
         if then != now:
-            yield f"{key} = {then}, now {now}"
+            shown = ["''" if value == "" else value for value in (then, now)]
+            yield f"{key} = {shown[0]}, now {shown[1]}"
     yield from _input_differences(old.inputs, new.inputs)
     if old.units != new.units:
         yield f"{len(old.units)} units of work, now {len(new.units)}: keep --unit-size as it was"

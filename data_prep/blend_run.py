@@ -9,11 +9,12 @@ from pathlib import Path
 from data_prep import layout
 from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
 from data_prep.fused import require_arrays
+from data_prep.held_out import check_held_out, held_out_of
 from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.run import ShuffleRequest, check_order, write_order
 from data_prep.shuffle import make_order, rows_of_shard
-from data_prep.token_plan import TokenPlan, is_import, read_plan
+from data_prep.token_plan import read_plan
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import ConfigError, DataError
@@ -113,23 +114,9 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         first = first or plan
         if plan.tokenizer != first.tokenizer:
             raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")
-        _check_held_out(folders[0], first, folder, plan)
+        check_held_out(folders[0], held_out_of(first), folder, held_out_of(plan))
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
     return plans
-
-
-def _check_held_out(first: Path, one: TokenPlan, folder: Path, plan: TokenPlan) -> None:
-    if plan.eval_fraction != one.eval_fraction:
-        raise DataError(
-            f"{folder} holds out {plan.eval_fraction:g} of its documents and {first} "
-            f"{one.eval_fraction:g}, so that one might train on what the other holds out; make "
-            "them with the same --eval-fraction"
-        )
-    if plan.eval_fraction and is_import(plan) != is_import(one):
-        raise DataError(
-            f"{first} and {folder} hold out documents, one by text and one by imported ids, so "
-            "that one might train on what the other holds out; make them without --eval-fraction"
-        )
 
 
 def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from data_prep.ranks import Team, do_together
 from data_prep.shuffle import Order
 from data_prep.token_arrays import TokenArrayReader, array_path
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError
 
 SPILL_DIR = "spill"
 _VERSION = 2
@@ -174,13 +174,13 @@ class SpillReader:
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Raises DataError where a piece has been read to its end and is not what was written."""
+        """Raises DamageError where a piece has been read to its end and is not what was written."""
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece)
         if self._next[run] < self._stop[run]:
             return
         if _signed(self._digests.pop(run).intdigest()) != self._xxh3[run]:
-            raise DataError(
+            raise DamageError(
                 f"{array_path(self._folder, run)}: its content is damaged (hash differs); remove "
                 f"{self._folder} and give the command again"
             )

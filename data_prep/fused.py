@@ -19,7 +19,7 @@ from data_prep.token_arrays import array_path
 from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 FORM = "optimus-tokens-removed"
 MARK = "removed.json"
@@ -45,7 +45,7 @@ def mark_removed(tokens_dir: Path) -> None:
 def check_arrays(tokens_dir: Path) -> None:
     """Read arrays that are not packed once more before they go: they are the proof of the shards.
 
-    Packed ones were checked, block by block, whenever they were read. Raises DataError where one is
+    Packed ones were checked, block by block, whenever they were read. DamageError where one is
     not what its sidecar says.
     """
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
@@ -55,7 +55,7 @@ def check_arrays(tokens_dir: Path) -> None:
         for unit, path in paths.items():
             if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
                 shards = tokens_dir.parent / layout.SHARDS_DIR
-                raise DataError(
+                raise DamageError(
                     f"{path}: its content is damaged (hash differs), and with it shards made of "
                     f"it; remove it and {shards}, and give the command again"
                 )

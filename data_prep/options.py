@@ -112,7 +112,6 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     _add_eval_fraction(parser)
     parser.add_argument(
         "--id-field",
-        default="id",
         metavar="NAME",
         help="field of a document's id in JSON lines and tables, which no two may share; one "
         "without it is fine; '': ids may be anything (id)",

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
-from optimus.errors import ConfigError, DataError
+from optimus.errors import ConfigError, DamageError, DataError
 
 BLOCK_TOKENS = 8192
 """A row of 2048 costs 30 us to unpack; smaller blocks pack less well."""
@@ -148,7 +148,7 @@ class PackedArray:
     """Reads ids of a packed token array. A context manager; not for two threads."""
 
     def __init__(self, path: Path, dtype: str):
-        """Raises DataError for a file that is damaged, OSError for one that is not there."""
+        """Raises DamageError for a file that is damaged, OSError for one that is not there."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
         self._fd = os.open(path, os.O_RDONLY)
         try:
@@ -173,11 +173,11 @@ class PackedArray:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def _damaged(self, why: str) -> DataError:
-        return DataError(f"{self._path}: {why}; remove it and give the command again")
+    def _damaged(self, why: str) -> DamageError:
+        return DamageError(f"{self._path}: {why}; remove it and give the command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` (1-D, of the array's dtype) with the ids from `start` on. Raises DataError."""
+        """Fill `out` (1-D, of the array's dtype) with the ids from `start` on. Or DamageError."""
         frame = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
@@ -199,7 +199,7 @@ class PackedArray:
         return self._last[1]
 
     def describe(self) -> dict[str, Any]:
-        """Size and hash of the .npy that it stands for. Raises DataError."""
+        """Size and hash of the .npy that it stands for. Raises DamageError."""
         digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
         for frame in range(len(self._starts) - 1):
             digest.update(self._frame(frame).data)

@@ -35,7 +35,7 @@ class Peers:
         """Raises LostPeerError where a rank has failed since this one began."""
         for name in sorted(self._marks() - self._old):
             with contextlib.suppress(FileNotFoundError):
-                what = (self._out / name).read_text()
+                what = (self._out / name).read_text("utf-8", "replace")
                 rank = name.removeprefix(_PREFIX).partition(".")[0]
                 raise LostPeerError(
                     f"rank {rank} failed: {what}; give the command again on all ranks then"
@@ -45,11 +45,12 @@ class Peers:
         """Leave a mark, if there is a place for it."""
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename or self._out}: {error.strerror}"
+            text = one_line(f"{error.filename or self._out}: {error.strerror}")
         with contextlib.suppress(OSError):  # what ended this rank may be the disk itself
             if self._out.is_dir():
                 path = files.temporary_name(self._out / f"failed-rank-{rank}")
-                files.write_bytes(path, text.encode())
+                # A name of a file may be no UTF-8, and is a str with lone surrogates then.
+                files.write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
     def forget_old(self) -> None:
         """Remove the marks of earlier runs: the work is done."""

@@ -28,9 +28,12 @@ _TEMPLATES = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _SPLIT.replace("{digits}", ""),
 }
 """The library's pattern: ours, with classes of letters {L}, numbers {N} and white space {S}."""
-CUT = re.compile(" (?=[A-Za-z])")
-"""Where every template begins a piece, and what stands before gives the same pieces without it: a
-space goes with the letter behind it, and white space before it is cut as at the end of a text."""
+NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
+"""Certainly no white space, in any version of Unicode, nor made such by NFC."""
+CUT = re.compile(f" (?={NOT_SPACE})")
+"""Where every template begins a piece, and what stands before gives the same pieces without it: the
+last space of a run goes with the letter, number or sign behind it or stands alone, and white space
+before it is cut as at the end of a text. NFC joins nothing to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF

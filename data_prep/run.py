@@ -59,7 +59,8 @@ class TokenizeRequest:
     memory_bytes: int | None = None
     """None: half of the machine's."""
     max_document: int | None = None
-    id_field: str = "id"
+    id_field: str | None = None
+    """None: `id`; none in an output that was begun without."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
         say(fewer_workers(label, memory, workers, request.workers, enough))
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
+        if request.id_field is None and not plan.id_field:
+            team.say(f"{request.out} was begun without ids of documents: duplicates are not found")
         work = dataclasses.replace(work, packed=packed)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         label = team.label("tokenize")
@@ -177,13 +180,13 @@ def plan_of(
 
 
 def _id_field(request: TokenizeRequest) -> str:
-    """As asked for; nothing where token arrays were begun before ids were looked at."""
+    """As asked for; by default none where token arrays were begun without."""
+    if request.id_field is not None:
+        return request.id_field
     tokens_dir = request.out / layout.TOKENS_DIR
-    if (tokens_dir / layout.PLAN).exists():
-        then = read_plan(tokens_dir)
-        if not (then.id_field or then.max_document):
-            return ""
-    return request.id_field
+    if (tokens_dir / layout.PLAN).exists() and not read_plan(tokens_dir).id_field:
+        return ""
+    return "id"
 
 
 def data_sets(out: Path) -> list[Path]:

@@ -22,15 +22,18 @@ from optimus import files
 
 SEGMENT_BYTES = 16 << 20
 """Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""
+_VERSION = 2
+"""Of what a checkpoint holds; one of another version counts as absent. 1 had no hashes of ids."""
 _HASH_BYTES = 16
 
 
 class Segments:
     """The checkpoints of one unit."""
 
-    def __init__(self, tokens_dir: Path, unit: int, plan_xxh3: str):
+    def __init__(self, tokens_dir: Path, unit: int, work: str):
+        """`work` names all that decides what they hold."""
         self._dir, self._unit = tokens_dir, unit
-        self._identity = {"plan": plan_xxh3, "unit": unit}
+        self._identity = {"version": _VERSION, "work": work, "unit": unit}
         self._next = 0
 
     def _path(self, number: int) -> Path:
@@ -53,6 +56,8 @@ class Segments:
         size = int.from_bytes(body[:8], "little")
         head = json.loads(bytes(body[8 : 8 + size]))
         if head["identity"] != {**self._identity, "number": number}:
+            return None
+        if 8 + size + sum(head["blobs"]) != len(body):
             return None
         blobs, start = [], 8 + size
         for length in head["blobs"]:

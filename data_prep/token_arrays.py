@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
 from data_prep.packed import PackedArray, PackedStore, packed_path
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 ID_BYTES = 16
 """Of the hash of a document's id."""
@@ -169,7 +169,7 @@ class TokenArrayWriter:
         return [ids, rows, bytes(self._ids[values // 3 * ID_BYTES :])]
 
     def restore(
-        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview = b""
+        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview
     ) -> None:
         """Append what `take` gave."""
         self.tokens += self._store.restore(ids)
@@ -211,7 +211,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     rows, rest = divmod(len(data) - HEADER_BYTES, 3 * 8)
     whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
-        raise DataError(f"{path}: is damaged; verify lists all damage, tokenizing again mends it")
+        raise DamageError(f"{path}: is damaged; verify lists all damage, tokenizing again mends it")
     return np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_prep import layout
 from data_prep.sources import InputFile, group_units
@@ -91,7 +91,14 @@ def read_plan(tokens_dir: Path) -> TokenPlan:
     )
 
 
-def is_import(plan: TokenPlan) -> bool:
+class HasTextField(Protocol):
+    """A plan, or a manifest."""
+
+    @property
+    def text_field(self) -> str: ...
+
+
+def is_import(plan: HasTextField) -> bool:
     """Whether its arrays come from token files, whose text is not known, and not from text."""
     return plan.text_field.startswith(IMPORT_FIELD)
 

@@ -6,6 +6,7 @@ What a unit holds depends on the plan alone, so any process may do any unit, in 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,20 +75,36 @@ def tokenize_all(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    written_by = f"{work.plan_xxh3} packed" if work.packed else work.plan_xxh3
-    checkpoints = segments.Segments(work.tokens_dir, unit, written_by)
     dropped = work.dropped()
     while True:
+        checkpoints = _checkpoints(work, unit, dropped)
         if (records := _complete(work, unit, dropped)) is None:
             _tokenize_unit(work, unit, dropped, checkpoints, advance)
         else:
             _check_inputs(work, unit, records, advance)
         checkpoints.remove()
+        _remove_packed(work, unit)
         # If others compared all ids meanwhile, from this unit as they had made it, it may be wrong
         # now; if they do so later, they tokenize it after us.
         before, dropped = dropped, work.dropped()
         if (before is None) == (dropped is None):
             return
+
+
+def _checkpoints(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+) -> segments.Segments:
+    """Those without the documents that are dropped; any others do not count."""
+    gone = sorted(_dropped_of(work, unit, dropped).items())
+    facts = json.dumps([work.plan_xxh3, work.packed, gone]).encode()
+    return segments.Segments(work.tokens_dir, unit, files.xxh3_bytes(facts))
+
+
+def _remove_packed(work: TokenizeWork, unit: int) -> None:
+    """What a run with `--fused` left of a unit whose arrays are to stay, and stand."""
+    if not work.packed:
+        for folder in parts_dirs(work.out, work.plan).values():
+            packed_path(folder, unit).unlink(missing_ok=True)
 
 
 def is_complete(
@@ -179,8 +196,6 @@ def _tokenize_unit(
     advance: Callable[[int], None],
 ) -> None:
     gone = _dropped_of(work, unit, dropped)
-    if gone:
-        checkpoints.remove()  # they may hold what is dropped
     plan, folders = work.plan, parts_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
@@ -213,8 +228,6 @@ def _tokenize_unit(
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
     for part in reversed(plan.parts):  # the training part's sidecar last
-        if not work.packed:
-            packed_path(folders[part], unit).unlink(missing_ok=True)
         more = {"dropped": len(gone)} if gone and part == PARTS[0] else {}
         set_aside = unit_writer.set_aside if part == PARTS[0] else []
         identity = UnitIdentity(work.plan_xxh3, part, unit, unit_writer.hashes, set_aside)

@@ -17,13 +17,9 @@ from data_prep.long_text import LongText
 from data_prep.sections import SECTION_CHARS, NoCut
 from data_prep.token_arrays import TokenArrayWriter
 from data_prep.tokenizer import Encoder
-from optimus.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 1024
-_MOST_UNCUT_CHARS = 4 << 20
-"""Held of a text that has no place to cut it: 16 MB, and as a single piece of text it would take
-the library some hundred bytes a character."""
 
 
 class UnitWriter:
@@ -51,6 +47,7 @@ class UnitWriter:
         self.hashes: list[str] = []
         self.set_aside: list[dict[str, Any]] = []
         for state, blobs in checkpoints.read():
+            assert len(blobs) == 3 * len(self._writers), (len(blobs), len(self._writers))
             for index, writer in enumerate(self._writers):
                 writer.restore(*blobs[3 * index : 3 * index + 3])
             self.source, self.hashes = state["source"], state["hashes"]
@@ -110,16 +107,18 @@ class UnitWriter:
         where: str,
         after: Callable[[str], None] = lambda section: None,
     ) -> None:
+        """What has no place to cut it is encoded whole, where the memory for it is there."""
         assert self._encoder.cutter is not None
+        needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
+        most = None if room is None else room // needs
         try:
-            for section in self._encoder.cutter.sections(blocks, _MOST_UNCUT_CHARS):
+            for section in self._encoder.cutter.sections(blocks, most):
                 part.extend(self._encoder.encode([section])[0])
                 after(section)
         except NoCut as error:
-            raise DataError(
-                f"{where}: {error.args[0]} characters have no white space to divide them at; leave "
-                "such documents out with --max-document SIZE --on-error quarantine"
-            ) from None
+            (size,) = error.args
+            self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
+            raise AssertionError("more than there is room for was refused") from error
 
     def _part(self, xxh3: int) -> TokenArrayWriter:
         """The array of a document with this hash."""

@@ -32,6 +32,12 @@ class DataError(OptimusError):
     exit_code = 2
 
 
+class DamageError(DataError):
+    """A file that we wrote ourselves and that holds something else now."""
+
+    exit_code = 1
+
+
 class CheckpointError(OptimusError):
     """A checkpoint that is missing, damaged, or of another model."""
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from data_prep import layout
+from data_prep.held_out import HeldOut, held_out_of_dataset
 from data_prep.manifest import read_manifest
 from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.reader import ShardReader
@@ -83,9 +84,14 @@ class TokenDataset:
         """Of the tokenizer that made the ids."""
         self.identity = manifest.identity
         """Hex string that is equal for two data sets only if they give the same instances."""
+        self._manifest = manifest
         self._seed = manifest.seed
         self._reader = ShardReader(self.path, manifest)
         self._permuted_block = functools.lru_cache(_BLOCKS_KEPT)(self._permute_block)
+
+    def held_out(self) -> HeldOut | None:
+        """Which documents it holds out; None: a blend whose sources are gone. Raises DataError."""
+        return held_out_of_dataset(self.path, self._manifest)
 
     @property
     def tokenizer_file(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_prep.held_out import check_held_out
 from data_prep.mixing import ALGORITHM, Mixing
 from optimus.data.dataset import TokenDataset
 from optimus.errors import DataError
@@ -35,6 +36,7 @@ class MixedDataset:
                         f"data.mix: {first.path} has {what} = {one}, {source.path} has {other}; "
                         "mix data sets of one tokenizer and context"
                     )
+        _check_held_out(sources)
         seen: dict[str, TokenDataset] = {}
         for source in sources:
             twin = seen.setdefault(source.identity, source)
@@ -65,3 +67,13 @@ class MixedDataset:
             places = np.flatnonzero(sources == index)
             self._sources[index].scatter(out, places, int(numbers[places[0]]))
         return out
+
+
+def _check_held_out(sources: Sequence[TokenDataset]) -> None:
+    """Raises DataError where a source might train on what another holds out."""
+    known = [(source.path, rule) for source in sources if (rule := source.held_out())]
+    for path, rule in known[1:]:
+        try:
+            check_held_out(*known[0], path, rule)
+        except DataError as error:
+            raise DataError(f"data.mix: {error}") from None

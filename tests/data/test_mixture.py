@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from data_prep.cli import main
+from data_prep.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.loader import Loader
 from optimus.data.mixture import MixedDataset
@@ -95,3 +96,28 @@ def test_sources_that_do_not_go_together(parts, tiny_data, tmp_path):
     refused(other, "has tokenizer_sha256 = ")
     shutil.copytree(tiny_data, tmp_path / "twin")
     refused(tmp_path / "twin", "hold the same instances")
+
+
+def test_sources_that_hold_out_other_shares(tiny_data, tmp_path):
+    """As `blend` refuses them; a blend is known by its sources."""
+    plain, same = tmp_path / "plain", tmp_path / "same"
+    text = tmp_path / "a.txt"
+    text.write_text("some other text " * 500)
+    run = ["run", "--input", str(text), "--tokenizer", str(tiny_data / "tokenizer.json")]
+    run += ["--context", str(CONTEXT), "--workers", "1"]
+    assert main([*run, "--out", str(plain)]) == 0
+    share = read_manifest(tiny_data).eval_fraction
+    for seed in range(99):  # until the one document is not held out
+        text.write_text(f"more {seed} text " * 500)
+        if main([*run, "--out", str(same), "--eval-fraction", str(share)]) == 0:
+            break
+        shutil.rmtree(same)
+    blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out"]
+    assert main([*blend, str(tmp_path / "blend")]) == 0
+    assert main(["shard", str(tmp_path / "blend"), "--workers", "1"]) == 0
+    one, other = TokenDataset(tiny_data), TokenDataset(plain)
+    blended = TokenDataset(tmp_path / "blend")
+    for pair in ([one, other], [other, one], [blended, other]):
+        with pytest.raises(DataError, match="data.mix: .*hold.*of its documents.*same --eval-fr"):
+            MixedDataset(pair, [1, 1])
+    MixedDataset([TokenDataset(same), blended], [1, 1])

@@ -155,3 +155,20 @@ def test_find_agrees_with_a_dictionary(tmp_path):
             first.setdefault(value, (unit, line))
     for memory in (1 << 30, 10_000, 2000):
         assert find([tmp_path], 4, memory).tolist() == expected
+
+
+def test_ids_asked_for_where_they_were_not_looked_at(made, tmp_path, capsys):
+    """An explicit field is refused, the default goes on and says so."""
+    write(tmp_path / "text", a=["x", "y", "x"])
+    given = arguments(made, tmp_path)
+    assert main([*given, "--id-field", ""]) == 0
+    before = tree(tmp_path / "out")
+    capsys.readouterr()
+    assert main([*given, "--id-field", "id"]) == 2
+    assert "begun with id_field = '', now id; " in one_error(capsys)
+    assert main(given) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "without ids" in line]
+    assert len(told) == 1 and str(tmp_path / "out") in told[0]
+    assert main([*given, "--id-field", ""]) == 0
+    assert "without ids" not in capsys.readouterr().err
+    assert tree(tmp_path / "out") == before

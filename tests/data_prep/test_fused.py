@@ -188,7 +188,7 @@ def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys
     for shard in (out / "shards").iterdir():
         shard.unlink()
     (out / "manifest.json").unlink()
-    assert main(arguments) == 2
+    assert main(arguments) == 1
     assert "unit-00001.packed: " in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -246,7 +246,7 @@ def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, c
     data[328] ^= 1
     path.write_bytes(data)
     capsys.readouterr()
-    assert main([*arguments, "--fused"]) == 2
+    assert main([*arguments, "--fused"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert f"{path}: its content is damaged" in told and f"remove it and {out / 'shards'}" in told
     assert path.exists() and not (out / "tokens" / "removed.json").exists()
@@ -271,3 +271,17 @@ def test_duplicate_ids_of_packed_arrays(made, tmp_path):
     gone = [name for name in one if name not in two]
     assert gone and all(name in arrays(tmp_path / "one") for name in gone)
     assert all(one[name] == content for name, content in two.items() if "removed" not in name)
+
+
+def test_what_is_packed_goes_once_the_array_stands(made, tmp_path, monkeypatch):
+    """A run with `--fused` was ended, and one without it between its array and the removal."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out)
+    monkeypatch.setattr("data_prep.run.shuffle", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*arguments, "--fused"])
+    monkeypatch.undo()
+    for part in ("tokens", "eval/tokens"):
+        shutil.copy(made.data / part / "unit-00001.npy", out / part / "unit-00001.npy")
+    assert main(arguments) == 0
+    assert tree(out) == tree(made.data)

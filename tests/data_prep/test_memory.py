@@ -5,15 +5,26 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
 
-from data_prep import documents, limits, long_text, sections, segments, unit_writer
+from data_prep import (
+    documents,
+    limits,
+    long_text,
+    pretokenize,
+    sections,
+    segments,
+    unit_writer,
+)
 from data_prep.cli import main
 from data_prep.encoder import reference_encode
 from data_prep.limits import Limits, bytes_of_line, divide_memory
@@ -33,6 +44,76 @@ def short_sections(monkeypatch, chars: int = 40) -> None:
     monkeypatch.setattr(unit_writer, "SECTION_CHARS", chars)
 
 
+SCRIPTS = [
+    *(
+        "مرحبا بالعالم",
+        "الكِتَابُ",
+        "كتاب\n",
+        "؟ ",
+        "Ωμέγα και",
+        "ἀρχή",
+        "Привет",
+        "й ё",
+        "и\u0306 ",
+        "שָׁלוֹם עולם",
+    ),
+    *("नमस्ते दुनिया", "क\u093c ", "ไทย ภาษา", "বাংলা", "\u09c7\u09be", "Việt Nam", "e\u0323\u0302 a"),
+    *(
+        "漢字、仮名。",
+        "が、か\u3099。",
+        "か\n\u3099",
+        "。\u3099",
+        "한국어 말",
+        "\u1112\u1161\u11ab",
+        "각\n\u11a8",
+    ),
+    *(
+        "\uff0c\u3002",
+        "\uff01漢",
+        "\u2018漢\u2019",
+        "1 2",
+        "½ ²",
+        "٣ ٤",
+        "🙂 🙂",
+        "𐐀 𐐀",
+        "\U00020000 \U00020000",
+        " \u0301",
+        "\n\u0301",
+    ),
+    *(
+        " \u0378",
+        "\n\u0378",
+        " \u180e",
+        " \u200b",
+        " \ufeff",
+        " \x1c",
+        "\x1c\nb",
+        "\x85\nb",
+        " \u2003",
+        "\u3000 x",
+    ),
+    *(
+        "\n",
+        "\n\n",
+        "\r\n",
+        " ",
+        "  ",
+        "\t",
+        "...\n",
+        "'s ",
+        "' s",
+        " 's",
+        "= \u0338",
+        "\u212a",
+        ";\u037e",
+        "<|endoftext|>",
+        "return x",
+    ),
+    *("a", "B", "7", "-", " word"),
+]
+"""What stands at the edges of cuts, in the scripts of the world."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sections_have_the_ids_of_the_whole(made, tmp_path, monkeypatch, kind):
     """Cut wherever it is allowed, in text made to trip it."""
@@ -40,17 +121,63 @@ def test_sections_have_the_ids_of_the_whole(made, tmp_path, monkeypatch, kind):
     path = make(tmp_path / "t.json", made.tokenizer, kind)
     encoder, library = Encoder(path), open_tokenizer(path)
     rng, cut, w = random.Random(7), 0, "word" * 7  # longer than any added token
-    for _ in range(700):
-        text = rng.choice(
-            [f"{w}z\nB{w}", "; a b", f"{w}漢\n字{w}", f"{w} ab{w}", "( return x"]
-        ).join(nasty(rng) for _ in range(4))
+    for number in range(1400):
+        if number % 2:
+            text = "".join(rng.choices(SCRIPTS, k=rng.randint(1, 40)))
+        else:
+            text = rng.choice(
+                [f"{w}z\nB{w}", "; a b", f"{w}漢\n字{w}", f"{w} ab{w}", "( return x"]
+            ).join(nasty(rng) for _ in range(4))
         blocks = [text[i : i + 7] for i in range(0, len(text), 7)]
         pieces = list(encoder.cutter.sections(blocks))
         cut += len(pieces) - 1
         assert "".join(pieces) == text
         found = np.concatenate([np.array([], np.uint32), *encoder.encode(pieces)])
         assert found.tolist() == reference_encode(library, [text])[0].tolist(), repr(text)
-    assert cut > 300
+    assert cut > 1000
+
+
+def test_what_nfc_makes_ascii():
+    """By Python's tables; what is once assigned keeps its normalization."""
+    chars = map(chr, [*range(0x80, 0xD800), *range(0xE000, 0x110000)])
+    found = [one for one in chars if unicodedata.normalize("NFC", one).isascii()]
+    assert (
+        "".join(found) == "\u037e\u1fef\u212a" == "".join(filter(sections._TO_ASCII.match, found))
+    )
+
+
+def test_no_char_of_a_cut_becomes_a_space():
+    """What follows a cut is no space by the library, whose Unicode may be another, nor by NFC."""
+    chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
+    allowed = [char for char in chars if re.match(pretokenize.NOT_SPACE, char)]
+    assert len(allowed) > 0x1F000
+    for one in (pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True), None):
+        text = "".join(allowed)
+        text = normalizers.NFC().normalize_str(text) if one is None else text
+        split = one or pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True)
+        assert split.pre_tokenize_str(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "مرحبا بالعالم ",
+        "Ωμέγα και άλλα ",
+        "Привет, как дела? ",
+        "नमस्ते दुनिया ",
+        "สวัสดี ชาวโลก ",
+        "漢字、仮名。交じり文",
+        "안녕하세요 세계\n",
+        "1 22 333 ",
+        "été\n",
+        "«a» (b) ",
+    ],
+)
+@pytest.mark.parametrize("added", [[], ["<|endoftext|>"]])
+def test_ordinary_text_of_every_script_is_divided(monkeypatch, text, added):
+    """Before, above 4 Mi characters it was refused at any `--memory`."""
+    short_sections(monkeypatch, 200)
+    assert max(map(len, Cutter(added).sections([text * 200]))) < 400
 
 
 def test_no_section_cuts_an_added_token(monkeypatch):
@@ -58,8 +185,40 @@ def test_no_section_cuts_an_added_token(monkeypatch):
     text = "ab cd\nef" * 3
     assert len(list(Cutter([]).sections([text]))) > 5
     assert "b c" in next(Cutter(["b c"]).sections([text]))
-    with pytest.raises(NoCut):
-        list(Cutter([]).sections(["a" * 50, "b" * 50], most=60))
+    assert "b K" in next(Cutter(["b K"]).sections(["ab K\nef" * 3]))
+    joined = list(Cutter(["b K"]).sections(["ab \u212acd " * 3]))
+    assert not [one for one in joined if one.endswith("b")], "NFC makes it the token"
+    for blocks, size in (
+        (["é" * 50, "b" * 50], 150),
+        (["aa aaaaaaaaaaaaaaaa" * 2, "aa" * 20 + "é" * 50, "bé" * 50 + " ccc", "ddd"], 307),
+    ):
+        with pytest.raises(NoCut) as caught:
+            list(Cutter([]).sections(blocks, most=60))
+        assert caught.value.args == (size,)
+
+
+@pytest.mark.parametrize(("text", "name"), [("QUJD", "a.txt"), (" ", "a.jsonl"), ("é+", "a.txt")])
+def test_what_has_no_cut_is_encoded_whole_within_memory(
+    made, tmp_path, capsys, monkeypatch, text, name
+):
+    monkeypatch.setattr(documents, "LONG_BYTES", 1000)
+    (tmp_path / "text").mkdir()
+    text = "before it " + "x" + text * (300_000 // len(text)) + "y and after"
+    content = text if name == "a.txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    (tmp_path / "text" / name).write_text(content)
+    given = ["tokenize", "--input", str(tmp_path / "text"), "--tokenizer", str(made.tokenizer)]
+    given += ["--workers", "1", "--out"]
+    assert main([*given, str(tmp_path / "out"), "--memory", "600MB"]) == 0
+    ((_, _, ids),) = stored_documents(tmp_path / "out")
+    assert ids[:-1] == reference_encode(open_tokenizer(made.tokenizer), [text])[0].tolist()
+    given += [str(tmp_path / "other"), "--memory", "260MB"]
+    capsys.readouterr()
+    assert main([*given, "--on-error", "quarantine"]) == 2, "memory decides nothing"
+    error = one_error(capsys)
+    assert "bytes without a cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
+    enough = error.split("--memory ")[1].split(",")[0]
+    given[given.index("260MB")] = enough
+    assert main(given) == 0, enough
 
 
 @pytest.fixture

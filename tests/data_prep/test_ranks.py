@@ -15,11 +15,12 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.options import team_of
+from data_prep.peers import Peers
 from data_prep.ranks import Team, do_together, share, wait_for
 from data_prep.token_plan import read_plan
 from data_prep.workspace import working_in
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, LostPeerError
 from tests.data_prep.corpus import run_arguments, tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,3 +220,22 @@ def test_options_and_environment(monkeypatch):
     assert team("--world", "5") == (3, 5) and team("--world", "1") == (0, 1)
     monkeypatch.setenv("OPTIMUS_ARRAY_SIZE", "4")
     assert team() == (3, 4)
+
+
+def test_a_rank_tells_of_a_file_whose_name_is_no_utf8(made, tmp_path, capfd):
+    """The error stays its own, in one line, and reaches the others."""
+    out, text = tmp_path / "out", tmp_path / "text"
+    text.mkdir()
+    (text / os.fsdecode(b"b\xff.jsonl")).write_text("{bad\n")
+    given = run_arguments(text, made.tokenizer, out, "--world", "2", "--patience", "0")
+    assert main([*given, "--rank", "0"]) == 2
+    assert "invalid JSON" in capfd.readouterr().err.splitlines()[-1]
+    (mark,) = out.glob(".failed-rank-0.*")
+    assert "b\\udcff.jsonl:1: invalid JSON" in mark.read_text()
+    peers = Peers(out)
+    peers.tell(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
+    mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
+    for rank in ("1", "2"):
+        with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; give"):
+            peers.check()
+        next(out.glob(f".failed-rank-{rank}.*")).unlink()

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from data_prep.segments import Segments
 from data_prep.token_arrays import TokenArrayWriter
 from data_prep.tokenizer import Encoder
 from data_prep.unit_writer import UnitWriter
+from optimus import files
 from tests.data_prep.corpus import run_arguments, run_killed_at, tree, words
 
 
@@ -202,4 +204,53 @@ def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkey
     assert len(stood) > 5 and any(row % 90 for row in stood), "behind rows within a group"
     assert main(given) == 0
     assert tree(out) == tree(whole)
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("blobs_each", [2, 3])
+def test_checkpoints_of_an_earlier_version_count_as_absent(
+    made, text, tmp_path, monkeypatch, capfd, blobs_each
+):
+    """Version 1 had no hashes of ids; with a held-out part, its blobs are in other places."""
+    out = tmp_path / "out"
+    given = arguments(text, made, out)
+    assert run_killed_at(given, 12, before=False) == -signal.SIGKILL and len(parts(out)) >= 4
+    for path in (out / "tokens").glob("*.part-*"):
+        body = path.read_bytes()[:-16]
+        size = int.from_bytes(body[:8], "little")
+        head, start, kept = json.loads(body[8 : 8 + size]), 8 + size, []
+        for index, length in enumerate(head["blobs"]):
+            if index % 3 < blobs_each:
+                kept.append(body[start : start + length])
+            start += length
+        assert start == len(body)
+        unit, number = (int(part) for part in re.findall(r"\d+", path.name))
+        plan = files.xxh3_file(out / "tokens" / "plan.json")
+        head["identity"] = {"plan": plan, "unit": unit, "number": number}
+        head["blobs"] = [len(blob) for blob in kept]
+        data = json.dumps(head).encode()
+        data = b"".join([len(data).to_bytes(8, "little"), data, *kept])
+        path.write_bytes(data + files.xxh3_bytes(data).encode())
+    assert main(given) == 0
+    assert main(arguments(text, made, tmp_path / "whole")) == 0
+    assert tree(out) == tree(tmp_path / "whole")
+    capfd.readouterr()
+
+
+def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path, monkeypatch, capfd):
+    """Each life makes as many commits, far fewer than the unit has checkpoints."""
+    lines = [json.loads(line) for line in (text / "a.jsonl").read_text().splitlines()]
+    lines = [{**line, "id": number % (len(lines) - 1)} for number, line in enumerate(lines)]
+    for path in text.iterdir():
+        path.unlink()
+    (text / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = ["--on-error", "quarantine"]
+    assert main([*arguments(text, made, tmp_path / "whole"), *more]) == 0
+    out, life = tmp_path / "out", 0
+    given = [*arguments(text, made, out), *more]
+    while run_killed_at(given, 10, before=False) == -signal.SIGKILL:
+        life += 1
+        assert life < 30, "no progress"
+    assert life > 3
+    assert tree(out) == tree(tmp_path / "whole")
     capfd.readouterr()

@@ -47,11 +47,11 @@ def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp
     array.take()
     array.drop_input(1)
     array.append([ids(5)], [(2, 1)])
-    tokens, rows, _ = array.take()
+    tokens, rows, own = array.take()
     assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[3, 0, 1], [5, 0, 2], [7, 2, 1]]
     packed = type(array._store).__name__ == "PackedStore"
     with open(tmp_path / "again", "wb") as file:
         again = TokenArrayWriter(file, VOCAB, "uint16", EOS, packed)
-        again.restore(tokens, rows)
+        again.restore(tokens, rows, own)
         assert (again.tokens, again.documents) == (array.tokens, array.documents) == (7, 3)
         assert again.finish() == array.finish()

@@ -1,0 +1,53 @@
+"""Which documents a data set holds out, and that two read together hold out the same.
+
+A text that one of them holds out must not come back by the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.manifest import Manifest
+from data_prep.token_plan import TokenPlan, is_import, read_plan
+from optimus.errors import DataError
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is held out."""
+
+    fraction: float
+    by_ids: bool
+    """By imported ids, and not by text."""
+
+
+def held_out_of(rules: TokenPlan | Manifest) -> HeldOut:
+    """What a plan, or the manifest of a data set that is no blend, holds out."""
+    return HeldOut(rules.eval_fraction, is_import(rules))
+
+
+def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:
+    """What a data set holds out. A blend: what each of its sources does, None where they are gone.
+
+    Raises DataError for a damaged plan.
+    """
+    if not manifest.blend:
+        return held_out_of(manifest)
+    tokens_dir = dataset / manifest.tokens_dir
+    return held_out_of(read_plan(tokens_dir)) if tokens_dir.exists() else None
+
+
+def check_held_out(first: Path, one: HeldOut, second: Path, other: HeldOut) -> None:
+    """Raises DataError where one might train on what the other holds out."""
+    if other.fraction != one.fraction:
+        raise DataError(
+            f"{second} holds out {other.fraction:g} of its documents and {first} "
+            f"{one.fraction:g}, so that one might train on what the other holds out; make "
+            "them with the same --eval-fraction"
+        )
+    if other.fraction and other.by_ids != one.by_ids:
+        raise DataError(
+            f"{first} and {second} hold out documents, one by text and one by imported ids, so "
+            "that one might train on what the other holds out; make them without --eval-fraction"
+        )
