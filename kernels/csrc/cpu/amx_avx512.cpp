@@ -148,18 +148,32 @@ OPTIMUS_AMX void tile_of_a(const optimus_cpu::Gemm& g, int64_t row, int64_t dept
   put(r, to);
 }
 
-// A tile of B (32 deep, 16 columns): line i has the pairs of depths 2i, 2i+1.
-OPTIMUS_AMX void tile_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column, Bits* to) {
-  __m512i r[16];
-  if (column >= g.n) {
-    for (auto& line : r) line = _mm512_setzero_si512();
-  } else if (g.b_transposed) {
-    load_lines(g.b + column * g.k + depth, g.k, g.n - column, g.k - depth, r);
-    transpose(r);
-  } else {
-    load_pairs(g.b + depth * g.n + column, g.n, g.k - depth, g.n - column, r);
+// The two tiles of a panel of B (32 deep, 32 columns): line i has the pairs of depths 2i, 2i+1, of
+// the even columns and of the odd ones, since these take no shuffle to separate.
+OPTIMUS_AMX void tiles_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column, Bits* to) {
+  __m512i even[16], odd[16];
+  const int64_t deep = g.k - depth, wide = g.n - column;
+  if (g.b_transposed) {
+    const Bits* from = g.b + column * g.k + depth;
+    load_lines(from, 2 * g.k, (wide + 1) / 2, deep, even);
+    transpose(even);
+    put(even, to);
+    load_lines(from + g.k, 2 * g.k, wide / 2, deep, odd);
+    transpose(odd);
+    put(odd, to + kTile);
+    return;
   }
-  put(r, to);
+  const Bits* from = g.b + depth * g.n + column;
+  const __mmask32 mask = wide >= 32 ? ~0u : (1u << wide) - 1;
+  for (int i = 0; i < 16; ++i) {
+    __m512i low = _mm512_setzero_si512(), high = low;
+    if (2 * i < deep) low = _mm512_maskz_loadu_epi16(mask, from + 2 * i * g.n);
+    if (2 * i + 1 < deep) high = _mm512_maskz_loadu_epi16(mask, from + (2 * i + 1) * g.n);
+    even[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+    odd[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+  }
+  put(even, to);
+  put(odd, to + kTile);
 }
 
 // 16 rows of a whole panel of bf16, past the caches where C does not fit in them.
@@ -168,8 +182,10 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   const int64_t rows = std::min(kTileRows, g.m - row);
   Bits* to = static_cast<Bits*>(g.c) + row * g.n + column;
   for (int64_t i = 0; i < rows; ++i, to += g.n) {
-    const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(sums + 256 + i * 16),
-                                                      _mm512_load_ps(sums + i * 16));
+    const __m256i even = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(sums + i * 16));
+    const __m256i odd = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(sums + 256 + i * 16));
+    const __m512i line = _mm512_or_si512(_mm512_cvtepu16_epi32(even),
+                                         _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
     if (stream)
       _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
     else
@@ -177,32 +193,37 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   }
 }
 
-// 16 rows and up to 32 columns of C from the sums of two tiles.
+// Up to 16 elements of C, added to or replaced.
+OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
+                                   int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
+  if (g.c_is_float) {
+    float* to = static_cast<float*>(g.c) + at;
+    if (g.add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, to));
+    _mm512_mask_storeu_ps(to, mask, value);
+    return;
+  }
+  Bits* to = static_cast<Bits*>(g.c) + at;
+  if (g.add) {
+    const __m512i old = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
+    value = _mm512_add_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(old, 16)));
+  }
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// 16 rows and up to 32 columns of C from the sums of two tiles, of even and of odd columns.
 OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t row, int64_t column,
                        bool stream) {
   if (!g.c_is_float && !g.add && column + kPanel <= g.n)
     return write_whole(g, sums, row, column, stream);
-  const int64_t rows = std::min(kTileRows, g.m - row);
-  for (int64_t half = 0; half < kPanel && column + half < g.n; half += 16) {
-    const int64_t left = g.n - column - half;
-    const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
-    for (int64_t i = 0; i < rows; ++i) {
-      __m512 value = _mm512_load_ps(sums + half * 16 + i * 16);
-      const int64_t at = (row + i) * g.n + column + half;
-      if (g.c_is_float) {
-        float* to = static_cast<float*>(g.c) + at;
-        if (g.add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, to));
-        _mm512_mask_storeu_ps(to, mask, value);
-      } else {
-        Bits* to = static_cast<Bits*>(g.c) + at;
-        if (g.add) {
-          const __m256i old = _mm256_maskz_loadu_epi16(mask, to);
-          value = _mm512_add_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(
-                                           _mm512_cvtepu16_epi32(old), 16)));
-        }
-        _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
-      }
-    }
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const int64_t rows = std::min(kTileRows, g.m - row), left = g.n - column;
+  for (int64_t i = 0; i < rows; ++i) {
+    const __m512 even = _mm512_load_ps(sums + i * 16), odd = _mm512_load_ps(sums + 256 + i * 16);
+    const int64_t at = (row + i) * g.n + column;
+    write_part(g, _mm512_permutex2var_ps(even, first, odd), at, left);
+    if (left > 16) write_part(g, _mm512_permutex2var_ps(even, second, odd), at + 16, left - 16);
   }
 }
 
@@ -236,19 +257,35 @@ OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b,
   write(g, sums[2], row + kTileRows, column, stream);
 }
 
-// All of A's tiles of rows begin to end - 1 and depth d, or of B's from columns begin to end - 1.
-OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t d,
-                           int64_t depths, Bits* a) {
-  for (int64_t row = begin; row < end; row += kTileRows)
-    tile_of_a(g, row, d * kTileDepth, a + ((row - begin) / kTileRows * depths + d) * kTile);
+// Fetches the next tiles' 32 lines of B while these are laid out: rows are pages apart.
+OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column) {
+  const int64_t ahead = depth + (g.b_transposed ? 2 : 1) * kTileDepth;
+  if (ahead + kTileDepth > g.k || column + kPanel > g.n) return;
+  const Bits* from = g.b + (g.b_transposed ? column * g.k + ahead : ahead * g.n + column);
+  for (int i = 0; i < 32; ++i)
+    _mm_prefetch(reinterpret_cast<const char*>(from + i * (g.b_transposed ? g.k : g.n)),
+                 _MM_HINT_T0);
 }
 
-OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t d,
+// Piece i of A's tiles of rows begin to end - 1: all of a depth or a row of tiles, along memory.
+OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
+                           int64_t depths, Bits* a) {
+  const int64_t rows = tiles(end - begin, kTileRows);
+  for (int64_t j = 0; j < (g.a_transposed ? rows : depths); ++j) {
+    const int64_t row = g.a_transposed ? j : i, depth = g.a_transposed ? i : j;
+    tile_of_a(g, begin + row * kTileRows, depth * kTileDepth, a + (row * depths + depth) * kTile);
+  }
+}
+
+// The same of B's panels from columns begin to end - 1.
+OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* b) {
-  for (int64_t column = begin; column < end; column += kPanel) {
-    Bits* to = b + ((column - begin) / kPanel * depths + d) * 2 * kTile;
-    tile_of_b(g, d * kTileDepth, column, to);
-    tile_of_b(g, d * kTileDepth, column + 16, to + kTile);
+  const int64_t panels = tiles(end - begin, kPanel);
+  for (int64_t j = 0; j < (g.b_transposed ? depths : panels); ++j) {
+    const int64_t panel = g.b_transposed ? i : j, depth = g.b_transposed ? j : i;
+    prefetch_b(g, depth * kTileDepth, begin + panel * kPanel);
+    tiles_of_b(g, depth * kTileDepth, begin + panel * kPanel,
+               b + (panel * depths + depth) * 2 * kTile);
   }
 }
 
@@ -293,11 +330,13 @@ void amx_gemm(const Gemm& g) {
   for (int64_t top = 0; top < g.m; top += high) {
     const int64_t bottom = std::min(top + high, g.m);
 #pragma omp for schedule(static)
-    for (int64_t d = 0; d < depths; ++d) lay_out_a(g, top, bottom, d, depths, a);
+    for (int64_t i = 0; i < (g.a_transposed ? depths : tiles(bottom - top, kTileRows)); ++i)
+      lay_out_a(g, top, bottom, i, depths, a);
     for (int64_t left = 0; left < g.n; left += wide) {
       const int64_t right = std::min(left + wide, g.n);
 #pragma omp for schedule(static)
-      for (int64_t d = 0; d < depths; ++d) lay_out_b(g, left, right, d, depths, b);
+      for (int64_t i = 0; i < (g.b_transposed ? tiles(right - left, kPanel) : depths); ++i)
+        lay_out_b(g, left, right, i, depths, b);
 #pragma omp for schedule(static)
       for (int64_t row = top; row < bottom; row += 32)
         strips(g, a + (row - top) * deep, b, depths, row, left, right, stream);
