@@ -31,10 +31,12 @@ def own(like: Tensor) -> Callable[..., int] | None:
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
     """out = a @ b, or that much more. a [M, K], b [K, N] of one dtype, out [M, N] dense, of this
-    dtype or (where gradients are summed) another; operands are dense or transposes of dense ones.
+    dtype or (where gradients are summed) another. The kernel takes dense operands and transposes of
+    dense ones; mm does any others.
     """
     kernel = own(a)
-    if kernel is not None and out.dtype in (torch.bfloat16, torch.float32):
+    laid_out = kernel is not None and all(map(_dense, (a, b))) and out.is_contiguous()
+    if laid_out and out.dtype in (torch.bfloat16, torch.float32):
         if torch.autograd._profiler_enabled():
             with torch.profiler.record_function(PROFILED_AS):
                 return _call(kernel, a, b, out, add)
@@ -48,14 +50,13 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         torch.mm(a, b, out=out)
 
 
+def _dense(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
+
+
 def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     rows, depth = a.shape
     a_transposed, b_transposed = not a.is_contiguous(), not b.is_contiguous()
-    assert (
-        out.is_contiguous()
-        and (not a_transposed or a.t().is_contiguous())
-        and (not b_transposed or b.t().is_contiguous())
-    )
     ins = (a.data_ptr(), a_transposed, b.data_ptr(), b_transposed)
     to_float = out.dtype is torch.float32
     code = kernel(*ins, out.data_ptr(), to_float, add, rows, b.shape[1], depth)

@@ -62,3 +62,10 @@ def test_no_depth_gives_zeros():
     out = torch.full((3, 4), float("nan")).bfloat16()
     product(torch.zeros(3, 0).bfloat16(), torch.zeros(0, 4).bfloat16(), out)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_an_operand_of_any_strides_is_taken():
+    one = torch.randn(1, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.empty(5, 6, dtype=torch.bfloat16)
+    product(torch.ones(5, 4).bfloat16(), one.expand(4, 6), out)
+    assert torch.equal(out, (4 * one).expand(5, 6))
