@@ -1,7 +1,7 @@
 """One expert's matrix products: our own bf16 kernel on CPUs with AMX, torch's mm elsewhere.
 
 The kernel (csrc/cpu/amx_avx512.cpp) compiles nothing for new numbers of rows, takes a call of 3 us
-where mm takes 20, and adds into fp32 or bf16 as it writes.
+where mm takes 20, and adds as it writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from optimus_kernels import backend
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_ARGUMENTS = (_P, _I, _P, _I, _P, _I, _I, _L, _L, _L)
+_ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
 """What torch's profiler shows of the kernel's products."""
 
@@ -34,17 +34,18 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
     dtype or (where gradients are summed) another. The kernel takes dense operands and transposes of
     dense ones; mm does any others.
     """
+    if out.dtype != a.dtype:
+        value = a.new_empty(out.shape)
+        product(a, b, value)
+        out.add_(value) if add else out.copy_(value)
+        return
     kernel = own(a)
-    laid_out = kernel is not None and all(map(_dense, (a, b))) and out.is_contiguous()
-    if laid_out and out.dtype in (torch.bfloat16, torch.float32):
+    if kernel is not None and _dense(a) and _dense(b) and out.is_contiguous():
         if torch.autograd._profiler_enabled():
             with torch.profiler.record_function(PROFILED_AS):
                 return _call(kernel, a, b, out, add)
         return _call(kernel, a, b, out, add)
-    if out.dtype != a.dtype:
-        value = torch.mm(a, b)
-        out.add_(value) if add else out.copy_(value)
-    elif add:
+    if add:
         out.addmm_(a, b)
     else:
         torch.mm(a, b, out=out)
@@ -58,8 +59,7 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, add: bo
     rows, depth = a.shape
     a_transposed, b_transposed = not a.is_contiguous(), not b.is_contiguous()
     ins = (a.data_ptr(), a_transposed, b.data_ptr(), b_transposed)
-    to_float = out.dtype is torch.float32
-    code = kernel(*ins, out.data_ptr(), to_float, add, rows, b.shape[1], depth)
+    code = kernel(*ins, out.data_ptr(), add, rows, b.shape[1], depth)
     assert not code
 
 

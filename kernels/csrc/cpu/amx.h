@@ -12,8 +12,7 @@ struct Gemm {
   bool a_transposed;  // stored as [k, m]
   const uint16_t* b;
   bool b_transposed;  // stored as [n, k]
-  void* c;
-  bool c_is_float;  // else bf16
+  uint16_t* c;
   bool add;
   int64_t m, n, k;
 };

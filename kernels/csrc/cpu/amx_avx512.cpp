@@ -180,7 +180,7 @@ OPTIMUS_AMX void tiles_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t c
 OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int64_t row,
                              int64_t column, bool stream) {
   const int64_t rows = std::min(kTileRows, g.m - row);
-  Bits* to = static_cast<Bits*>(g.c) + row * g.n + column;
+  Bits* to = g.c + row * g.n + column;
   for (int64_t i = 0; i < rows; ++i, to += g.n) {
     const __m256i even = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(sums + i * 16));
     const __m256i odd = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(sums + 256 + i * 16));
@@ -197,13 +197,7 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
 OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
                                    int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
-  if (g.c_is_float) {
-    float* to = static_cast<float*>(g.c) + at;
-    if (g.add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, to));
-    _mm512_mask_storeu_ps(to, mask, value);
-    return;
-  }
-  Bits* to = static_cast<Bits*>(g.c) + at;
+  Bits* to = g.c + at;
   if (g.add) {
     const __m512i old = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
     value = _mm512_add_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(old, 16)));
@@ -214,7 +208,7 @@ OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int
 // 16 rows and up to 32 columns of C from the sums of two tiles, of even and of odd columns.
 OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t row, int64_t column,
                        bool stream) {
-  if (!g.c_is_float && !g.add && column + kPanel <= g.n)
+  if (!g.add && column + kPanel <= g.n)
     return write_whole(g, sums, row, column, stream);
   const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));

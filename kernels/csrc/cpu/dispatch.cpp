@@ -65,18 +65,17 @@ OPTIMUS_API int optimus_cpu_has_gemm(void) {
 #endif
 }
 
-// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], plus c if `add`, of bf16 (c bf16, or fp32
-// if `c_is_float`); transposed operands are stored as [k, m] and [n, k]. Nonzero: this machine does
-// not have what it takes, and nothing was done.
+// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], plus c if `add`, all of bf16;
+// transposed operands are stored as [k, m] and [n, k]. Nonzero: this machine does not have what it
+// takes, and nothing was done.
 OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
-                                 void* c, int c_is_float, int add, int64_t m, int64_t n,
-                                 int64_t k) {
+                                 void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
   if (!optimus_cpu_has_gemm()) return OPTIMUS_BAD_DTYPE;
 #if defined(__x86_64__)
   optimus_cpu::amx_gemm({static_cast<const uint16_t*>(a), a_transposed != 0,
-                         static_cast<const uint16_t*>(b), b_transposed != 0, c, c_is_float != 0,
-                         add != 0, m, n, k});
+                         static_cast<const uint16_t*>(b), b_transposed != 0,
+                         static_cast<uint16_t*>(c), add != 0, m, n, k});
 #endif
   return 0;
 }
