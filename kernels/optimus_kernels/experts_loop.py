@@ -4,10 +4,12 @@ Its copies of tokens, activation and gradients live in scratch memory that all e
 of the results are slices of one buffer. Fastest on CPUs; on accelerators the host waits for the
 offsets.
 
-oneDNN compiles a product of 16-bit numbers for every new shape (1.5-2.5 ms, against 0.08 for 256
-rows of 256 x 512), and routing makes new shapes all the time. So products run over rows rounded up
-to 16, or 32 beyond 512: few enough shapes for its cache of 1024. In results, the rows too many are
-the next expert's, which comes later and writes over them; in sums over rows they are zero.
+Our own product of bf16 (product.py) takes any number of rows. Without AMX it is oneDNN's, as all
+fp16 is: it compiles a product of 16-bit numbers for every new shape (1.5-2.5 ms, against 0.08 for
+256 rows of 256 x 512), and routing makes new shapes all the time. So such products run over rows
+rounded up to 16, or 32 beyond 512: few enough shapes for its cache of 1024. In results, the rows
+too many are the next expert's, which comes later and writes over them; in sums over rows they are
+zero.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from optimus_kernels import memory
 from optimus_kernels.gather import gather_into
 from optimus_kernels.ops import compute_dtype
+from optimus_kernels.product import own, product
 from optimus_kernels.reduction import reduce_rows
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import swiglu_backward_into, swiglu_into
@@ -56,9 +59,9 @@ def forward(
     for e, start, count, padded in parts:
         at = start if keep else 0
         gather_into(x, rows.token, start, copies, count)
-        torch.mm(copies.narrow(0, 0, padded), to_h[e], out=h.narrow(0, at, padded))
+        product(copies.narrow(0, 0, padded), to_h[e], h.narrow(0, at, padded))
         swiglu_into(h, at, a, count)
-        torch.mm(a.narrow(0, 0, padded), to_y[e], out=y.narrow(0, start, padded))
+        product(a.narrow(0, 0, padded), to_y[e], y.narrow(0, start, padded))
     out = reduce_rows(y, weights, rows.row, rows.slot)
     if not keep:
         return out, x.new_empty(0)
@@ -102,14 +105,14 @@ def backward(
             both.narrow(1, count, padded - count).zero_()
             dh.narrow(0, count, padded - count).zero_()
         if again is not None:
-            torch.mm(copies, to_h.t(), out=again.narrow(0, 0, padded))
-        torch.mm(dy, to_y, out=da_part)
+            product(copies, to_h.t(), again.narrow(0, 0, padded))
+        product(dy, to_y, da_part)
         source, at = (h, start) if again is None else (again, 0)
         swiglu_backward_into(source, at, da, weights, rows.slot, start, count, (dh, da, dweights))
         if into is not None:
-            _put(targets[e][1], dy_t, da_part, into[2])
-            _put(targets[e][0], dh_part_t, copies, into[2])
-        torch.mm(dh_part, to_h, out=dx.narrow(0, start, padded))
+            product(dy_t, da_part, targets[e][1], into[2])
+            product(dh_part_t, copies, targets[e][0], into[2])
+        product(dh_part, to_h, dx.narrow(0, start, padded))
     return reduce_rows(dx, None, rows.row, rows.slot), dweights
 
 
@@ -118,17 +121,6 @@ def _backward_views(both: Tensor, da: Tensor, dh: Tensor, rows: int) -> tuple[Te
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, 0, rows)
     return copies, dy, dy.t(), da.narrow(0, 0, rows), dh, dh.t()
-
-
-def _put(target: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """target = a @ b, or that much more."""
-    if target.dtype != a.dtype:
-        product = torch.mm(a, b)
-        target.add_(product) if add else target.copy_(product)
-    elif add:
-        target.addmm_(a, b)
-    else:
-        torch.mm(a, b, out=target)
 
 
 def _clear_idle(targets: Sequence[tuple[Tensor, Tensor]], rows: Rows) -> None:
@@ -141,7 +133,7 @@ def _clear_idle(targets: Sequence[tuple[Tensor, Tensor]], rows: Rows) -> None:
 
 def _parts(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
     """Of each expert that has rows: its number, first row, rows, rows rounded up; and the most."""
-    bounds, rounds = rows.offsets.tolist(), _rounds(x)
+    bounds, rounds = rows.offsets.tolist(), _rounds(x) and own(x) is None
     parts = []
     for e in range(len(bounds) - 1):
         start, count = bounds[e], bounds[e + 1] - bounds[e]

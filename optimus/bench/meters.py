@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from optimus import platform
 
-_GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::mkldnn_linear")
+_GEMMS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_grouped_mm",
+    "aten::mkldnn_linear",
+    "optimus::product",
+)
 _PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "scattermoe")
 
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "amx.h"
 #include "interface.h"
 #include "kernels.h"
 
@@ -53,6 +54,30 @@ OPTIMUS_API const char* optimus_cpu_isa(void) {
   if (&kernels() == &optimus_cpu::avx2_kernels) return "avx2";
 #endif
   return "portable";
+}
+
+// Whether optimus_cpu_gemm works here.
+OPTIMUS_API int optimus_cpu_has_gemm(void) {
+#if defined(__x86_64__)
+  return &kernels() == &optimus_cpu::avx512_kernels && optimus_cpu::has_amx();
+#else
+  return 0;
+#endif
+}
+
+// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], plus c if `add`, all of bf16;
+// transposed operands are stored as [k, m] and [n, k]. Nonzero: this machine does not have what it
+// takes, and nothing was done.
+OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
+                                 void* c, int add, int64_t m, int64_t n, int64_t k) {
+  if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
+  if (!optimus_cpu_has_gemm()) return OPTIMUS_BAD_DTYPE;
+#if defined(__x86_64__)
+  optimus_cpu::amx_gemm({static_cast<const uint16_t*>(a), a_transposed != 0,
+                         static_cast<const uint16_t*>(b), b_transposed != 0,
+                         static_cast<uint16_t*>(c), add != 0, m, n, k});
+#endif
+  return 0;
 }
 
 int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts) {
