@@ -115,7 +115,9 @@ def prepare(base: Path) -> Drill:
 
     program = base / "optimus"
     python = f"exec {shlex.quote(sys.executable)} -m optimus.cli"
-    program.write_text(f'#!/bin/bash\nexport PYTHONPATH={shlex.quote(str(ROOT))}\n{python} "$@"\n')
+    program.write_text(
+        f'#!/bin/bash\nexport PYTHONPATH={shlex.quote(f"{ROOT}:{ROOT}/kernels")}\n{python} "$@"\n'
+    )
     program.chmod(0o755)
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"

@@ -313,8 +313,15 @@ def compare(case: Case, many: Outcome, one: Outcome) -> Agreement:
         return agreement
     if not gradient_error < TOLERANCE:
         broken.append(f"the gradient of {worst} is off by {gradient_error:.1e}")
-    if not loss_error < TOLERANCE:
-        broken.append(f"losses are off by {loss_error:.1e}")
+    # A token that turns at a near-tie makes another function of the same parameters: losses are held
+    # to the bar up to the first, and none may turn where its choice was clear.
+    if not widest < TOLERANCE:
+        broken.append(f"a token turned whose choice hung on {widest:.1e}")
+    before = min((step for step, _ in routes.turned), default=len(steps) + 1) - 1
+    for number, (m, o) in enumerate(steps[:before], start=1):
+        off = max(abs(m[0] / o[0] - 1), abs(_objective(m) / _objective(o) - 1))
+        if not off < TOLERANCE:
+            broken.append(f"losses of step {number} are off by {off:.1e}, relative")
     return agreement
 
 

@@ -44,7 +44,7 @@ def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
 
 
 def started(words: list[str], **more: str) -> subprocess.CompletedProcess:
-    environ = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels"} | more
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240)
 
 
@@ -92,7 +92,9 @@ def optimus(tmp_path) -> Path:
     install(tmp_path / "bin")
     program = tmp_path / "bin" / "optimus"
     python = shlex.join([sys.executable, "-m", "optimus.cli"])
-    program.write_text(f'#!/bin/bash\nPYTHONPATH={shlex.quote(str(ROOT))} exec {python} "$@"\n')
+    program.write_text(
+        f'#!/bin/bash\nPYTHONPATH={shlex.quote(f"{ROOT}:{ROOT}/kernels")} exec {python} "$@"\n'
+    )
     program.chmod(0o755)
     return program
 
