@@ -61,10 +61,10 @@ def status(job: str) -> int:
 
 
 def refused(job: str, code: int, words: str) -> str:
-    """Once the job has ended: our one line about it."""
+    """Once the job has ended: our one line about what went wrong."""
     ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
-    told = [line for line in printed.splitlines() if line.startswith("optimus:")]
+    told = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
     assert status(job) == code, f"exit status {status(job)}: {printed}"
     assert len(told) == 1 and words in told[0], f"not one line with {words!r}: {printed}"
     assert "Traceback" not in printed, printed

@@ -313,8 +313,8 @@ def compare(case: Case, many: Outcome, one: Outcome) -> Agreement:
         return agreement
     if not gradient_error < TOLERANCE:
         broken.append(f"the gradient of {worst} is off by {gradient_error:.1e}")
-    # A token that turns at a near-tie makes another function of the same parameters: losses are held
-    # to the bar up to the first, and none may turn where its choice was clear.
+    # A token that turns at a near-tie makes another function of the same parameters: losses are
+    # held to the bar up to the first, and none may turn where its choice was clear.
     if not widest < TOLERANCE:
         broken.append(f"a token turned whose choice hung on {widest:.1e}")
     before = min((step for step, _ in routes.turned), default=len(steps) + 1) - 1

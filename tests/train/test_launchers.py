@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -54,7 +55,7 @@ def train_by(launcher: list[str], config: Path, *settings: str, **more: str):
 
 
 def our_lines(done: subprocess.CompletedProcess) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("optimus:")]
+    return [line for line in done.stderr.splitlines() if re.match(r"optimus:.* error: ", line)]
 
 
 def free_port() -> str:
