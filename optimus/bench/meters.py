@@ -139,7 +139,7 @@ def versions() -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     """The card's name, or the processor's."""
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     cores = Path("/proc/cpuinfo")
     if device.type == "cpu" and cores.exists():
         for line in cores.read_text().splitlines():
