@@ -8,12 +8,11 @@ backward has at hand; nothing is divided by a weight (Optimus paper, section 3.1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from optimus_kernels import experts_grouped, experts_loop
@@ -67,8 +66,13 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
+        """Its ops have no gradient of their own, so that a second one would be silently wrong."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "experts has no second derivative; leave out create_graph, or compute the experts "
+                "by the ops gather, grouped_mm, swiglu and reduce_rows"
+            )
         *saved, h = ctx.saved_tensors
         grad = grad.contiguous()
         if ctx.weight_grads is not None:
@@ -83,17 +87,17 @@ class _Experts(torch.autograd.Function):
 
 
 def _check(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows) -> None:
+    """Messages are made only to be raised: torch.compile cannot print sizes that vary."""
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in named.items())
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
         raise ValueError(
-            f"experts: {shapes}; they must be x [T, D], weights [T, K], gate_up [E, 2F, D], "
-            "down [E, D, F]"
+            f"experts: {_shapes(named)}; they must be x [T, D], weights [T, K], gate_up "
+            "[E, 2F, D], down [E, D, F]"
         )
     held, inner, hidden = gate_up.shape[0], down.shape[2], x.shape[1]
     if gate_up.shape != (held, 2 * inner, hidden) or down.shape != (held, hidden, inner):
         raise ValueError(
-            f"experts: {shapes}; gate_up must be [E, 2F, D] and down [E, D, F] for x [T, D]"
+            f"experts: {_shapes(named)}; gate_up must be [E, 2F, D] and down [E, D, F] for x [T, D]"
         )
     if rows.offsets.shape != (held + 1,):
         raise ValueError(
@@ -102,7 +106,7 @@ def _check(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows
         )
     if rows.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
         raise ValueError(
-            f"experts: {shapes}, routed slots {list(rows.row.shape)}; T or K do not match"
+            f"experts: {_shapes(named)}, routed slots {list(rows.row.shape)}; T or K do not match"
         )
     if len({value.dtype for value in named.values()}) > 1:
         kinds = ", ".join(f"{name} {value.dtype}" for name, value in named.items())
@@ -112,18 +116,25 @@ def _check(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows
         raise TypeError(f"experts: {places}, routing {rows.row.device}; all must be on one device")
 
 
-def _room(x: Tensor):
-    return experts_grouped if form(x) == "torch" else experts_loop
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in named.items())
+
+
+def _room(x: Tensor, gate_up: Tensor):
+    """Chosen once for all products: rows of D, F and 2F; 2F fits wherever F does."""
+    taken = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
+    return experts_grouped if taken == "torch" else experts_loop
 
 
 def _run_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
     rows = Rows(offsets, token, slot, row)
     weights = weights.contiguous()
-    return _room(x).forward(x.contiguous(), weights, gate_up, down, rows, keep)
+    return _room(x, gate_up).forward(x.contiguous(), weights, gate_up, down, rows, keep)
 
 
 def _fake_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
-    h = (token.shape[0] + experts_loop.extra_rows(x), gate_up.shape[1]) if keep else (0,)
+    extra = experts_loop.extra_rows(x) if _room(x, gate_up) is experts_loop else 0
+    h = (token.shape[0] + extra, gate_up.shape[1]) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(h)
 
 
@@ -132,7 +143,7 @@ def _run_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h,
     shapes = (gate_up, down) if with_weights else ()
     into = experts_loop.fresh_grads(shapes) if shapes else None
     saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw = _room(x).backward(grad, *saved, into)
+    dx, dw = _room(x, gate_up).backward(grad, *saved, into)
     return dx, dw.to(weights.dtype), *(into[:2] if into else (x.new_empty(0), x.new_empty(0)))
 
 
@@ -152,7 +163,7 @@ def _run_backward_into(
         )
     rows = Rows(offsets, token, slot, row)
     saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw = _room(x).backward(grad, *saved, into)
+    dx, dw = _room(x, gate_up).backward(grad, *saved, into)
     return dx, dw.to(weights.dtype)
 
 

@@ -9,14 +9,18 @@ offsets[E] on are undefined in results.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optimus_kernels.ops import define
 
 FORMS = ("auto", "torch", "loop")
+_ROW_BYTES = 16
+"""What torch's grouped_mm wants strides to be a multiple of."""
 _form = "auto"
 
 
@@ -28,17 +32,33 @@ def set_form(name: str) -> None:
     _form = name
 
 
-def form(like: Tensor) -> str:
-    """The form, torch or loop, for tensors of this device and dtype."""
+def form(like: Tensor, *widths: int) -> str:
+    """The form, torch or loop, for tensors of this device and dtype whose rows have `widths`.
+
+    Torch's wants rows of a multiple of 16 bytes; without them "auto" takes the loop, and "torch" is
+    a ValueError.
+    """
     if _form == "loop" or (_form == "auto" and like.is_cpu):
         return "loop"
-    works = torch_form_works(like.device.type, like.dtype)
-    if _form == "torch" and not works:
-        raise ValueError(
-            f"grouped_gemm 'torch': torch {torch.__version__} has no grouped product of "
-            f"{like.dtype} on {like.device.type}; use loop or auto"
+    why_not = _why_not_torch(like, widths)
+    if _form == "torch" and why_not:
+        raise ValueError(f"grouped_gemm 'torch': {why_not}; use loop or auto")
+    return "loop" if why_not else "torch"
+
+
+def _why_not_torch(like: Tensor, widths: Sequence[int]) -> str:
+    if not torch_form_works(like.device.type, like.dtype):
+        return (
+            f"torch {torch.__version__} has no grouped product of {like.dtype} on "
+            f"{like.device.type}"
         )
-    return "torch" if works else "loop"
+    if any(width * like.element_size() % _ROW_BYTES for width in widths):
+        sizes = ", ".join(str(width) for width in widths)
+        return (
+            f"it takes rows of a multiple of {_ROW_BYTES} bytes, and these have {sizes} numbers of "
+            f"{like.dtype}"
+        )
+    return ""
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -114,6 +134,11 @@ def torch_form_works(device: str, dtype: torch.dtype) -> bool:
     """Whether torch has it for this device and dtype: the only sure way is to try both products."""
     if _torch_grouped_mm() is None:
         return False
+    with _disable_current_modes():  # fakes ask, too, and fake products would work anywhere
+        return _try_torch_form(device, dtype)
+
+
+def _try_torch_form(device: str, dtype: torch.dtype) -> bool:
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)
@@ -141,7 +166,8 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
 
 def _run(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     _check(rows, weights, offsets)
-    return _products[form(rows)](rows, weights, offsets)
+    widths = weights.shape[1:]
+    return _products[form(rows, *widths)](rows, weights, offsets)
 
 
 def _fake(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -165,7 +191,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _run_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     _check_weight(a, b, offsets)
-    return _weight_products[form(a)](a, b, offsets)
+    return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)
 
 
 def _fake_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

@@ -155,11 +155,11 @@ def _agree_on_form(config: Config, world: World, flight: Preflight) -> str:
 
 
 def _cannot_have(form: str, config: Config, world: World) -> str:
-    """Why this form does not exist for the run's device and dtype; "" if it does."""
+    """Why this form does not exist for the run's device, dtype and sizes; "" if it does."""
     like = torch.empty(0, dtype=platform.dtype_of(config.train.dtype), device=world.device)
     try:
         set_form(form)
-        form_in_force(like)
+        form_in_force(like, config.model.hidden_size, config.model.intermediate_size)
     except ValueError as error:
         return str(error)
     finally:

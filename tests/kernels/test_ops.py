@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import optimus_kernels as kernels
 from optimus_kernels import backend
 from optimus_kernels.gather import reference as gather_twin
+from optimus_kernels.grouped_mm import form, torch_form_works
 from optimus_kernels.grouped_mm import reference as grouped_twin
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
 from optimus_kernels.reduction import reference as reduce_twin
@@ -77,6 +81,13 @@ def arguments(name, dtype) -> dict[str, tuple]:
             False,
         ),
     }
+
+
+@pytest.fixture
+def torch_form():
+    kernels.set_form("torch")
+    yield
+    kernels.set_form("auto")
 
 
 NAMES = tuple(arguments("all held", torch.float32))
@@ -221,8 +232,8 @@ def test_shapes_that_do_not_match_are_named(name):
 def test_torch_and_loop_forms_give_the_same_products():
     given = arguments("all held", torch.bfloat16)
     results = []
-    for form in ("torch", "loop"):
-        kernels.set_form(form)
+    for taken in ("torch", "loop"):
+        kernels.set_form(taken)
         results.append([kernels.grouped_mm(*given["grouped_mm"])])
         results[-1].append(kernels.grouped_mm_weight(*given["grouped_mm_weight"]))
     kernels.set_form("auto")
@@ -241,3 +252,55 @@ def test_a_form_that_torch_lacks_is_refused():
 
 def offsets(rows):
     return torch.tensor([0, rows], dtype=torch.int32)
+
+
+@needs_torch_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["experts", "experts_backward", "experts_backward_into"])
+def test_experts_pass_opcheck_in_torchs_form(name, dtype, torch_form):
+    given = arguments("all held", dtype)[name]
+    if name == "experts_backward":
+        given = (*given[:-2], given[-2][: len(given[6])], given[-1])  # h without extra rows
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
+    torch.library.opcheck(getattr(ops, name).default, given, **tolerance)
+
+
+@needs_torch_form
+def test_fakes_do_not_decide_what_torch_can_do(torch_form):
+    torch_form_works.cache_clear()
+    with FakeTensorMode(), pytest.raises(ValueError, match="no grouped product of torch.float64"):
+        form(torch.empty(4, 16, dtype=torch.float64), 16)
+    assert not torch_form_works("cpu", torch.float64)
+
+
+ODD = [
+    *[(torch.bfloat16, sizes) for sizes in ((32, 20), (20, 32), (7, 5))],
+    (torch.float32, (7, 5)),
+]
+
+
+@needs_torch_form
+@pytest.mark.parametrize(("dtype", "sizes"), ODD)
+def test_torchs_form_refuses_rows_it_cannot_take(dtype, sizes, torch_form):
+    hidden, inner = sizes
+    rows = kernels.route(torch.tensor([[0, 1], [1, 2]]), 0, 3)
+    x, weights = torch.randn(2, hidden).to(dtype), torch.rand(2, 2).to(dtype)
+    gate_up, down = (
+        torch.randn(shape).to(dtype) for shape in ((3, 2 * inner, hidden), (3, hidden, inner))
+    )
+    with pytest.raises(ValueError, match="multiple of 16 bytes") as refusal:
+        kernels.experts(x, weights, gate_up, down, rows)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        kernels.grouped_mm(x, down, torch.tensor([0, 1, 2, 2]).int())
+
+
+@needs_torch_form
+@pytest.mark.parametrize(("dtype", "sizes"), ODD)
+def test_auto_takes_the_loop_for_such_rows_where_it_would_take_torchs(dtype, sizes, monkeypatch):
+    """As on an accelerator: `auto` prefers torch's form there."""
+    like = SimpleNamespace(
+        device=torch.device("cpu"), dtype=dtype, is_cpu=False, element_size=dtype.itemsize.__int__
+    )
+    assert form(like, *sizes) == "loop"
+    assert form(like, 64, 32) == "torch"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -237,6 +239,41 @@ def test_compiles_whole_and_equals_eager(dtype):
         torch.testing.assert_close(
             value, expected, rtol=1e-2 if x.element_size() < 4 else 1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_blocks_take_another_number_of_tokens(dynamic):
+    torch.compiler.reset()
+    block = FastSparseMoE(small_config())
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (8, 12, 20):
+        x = torch.randn(1, tokens, D)
+        torch.testing.assert_close(compiled(x)[0], block(x)[0])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_experts_compile_in_16_bit_in_both_forms(backend, form):
+    """The rows that the loop adds for oneDNN are in its fake alone."""
+    if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
+        pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler behind torch.compile")
+    torch.compiler.reset()
+    experts, chosen = make_experts(torch.bfloat16), spread(12, 2)
+    x, weights = torch.randn(12, D).bfloat16(), torch.rand(12, 2).bfloat16()
+    compiled = torch.compile(experts, fullgraph=True, backend=backend)
+    ours = run(experts, x, weights, chosen, compiled)
+    for value, expected in zip(ours, run(experts, x, weights, chosen, experts), strict=True):
+        assert relative(value.float(), expected.float()) < 1e-2
+
+
+def test_second_derivatives_are_refused():
+    experts = make_experts(torch.float32)
+    x = torch.randn(6, D, requires_grad=True)
+    out = experts(x, torch.rand(6, 2), spread(6, 2)).sum()
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(out, x, create_graph=True)
+    assert torch.autograd.grad(out, x)[0].abs().max() > 0
 
 
 def test_nan_in_one_token_stays_with_it():

@@ -18,7 +18,7 @@ from optimus.launch_env import read_launch_env
 from optimus.train import kernels
 from optimus.train.kernels import Answer, disagreement
 from optimus.train.loop import train
-from tests.helpers.forms import TORCH_FORM_WORKS
+from tests.helpers.forms import TORCH_FORM_WORKS, needs_torch_form
 from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
 
 FAST = {
@@ -161,3 +161,17 @@ def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, cap
 def test_settings_that_cannot_go_together(settings, match):
     with pytest.raises(ConfigError, match=match):
         tiny_config("data", "run", **settings)
+
+
+@needs_torch_form
+def test_sizes_that_torchs_form_cannot_take_end_in_one_line_or_in_the_loop(
+    tiny_data, tmp_path, capfd
+):
+    """Rows of 20 numbers of bf16 are 40 bytes; torch's grouped products want a multiple of 16."""
+    odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
+    tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
+    with pytest.raises(ConfigError, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
+        train(make_config(tree), read_launch_env({}))
+    assert "\n" not in str(refusal.value)
+    train(make_config(tiny_tree(tiny_data, tmp_path / "auto", **odd)), read_launch_env({}))
+    assert resolved(tmp_path / "auto")["grouped_gemm"] == "loop"
