@@ -186,7 +186,11 @@ def _kernels() -> dict[str, Any]:
         choice = f"{name} ({origin})"
     except KernelError as error:
         choice = str(error)
-    return {"choice": choice, "cache": str(cache_dir()), "backends": backend.status()}
+    try:
+        cache = str(cache_dir())
+    except KernelError as error:
+        cache = str(error)
+    return {"choice": choice, "cache": cache, "backends": backend.status()}
 
 
 def _is_installed(module: str) -> bool:

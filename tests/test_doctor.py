@@ -71,6 +71,18 @@ def test_an_unknown_choice_is_told(monkeypatch, capsys):
     assert "OPTIMUS_KERNELS='fast': it is one of auto" in capsys.readouterr().out
 
 
+def test_doctor_works_without_a_home(monkeypatch, capsys):
+    for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_entry(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    assert main(["doctor"]) == 0
+    assert "this user has no home directory; set OPTIMUS_KERNELS_CACHE" in capsys.readouterr().out
+
+
 def test_ipex_can_be_left_out(monkeypatch):
     from optimus.platform import import_ipex
 

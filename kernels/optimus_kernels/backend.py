@@ -24,6 +24,12 @@ _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
 """Ranks beyond which a run compiles nothing: it loads what `optimus kernels build` left."""
 
+_WORLD_SIZES = (
+    *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+)
+"""torchrun's, MPICH's and PALS', Open MPI's and Slurm's name for the number of processes."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -151,20 +157,12 @@ def status() -> list[dict[str, Any]]:
 
 
 def _status_of(backend: str) -> dict[str, Any]:
-    entry, reason = build.prebuilt(backend), ""
-    if entry is not None:
-        # Another device's library may link against what only its machines have.
-        if device_is_here(DEVICE_OF[backend]):
-            try:
-                load(entry)
-            except KernelError as error:
-                reason = str(error)
-    else:
-        try:
-            build.plan(backend)
-            reason = "not built yet; `optimus kernels build` does it, or the first run"
-        except KernelError as error:
-            reason = str(error)
+    found, entry = [], None
+    try:
+        found, entry = cache.entries(backend), build.prebuilt(backend)
+        reason = _why_not(backend, entry)
+    except KernelError as error:
+        reason = str(error)
     return {
         "backend": backend,
         "device": DEVICE_OF[backend],
@@ -174,10 +172,19 @@ def _status_of(backend: str) -> dict[str, Any]:
         "why_not": reason,
         "built_for": {} if entry is None else _built_for(entry),
         "library": "" if entry is None else str(entry.library),
-        "refused": {
-            other.key: why for other in cache.entries(backend) if (why := build.fits(other))
-        },
+        "refused": {other.key: why for other in found if (why := build.fits(other))},
     }
+
+
+def _why_not(backend: str, entry: Entry | None) -> str:
+    """Why an entry is of no use, "" if it is of use. Raises KernelError where none can be made."""
+    if entry is None:
+        build.plan(backend)
+        return "not built yet; `optimus kernels build` does it, or the first run"
+    # Another device's library may link against what only its machines have.
+    if device_is_here(DEVICE_OF[backend]):
+        load(entry)
+    return ""
 
 
 def device_is_here(kind: str) -> bool:
@@ -191,8 +198,10 @@ def _built_for(entry: Entry) -> dict[str, Any]:
 
 
 def _may_build() -> bool:
-    world = os.environ.get("WORLD_SIZE", "1")
-    return not world.isdigit() or int(world) <= MAX_BUILDING_WORLD
+    """By the first variable that says how many processes there are; none: one process."""
+    sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
+    world = next((size for size in sizes if size.isdigit()), "1")
+    return int(world) <= MAX_BUILDING_WORLD
 
 
 def _say(line: str) -> None:

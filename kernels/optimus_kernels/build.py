@@ -206,8 +206,11 @@ def find_compiler(backend: str) -> list[str]:
     variable = {"cpu": "CXX", "cuda": "NVCC"}[backend]
     named = os.environ.get(variable)
     if named:
-        command = shlex.split(named)
-        if shutil.which(command[0]) is None:
+        try:
+            command = shlex.split(named)
+        except ValueError as error:
+            raise KernelError(f"{variable}={named}: it is no command ({error})") from error
+        if not command or shutil.which(command[0]) is None:
             raise KernelError(f"{variable}={named}: no such compiler")
         return command
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"

@@ -32,11 +32,20 @@ class KernelError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """OPTIMUS_KERNELS_CACHE, or optimus-kernels in the user's cache directory."""
+    """OPTIMUS_KERNELS_CACHE, or optimus-kernels in the user's cache directory.
+
+    Raises KernelError where there is no user's directory: a container may run under a number that
+    no account has.
+    """
     named = os.environ.get("OPTIMUS_KERNELS_CACHE")
     if named:
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise KernelError(
+            "this user has no home directory; set OPTIMUS_KERNELS_CACHE to a writable directory"
+        ) from error
     return Path(base) / "optimus-kernels"
 
 

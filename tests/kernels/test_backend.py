@@ -73,6 +73,42 @@ def test_many_ranks_compile_nothing_but_load_what_is_there(small_csrc, monkeypat
     assert backend.active("cpu").name == "cpu"
 
 
+@pytest.mark.parametrize("launcher", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"])
+def test_every_launchers_number_of_ranks_counts(small_csrc, monkeypatch, launcher):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(launcher, str(backend.MAX_BUILDING_WORLD + 1))
+    assert "none is built" in backend.active("cpu").why_not
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A container's number that no account has, and no HOME."""
+    for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_entry(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+
+
+def test_without_a_home_auto_takes_torch_and_a_name_is_refused(small_csrc, homeless, monkeypatch):
+    found = backend.active("cpu")
+    assert found.name == "torch" and "set OPTIMUS_KERNELS_CACHE" in found.why_not
+    assert "set OPTIMUS_KERNELS_CACHE" in backend.status()[-1]["why_not"]
+    backend._active.clear()
+    monkeypatch.setenv("OPTIMUS_KERNELS", "cpu")
+    with pytest.raises(KernelError, match="cannot be had: this user has no home directory; set"):
+        backend.active("cpu")
+
+
+@pytest.mark.parametrize(("cxx", "says"), [('"', "it is no command"), (" ", "no such compiler")])
+def test_a_compiler_that_is_no_command_is_told(monkeypatch, cxx, says):
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(KernelError, match=says):
+        build.find_compiler("cpu")
+
+
 @needs_gxx
 def test_status_says_what_is_built_for_what_and_why_not(small_csrc):
     status = {one["backend"]: one for one in backend.status()}
