@@ -129,12 +129,14 @@ def _room(x: Tensor, gate_up: Tensor):
 def _run_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
     rows = Rows(offsets, token, slot, row)
     weights = weights.contiguous()
-    return _room(x, gate_up).forward(x.contiguous(), weights, gate_up, down, rows, keep)
+    out, h = _room(x, gate_up).forward(x.contiguous(), weights, gate_up, down, rows, keep)
+    # The loop has spare rows behind. Sizes must not tell the form: torch.compile keeps what it
+    # compiled on disk, where a run of the other form finds it.
+    return out, h[: token.shape[0]] if keep else h
 
 
 def _fake_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
-    extra = experts_loop.extra_rows(x) if _room(x, gate_up) is experts_loop else 0
-    h = (token.shape[0] + extra, gate_up.shape[1]) if keep else (0,)
+    h = (token.shape[0], gate_up.shape[1]) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(h)
 
 

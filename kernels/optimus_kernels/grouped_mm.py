@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from optimus_kernels.ops import define
 
@@ -134,11 +133,6 @@ def torch_form_works(device: str, dtype: torch.dtype) -> bool:
     """Whether torch has it for this device and dtype: the only sure way is to try both products."""
     if _torch_grouped_mm() is None:
         return False
-    with _disable_current_modes():  # fakes ask, too, and fake products would work anywhere
-        return _try_torch_form(device, dtype)
-
-
-def _try_torch_form(device: str, dtype: torch.dtype) -> bool:
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

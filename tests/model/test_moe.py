@@ -153,8 +153,7 @@ def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
     )
     block.router.weight = torch.nn.Parameter(torch.randn(64, 2048).bfloat16())
     x = torch.randn(tokens, 2048, dtype=torch.bfloat16, requires_grad=True)
-    once = 31 * 2 * 2 * 1024  # rows beyond the last, whatever the number of tokens
-    assert (kept_for_backward(block, x) - once) / tokens <= 40_000
+    assert kept_for_backward(block, x) / tokens <= 40_000
     block.experts.save_input_only = True
     assert kept_for_backward(block, x) / tokens <= 6_000
 
@@ -255,7 +254,7 @@ def test_compiled_blocks_take_another_number_of_tokens(dynamic):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """The rows that the loop adds for oneDNN are in its fake alone."""
+    """One after the other with one cache on disk: what an op returns may not depend on the form."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler behind torch.compile")
     torch.compiler.reset()
