@@ -16,9 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from optimus_kernels import experts_grouped, experts_loop
+from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.grouped_mm import form
+from optimus_kernels.grouped_mm import reference as grouped_twin
+from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
 from optimus_kernels.ops import define
+from optimus_kernels.reduction import reference as reduce_twin
 from optimus_kernels.route import Rows
+from optimus_kernels.swiglu import reference as swiglu_twin
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
 
 
 class WeightGrads(NamedTuple):
@@ -48,8 +54,19 @@ def experts(
 
     `save_input_only` computes h again in backward: 22 % more arithmetic, 4 KB instead of 36 KB a
     token at OLMoE's sizes in bf16. `weight_grads`, asked once in each backward, says where the
-    weights' gradients go; autograd then gets none for them. Raises ValueError or TypeError.
+    weights' gradients go; autograd then gets none for them. Under autocast the operands are taken
+    in its dtype, as by a linear layer, but for fp64, and the result is of x's. Raises ValueError or
+    TypeError.
     """
+    device = x.device.type
+    if x.dtype is not torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            operands = (operand.to(dtype) for operand in (x, weights, gate_up, down))
+            out = experts(
+                *operands, rows, save_input_only=save_input_only, weight_grads=weight_grads
+            )
+            return out.to(x.dtype)
     _check(x, weights, gate_up, down, rows)
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))
     keep = needed and not save_input_only
@@ -84,6 +101,32 @@ class _Experts(torch.autograd.Function):
         if not with_weights:
             dgate_up = ddown = None
         return dx, dw, dgate_up, ddown, *(None,) * 6
+
+
+def reference(
+    x, weights, gate_up, down, offsets, token, slot, row, keep=True
+) -> tuple[Tensor, Tensor]:
+    """The twin, of the other ops' twins: out [T, D] and h [N, 2F], or [0] unless `keep`."""
+    h = grouped_twin(gather_twin(x, token, row), gate_up.mT, offsets)
+    y = grouped_twin(swiglu_twin(h), down.mT, offsets)
+    return reduce_twin(y, weights, row, slot), h if keep else x.new_empty(0)
+
+
+def reference_backward(
+    grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward's twin: dx, dweights, dgate_up, ddown (the last two [0] unless asked for)."""
+    copies, dy = gather_twin(x, token, row), gather_twin(grad, token, row)
+    h = grouped_twin(copies, gate_up.mT, offsets) if h is None else h
+    da = grouped_twin(dy, down, offsets)
+    dh, scaled, dweights = swiglu_backward_twin(h, da, weights, slot)
+    dx = reduce_twin(grouped_twin(dh, gate_up, offsets), None, row, slot)
+    none = x.new_empty(0)
+    grads = ((dh, copies), (dy, scaled)) if with_weights else ()
+    dgate_up, ddown = (
+        (grouped_weight_twin(a, b, offsets) for a, b in grads) if grads else (none,) * 2
+    )
+    return dx, dweights.to(weights.dtype), dgate_up, ddown
 
 
 def _check(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows) -> None:

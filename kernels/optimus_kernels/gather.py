@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import define
+from optimus_kernels.ops import check_index, define
 
 
 def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """x [T, D], token int32 [R] and row int32 [T, K] of `route` -> [R, D]."""
+    """x [T, D], token int32 [R] and row int32 [T, K] of `route` -> [R, D].
+
+    Numbers in `token` other than -1 to T - 1 are undefined behaviour: they read whatever lies
+    there, or end the process. OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
+    """
     return _gather(x, token, row)
 
 
@@ -37,6 +41,7 @@ def _check(x: Tensor, token: Tensor) -> None:
 
 def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
     _check(x, token)
+    check_index("gather", "token", token, x.shape[0])
     if library.native(x) is None:
         return reference(x, token, row)
     x, token = x.contiguous(), token.contiguous()

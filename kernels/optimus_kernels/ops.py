@@ -6,10 +6,12 @@ Schemas are Python's, so the names exist whatever is compiled. An implementation
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("optimus", "FRAGMENT")
 
@@ -35,6 +37,25 @@ def define(
             f"optimus::{name}", backward, setup_context=save, lib=_LIBRARY
         )
     return getattr(torch.ops.optimus, name).default
+
+
+def debug() -> bool:
+    """Whether indices are looked at before they are used (OPTIMUS_KERNELS_DEBUG=1): on an
+    accelerator the host waits for each look."""
+    return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
+
+
+def check_index(op: str, name: str, index: Tensor, size: int) -> None:
+    """In debug mode, ValueError for an index that is neither -1 nor below `size`."""
+    if not debug():
+        return
+    wrong = ((index < -1) | (index >= size)).flatten().nonzero().flatten()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(
+            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers out of -1 to {size - 1}, "
+            f"the first {int(index.flatten()[at])} in place {at}"
+        )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import compute_dtype, define
+from optimus_kernels.ops import check_index, compute_dtype, define
 
 
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
     """y [R, D], weights [T, K] of y's dtype or None (all 1), row int32 [T, K] and slot int32 [R] of
-    `route` -> [T, D]. Slots of row -1 add nothing. `slot` serves the gradient."""
+    `route` -> [T, D]. Slots of row -1 add nothing. `slot` serves the gradient.
+    Other rows than -1 to R - 1 are undefined behaviour but under OPTIMUS_KERNELS_DEBUG=1."""
     return _reduce(y, weights, row, slot)
 
 
@@ -70,6 +71,7 @@ def _check(y: Tensor, weights: Tensor | None, row: Tensor) -> None:
 
 def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
     _check(y, weights, row)
+    check_index("reduce_rows", "row", row, y.shape[0])
     kernels = library.native(y)
     if kernels is None:
         return reference(y, weights, row, slot)
@@ -117,6 +119,7 @@ def _check_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> N
 
 def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     _check_backward(grad, y, weights, slot)
+    check_index("reduce_rows_backward", "slot", slot, weights.numel())
     kernels = library.native(y)
     if kernels is None:
         return reference_backward(grad, y, weights, slot)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import define
+from optimus_kernels.ops import debug, define
 
 
 class Rows(NamedTuple):
@@ -28,9 +28,12 @@ class Rows(NamedTuple):
     """[T, K]: the row of a slot; -1 where its expert is not held."""
 
 
-def route(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
+def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
     """chosen int64 [T, K]: numbers of experts, of which first_expert to first_expert +
-    num_experts - 1 are held here. Any other number, also one that no expert has, gets no row."""
+    num_experts - 1 are held here. Any other number, also one that no expert has, gets no row;
+    given `of`, the number of all experts, the latter is a ValueError in debug mode."""
+    if of is not None and debug():
+        _check_chosen(chosen, of)
     return Rows(*_route(chosen, first_expert, num_experts))
 
 
@@ -50,6 +53,16 @@ def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
     slot = slot.masked_fill(none, -1)
     token = slot.div(max(top_k, 1), rounding_mode="floor").masked_fill(none, -1)
     return Rows(offsets.int(), token.int(), slot.int(), row.int().view_as(chosen))
+
+
+def _check_chosen(chosen: Tensor, experts: int) -> None:
+    wrong = ((chosen < 0) | (chosen >= experts)).nonzero().tolist()
+    if wrong:
+        token, k = wrong[0]
+        raise ValueError(
+            f"chosen {list(chosen.shape)} has {len(wrong)} numbers that none of the {experts} "
+            f"experts has, the first {int(chosen[token, k])} for token {token}"
+        )
 
 
 def _check(chosen: Tensor, num_experts: int) -> None:

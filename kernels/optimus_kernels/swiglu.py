@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import compute_dtype, define
+from optimus_kernels.ops import check_index, compute_dtype, define
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -116,6 +116,7 @@ def _run_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward(h, da, weights, slot)
+    check_index("swiglu_backward", "slot", slot, weights.numel())
     if library.native(h) is None:
         return reference_backward(h, da, weights, slot)
     outs = _fake_backward(h, da, weights, slot)

@@ -9,6 +9,8 @@ import torch
 
 import optimus_kernels as kernels
 from optimus_kernels import backend
+from optimus_kernels.experts import reference as experts_twin
+from optimus_kernels.experts import reference_backward as experts_backward_twin
 from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_twin
@@ -292,3 +294,46 @@ def test_auto_takes_the_loop_for_such_rows_where_it_would_take_torchs(dtype, siz
     )
     assert form(like, *sizes) == "loop"
     assert form(like, 64, 32) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("gather", 1), ("reduce_rows", 2), ("reduce_rows_backward", 3), ("swiglu_backward", 3)],
+)
+@pytest.mark.parametrize("wild", [10**8, -2])
+def test_debug_mode_refuses_rows_that_do_not_exist(name, index, wild, monkeypatch):
+    monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
+    given = list(arguments("all held", torch.float32)[name])
+    getattr(ops, name)(*given)
+    given[index] = given[index].clone()
+    given[index].view(-1)[5] = wild
+    with pytest.raises(ValueError, match=rf"{name}: .* has 1 numbers .* first {wild} in place 5"):
+        getattr(ops, name)(*given)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_equal_their_twin(shape, dtype, taken, kept, with_weights):
+    *saved, _ = arguments(shape, dtype)["experts"]
+    if taken == "torch" and (dtype is torch.float16 or shape in ("odd sizes, some held", "many")):
+        pytest.skip("torch has no grouped product for it")
+    last = int(saved[4][-1])
+    kernels.set_form(taken)
+    try:
+        out, h = ops.experts(*saved, True)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        ours = ops.experts_backward(grad, *saved, h if kept else None, with_weights)
+    finally:
+        kernels.set_form("auto")
+    their_out, their_h = experts_twin(*saved)
+    theirs = experts_backward_twin(grad, *saved, their_h if kept else None, with_weights)
+    assert h.shape == their_h.shape
+    pairs = [(out, their_out), (h[:last], their_h[:last]), *zip(ours, theirs, strict=True)]
+    for value, expected in pairs:
+        assert value.dtype == expected.dtype and value.shape == expected.shape
+        if expected.numel():
+            error = (value - expected).double().norm()
+            assert error <= 4 * ERRORS[dtype] * expected.double().norm()  # of four steps

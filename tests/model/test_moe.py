@@ -337,6 +337,40 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
         experts(x, weights, wild)
 
 
+def test_autocast_is_that_of_a_linear_layer():
+    """Products in its dtype, the result in x's; fp64 stays as it is."""
+    experts, chosen = make_experts(torch.float32), spread(12, 2)
+    x, weights = torch.randn(12, D), torch.rand(12, 2)
+    low = make_experts(torch.bfloat16)
+    expected = run(low, x.bfloat16(), weights.bfloat16(), chosen, low)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run(experts, x, weights, chosen, experts)
+        exact = make_experts()(x.double(), weights.double(), chosen)
+    for value, same in zip(ours, expected, strict=True):
+        assert value.dtype is torch.float32
+        assert relative(value, same.float()) < 8e-3
+    assert torch.equal(ours[0], expected[0].float())
+    assert torch.equal(exact, make_experts()(x.double(), weights.double(), chosen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_may_lie_in_memory_in_any_order(dtype, form):
+    experts, chosen = make_experts(dtype), spread(50, 3)
+    x, weights = torch.randn(50, D).to(dtype), torch.rand(50, 3).to(dtype)
+    expected = run(experts, x, weights, chosen, experts)
+    columns = lambda t: t.t().contiguous().t()  # noqa: E731
+    probe = torch.linspace(-1, 1, x.numel(), dtype=dtype).view_as(x)
+    for input_only in (False, True):
+        experts.save_input_only = input_only
+        experts.zero_grad()
+        leaves = [columns(value).detach().requires_grad_() for value in (x, weights)]
+        out = experts(*leaves, columns(chosen))
+        out.backward(columns(probe))
+        grads = [leaf.grad for leaf in (*leaves, experts.gate_up, experts.down)]
+        for value, same in zip([out, *grads], expected, strict=True):
+            assert torch.equal(value, same)
+
+
 def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
     block = FastSparseMoE(small_config())
     for parameter in block.parameters():
