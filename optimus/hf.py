@@ -33,6 +33,12 @@ MERGED = (
 """Classes of merged experts that are computed as ours are; each of them is tested."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
 """Blocks whose experts may be modules of their own."""
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    "_post_accumulate_grad_hooks",
+)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -44,7 +50,8 @@ def use_fast_moe(model: _Model) -> _Model:
     weights and before making an optimizer: experts that were modules of their own become two merged
     parameters a layer, gate_up_proj and down_proj. A second call changes nothing.
 
-    Raises ConfigError for experts of another kind, quantised, offloaded or divided over devices.
+    Raises ConfigError for experts of another kind, quantised, offloaded, divided over devices
+    or with hooks, and for a block itself whose experts are modules of their own.
     """
     found = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
     blocks = [block for block in found if not isinstance(block.experts, FastExperts)]
@@ -55,6 +62,12 @@ def use_fast_moe(model: _Model) -> _Model:
         )
     for block in blocks:
         _check(block)
+        _check_hooks(block)
+        if block is model and isinstance(block.experts, nn.ModuleList):
+            raise ConfigError(
+                f"{type(model).__name__} is itself the block to be replaced; give use_fast_moe the "
+                "model that holds it"
+            )
     for block in blocks:
         if not isinstance(block.experts, nn.ModuleList):
             block.experts = _merged(block.experts)
@@ -77,17 +90,13 @@ class FastExperts(nn.Module):
         """[T, D], int64 [T, K], [T, K] -> [T, D] of hidden_states' dtype.
 
         Products are in the parameters' dtype; under autocast in autocast's, as for a linear layer.
+        With OPTIMUS_KERNELS_DEBUG=1 numbers that no expert has are a ValueError; otherwise they add
+        nothing.
         """
-        device = hidden_states.device.type
-        dtype = self.gate_up_proj.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        operands = (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
-        with torch.autocast(device, enabled=False):
-            x, weights, gate_up, down = (operand.to(dtype) for operand in operands)
-            rows = kernels.route(top_k_index, 0, self.num_experts)
-            out = kernels.experts(x, weights, gate_up, down, rows)
-        return out.to(hidden_states.dtype)
+        rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
+        merged = (self.gate_up_proj, self.down_proj)
+        x, weights = (value.to(merged[0].dtype) for value in (hidden_states, top_k_weights))
+        return kernels.experts(x, weights, *merged, rows).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.hidden_dim} -> {self.intermediate_dim})"
@@ -196,6 +205,19 @@ def _check(block: nn.Module) -> None:
         raise ConfigError(
             f"the experts of {name} have parameters of (dtype, device, requires_grad) "
             f"{sorted(map(str, kinds))}; use_fast_moe wants one kind, floating point, not on meta"
+        )
+
+
+def _check_hooks(block: nn.Module) -> None:
+    """ConfigError if something hangs on a module, or on a parameter, that is to go."""
+    gone = list(block.experts.modules())
+    if isinstance(block.experts, nn.ModuleList):
+        gone.append(block)
+        gone += block.experts.parameters()
+    if any(getattr(one, kind, None) for one in gone for kind in _HOOKS):
+        raise ConfigError(
+            f"the experts of {type(block).__name__} have hooks, which use_fast_moe would lose; "
+            "register them afterwards"
         )
 
 

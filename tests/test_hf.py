@@ -223,6 +223,60 @@ def test_autocast_computes_in_bf16():
     assert torch.equal(out, fast.bfloat16()(x.bfloat16(), chosen, weights.bfloat16()).float())
 
 
+def test_numbers_that_no_expert_has_are_refused_in_debug_mode(monkeypatch):
+    fast = next(m for m in use_fast_moe(olmoe()).modules() if isinstance(m, FastExperts))
+    wild = (torch.randn(2, 32), torch.tensor([[0, 99], [-1, 0]]), torch.rand(2, 2))
+    assert fast(*wild).isfinite().all()
+    monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
+    with pytest.raises(ValueError, match="2 numbers that none of the 6 experts has, the first 99"):
+        fast(*wild)
+
+
+def test_hooks_on_what_is_replaced_are_refused():
+    model = olmoe()
+    block = model.model.layers[1].mlp
+    handle = block.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="experts of OlmoeSparseMoeBlock have hooks"):
+        use_fast_moe(model)
+    assert not any(isinstance(module, FastExperts) for module in model.modules())
+    handle.remove()
+    block.gate.register_forward_hook(lambda *_: None)
+    use_fast_moe(model)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(8, 4, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(4, 8, bias=False), nn.SiLU()
+
+
+class OlmoeSparseMoeBlock(nn.Module):
+    """As transformers 4 lays it out, whichever version is here."""
+
+    num_experts, top_k, norm_topk_prob = 3, 2, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+
+def test_a_block_of_modules_cannot_be_replaced_in_itself():
+    block = OlmoeSparseMoeBlock()
+    with pytest.raises(ConfigError, match="OlmoeSparseMoeBlock is itself the block"):
+        use_fast_moe(block)
+    assert isinstance(block.experts, nn.ModuleList)
+    assert isinstance(use_fast_moe(nn.Sequential(block))[0].experts, FastExperts)
+
+
+def test_hooks_on_experts_that_are_copied_are_refused():
+    model = nn.Sequential(OlmoeSparseMoeBlock())
+    model[0].experts[1].down_proj.weight.register_hook(lambda grad: None)
+    with pytest.raises(ConfigError, match="have hooks"):
+        use_fast_moe(model)
+
+
 def test_trainer_takes_the_same_steps(tmp_path):
     pytest.importorskip("accelerate")
     theirs, ours = twins()
