@@ -7,30 +7,25 @@ would drift apart unseen, so they compare before the first step and end where th
 from __future__ import annotations
 
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from optimus import platform
-from optimus.config import Config, ModelConfig
+from optimus.config import Config
 from optimus.dist.collectives import all_gather_objects, broadcast_object
 from optimus.dist.world import World
-from optimus.errors import ConfigError, one_line
-from optimus.model.moe import Experts
+from optimus.errors import ConfigError
+from optimus.train.grouped_gemm import measure_grouped_gemm
 from optimus.train.preflight import Preflight
 from optimus_kernels import backend
 from optimus_kernels.backend import Backend
 from optimus_kernels.cache import KernelError
 from optimus_kernels.grouped_mm import form as form_in_force
 from optimus_kernels.grouped_mm import set_form
-
-_TIMED = 3
-_MEASURED_TOKENS = 4096
-"""Enough to fill a device; more would only take longer."""
 
 
 def settle_kernels(config: Config, world: World, flight: Preflight) -> tuple[Config, Preflight]:
@@ -165,66 +160,6 @@ def _cannot_have(form: str, config: Config, world: World) -> str:
     finally:
         set_form("auto")
     return ""
-
-
-def measure_grouped_gemm(config: Config, device: torch.device) -> str:
-    """The faster form for the widest layer of this model, forward and backward, on balanced routes.
-
-    Threads are set before. A form that this device or dtype does not have is out of the race.
-    """
-    model, train = config.model, config.train
-    layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
-    tokens = min(train.microbatch_size * train.seq_len, _MEASURED_TOKENS)
-    run = _experts_pass(layer, tokens, platform.dtype_of(train.dtype), device)
-    seconds = {}
-    try:
-        for form in ("torch", "loop"):
-            set_form(form)
-            try:
-                seconds[form] = _best(run, device)
-            except ValueError as error:
-                _say(one_line(error))
-    finally:
-        set_form("auto")
-    _say(
-        f"grouped products of {layer.num_experts} experts, {tokens} tokens: "
-        + ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
-    )
-    return min(seconds, key=seconds.__getitem__)
-
-
-def _experts_pass(
-    layer: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
-    """Forward and backward of one layer's experts, every expert with as many rows."""
-    with device:
-        experts = Experts(layer).to(dtype)
-        for parameter in experts.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        x = torch.randn(tokens, layer.hidden_size).to(dtype).requires_grad_()
-        top_k = layer.num_experts_per_tok
-        weights = torch.full((tokens, top_k), 1 / top_k).to(dtype).requires_grad_()
-        slots = torch.arange(tokens * top_k).view(tokens, top_k)
-    leaves = [x, weights, *experts.parameters()]
-
-    def run() -> None:
-        out = experts(x, weights, slots % layer.num_experts)
-        torch.autograd.grad(out, leaves, out)
-
-    return run
-
-
-def _best(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the quickest of a few passes, after one that may compile or tune."""
-    run()
-    taken = []
-    for _ in range(_TIMED):
-        platform.synchronize(device)
-        start = time.perf_counter()
-        run()
-        platform.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
 
 
 def _differences(settled: Mapping[str, str], flight: Preflight) -> list[str]:
