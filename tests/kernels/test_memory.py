@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from optimus_kernels import memory
@@ -57,3 +58,9 @@ def test_other_sizes_and_small_ones_do_not_take_it():
     assert memory.held() == held
     assert memory.release() > 0
     assert memory.held() == 0
+
+
+def test_its_storage_is_fixed():
+    tensor = memory.empty((SIDE, SIDE), LIKE)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
