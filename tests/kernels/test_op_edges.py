@@ -1,0 +1,82 @@
+"""Ops where they go wrong unseen: unwritten memory, the ends of pieces and of buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import optimus_kernels as kernels
+from optimus_kernels.experts import reference as experts_twin
+from optimus_kernels.experts import reference_backward as experts_backward_twin
+from optimus_kernels.route import reference as route_twin
+from tests.kernels.test_ops import ERRORS, TWINS, arguments, as_tuple
+
+ops = torch.ops.optimus
+
+
+@pytest.fixture
+def nan_in_fresh_memory():
+    """torch.empty and its like then give NaN, and the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("shape", ["odd sizes, some held", "none held", "all held"])
+@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("grouped")])
+def test_nothing_is_left_to_what_lay_in_memory(name, shape, nan_in_fresh_memory):
+    """Rows of no slot, slots of no row."""
+    given = arguments(shape, torch.float32)[name]
+    ours, twin = getattr(ops, name)(*given), TWINS[name](*given)
+    for value, expected in zip(as_tuple(ours), as_tuple(twin), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["odd sizes, some held", "none held"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_leave_nothing_to_what_lay_in_memory(shape, dtype, nan_in_fresh_memory):
+    *saved, _ = arguments(shape, dtype)["experts"]
+    out, h = ops.experts(*saved, True)
+    grads = ops.experts_backward(saved[0], *saved, h, True)
+    assert all(value.isfinite().all() for value in (out, h, *grads))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_route_where_its_pieces_meet(pieces, more):
+    """On CPUs slots are counted in pieces of 4096, side by side."""
+    slots = pieces * 4096 + more
+    chosen = torch.randint(7, (slots, 1), generator=torch.Generator().manual_seed(slots))
+    for ours, twin in zip(kernels.route(chosen, 1, 5), route_twin(chosen, 1, 5), strict=True):
+        assert torch.equal(ours, twin)
+
+
+def test_rows_beyond_two_to_the_31_numbers_are_found():
+    """4 GiB of addresses, of which two rows are ever touched."""
+    last = 2**21
+    x = torch.empty(last + 1, 1024, dtype=torch.bfloat16)
+    x[0], x[last] = 1, 2
+    token = torch.tensor([last, 0], dtype=torch.int32)
+    assert ops.gather(x, token, token.view(2, 1))[:, 0].tolist() == [2, 1]
+    row, slot = token.view(2, 1), torch.zeros(last + 1, dtype=torch.int32)
+    assert ops.reduce_rows(x, None, row, slot)[:, 1023].tolist() == [2, 1]
+    assert ops.reduce_rows(x, torch.ones(2, 1).bfloat16(), row, slot)[:, 0].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("tokens", [15, 17, 512, 513, 545])
+def test_rows_rounded_up_for_onednn_stay_within_their_buffers(tokens):
+    """513 rows are computed as 544, and the last expert's have nothing behind them."""
+    chosen = torch.full((tokens, 1), 1)
+    rows = kernels.route(chosen, 0, 2)
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    saved = (normal(tokens, 16), normal(tokens, 1), normal(2, 16, 16), normal(2, 16, 8), *rows)
+    out, h = ops.experts(*saved, True)
+    their_out, their_h = experts_twin(*saved)
+    grad = normal(tokens, 16)
+    grads = ops.experts_backward(grad, *saved, h, True)
+    theirs = experts_backward_twin(grad, *saved, their_h, True)
+    for value, expected in ((out, their_out), (h, their_h), *zip(grads, theirs, strict=True)):
+        error = (value - expected).double().norm()
+        assert error <= 4 * ERRORS[torch.bfloat16] * expected.double().norm()
