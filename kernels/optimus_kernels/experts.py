@@ -87,8 +87,8 @@ class _Experts(torch.autograd.Function):
         """Its ops have no gradient of their own, so that a second one would be silently wrong."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "experts has no second derivative; leave out create_graph, or compute the experts "
-                "by the ops gather, grouped_mm, swiglu and reduce_rows"
+                "experts has no second derivative; leave out create_graph, or compute experts in "
+                "plain torch"
             )
         *saved, h = ctx.saved_tensors
         grad = grad.contiguous()
