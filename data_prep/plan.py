@@ -71,7 +71,7 @@ def estimate(
 ) -> dict[str, Any]:
     """Counts, bytes and seconds of `run`, and whether the disk holds it. Raises as `run` does."""
     tokenizer = require_file(request.tokenizer, "--tokenizer")
-    facts = read_facts(tokenizer, request.eos)
+    dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
     inputs = find_inputs(request.inputs, request.exclude, request.out, say)
     shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
     sample = take_sample(inputs, request.text_field, str(tokenizer))
@@ -83,13 +83,11 @@ def estimate(
     held_out = round(tokens * request.eval_fraction)
     instances = max(0, tokens - held_out - tails) // shuffle.context
     eval_instances = held_out // shuffle.context
-    dtype = layout.dtype_name(facts.vocab_size)
     row_bytes = shuffle.context * layout.little_endian(dtype).itemsize
     rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
     token_bytes = tokens * layout.little_endian(dtype).itemsize
     shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
-    if strategy == "auto":
-        strategy = "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
+    strategy = _settled(strategy, world, shard_bytes)
     waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
     peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
@@ -122,6 +120,13 @@ def estimate(
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
+
+
+def _settled(strategy: str, world: int, shard_bytes: int) -> str:
+    """What `--strategy auto` takes for shards of so many bytes."""
+    if strategy != "auto":
+        return strategy
+    return "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
