@@ -15,7 +15,7 @@ from optimus.config import make_config
 from optimus.data.loader import Microbatch
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
+from optimus.dist.world import World, start_world
 from optimus.errors import NonFiniteError
 from optimus.model.init import initialise_
 from optimus.train.batch import plan_batch
@@ -39,10 +39,12 @@ def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
     """Updates with gradients that go straight to chunks, and with those that autograd adds."""
     torch.set_num_threads(1)
     engine_module._WIDENS_NATIVELY &= natively
-    return updates(tree, Shard.add_in_place), updates(tree, lambda shard, states: None)
+    world = start_world(device="cpu")
+    by_autograd = updates(tree, world, lambda shard, states: None)
+    return updates(tree, world, Shard.add_in_place), by_autograd
 
 
-def updates(tree: dict, add_in_place) -> Seen:
+def updates(tree: dict, world: World, add_in_place) -> Seen:
     plain_add, plain_fresh = Shard.add_in_place, experts_loop.fresh_grads
     made = []
 
@@ -52,14 +54,14 @@ def updates(tree: dict, add_in_place) -> Seen:
 
     Shard.add_in_place, experts_loop.fresh_grads = add_in_place, fresh
     try:
-        return watch(tree, made)
+        return watch(tree, world, made)
     finally:
         Shard.add_in_place, experts_loop.fresh_grads = plain_add, plain_fresh
 
 
-def watch(tree: dict, made: list[int]) -> Seen:
+def watch(tree: dict, world: World, made: list[int]) -> Seen:
     config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
+    parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
     groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
@@ -140,6 +142,6 @@ def test_a_gradient_that_is_not_finite_is_seen(tmp_path):
     experts_loop.swiglu_backward_into = broken
     try:
         with pytest.raises(NonFiniteError, match=r"gradient of blocks\.1\.mlp\.experts\.down"):
-            updates(tiny_tree("d", tmp_path), Shard.add_in_place)
+            updates(tiny_tree("d", tmp_path), start_world(device="cpu"), Shard.add_in_place)
     finally:
         experts_loop.swiglu_backward_into = plain
