@@ -5,8 +5,9 @@ where mm takes 20, and adds as it writes.
 
 A product that is added to fp32 sums is first rounded to its operands' dtype, and a fp32 one is made
 whole before it is added: the bits that autograd gives, which makes a gradient and then adds it. A
-BLAS that begins with the sum, or adds it block by block, gives others, and gradients would depend
-on how many microbatches a rank adds up (CONTRACT.md, "Deterministic mode").
+BLAS that begins with the sum, or adds it block by block (MKL's addmm from 385 rows on), gives
+others, and gradients would depend on how many microbatches a rank adds up (CONTRACT.md,
+"Deterministic mode").
 """
 
 from __future__ import annotations
