@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus_kernels.grouped_mm import torch_form_works
+
 
 class Absent(Exception):
     """A peer that cannot run here; the message says why."""
@@ -66,6 +68,8 @@ class ThreeGrouped(Peer):
     """Sorted copies and three grouped products, gate and up apart, as in torchtitan."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
+        if not torch_form_works(down.device.type, down.dtype):
+            raise Absent(f"torch {torch.__version__} has no grouped product for {down.device.type}")
         self.gate = nn.Parameter(gate_up[:, : down.shape[2]])
         self.up = nn.Parameter(gate_up[:, down.shape[2] :])
         self.down = nn.Parameter(down)

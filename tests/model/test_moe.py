@@ -342,6 +342,7 @@ def test_autocast_is_that_of_a_linear_layer():
     experts, chosen = make_experts(torch.float32), spread(12, 2)
     x, weights = torch.randn(12, D), torch.rand(12, 2)
     low = make_experts(torch.bfloat16)
+    low.load_state_dict(experts.state_dict())  # torch 2.8 draws other numbers in another dtype
     expected = run(low, x.bfloat16(), weights.bfloat16(), chosen, low)
     with torch.autocast("cpu", torch.bfloat16):
         ours = run(experts, x, weights, chosen, experts)
