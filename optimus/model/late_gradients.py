@@ -6,8 +6,10 @@ otherwise it is done at once. What is computed is the same either way, to the bi
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -53,6 +55,23 @@ def later_or_now(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | Non
         return gradient()
     late.put_off(lambda: accumulate(weight, gradient()))
     return None
+
+
+def put_off_whole(leaves: Iterable[Tensor]) -> None:
+    """From now on these leaves' gradients wait whole, also those that are made beside the inputs'
+    (norms, biases, routers, embeddings): a buffer to which W has not added holds nothing of its
+    microbatch. Deterministic mode needs that, as buffers are added up microbatch by microbatch; it
+    costs a gradient of each such leaf for every microbatch that waits."""
+    for leaf in leaves:
+        leaf.register_hook(functools.partial(_put_off, weakref.ref(leaf)))
+
+
+def _put_off(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tensor | None:
+    late = in_force()
+    if late is None or gradient is None:  # None: put off by its layer
+        return gradient
+    late.put_off(lambda: accumulate(leaf(), gradient))
+    return gradient.new_zeros(()).expand_as(gradient)
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:

@@ -16,6 +16,7 @@ from optimus.data.loader import Microbatch
 from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups
 from optimus.dist.rules import shard_axes, sum_axes
+from optimus.model.late_gradients import put_off_whole
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
@@ -91,6 +92,12 @@ class Shard:
         for name, leaf in self.model.tied_uses().items():
             engine.add_use(Use(name, leaf, "embed.weight"))
         return engine
+
+    def keep_microbatches_apart(self) -> None:
+        """See to it that what is added up behind a microbatch's last action is its gradient alone,
+        where its backward is split (deterministic mode)."""
+        if self.layout.schedule.splits_backward:
+            put_off_whole([*self.model.parameters(), *self.model.tied_uses().values()])
 
     def add_in_place(self, states: ChunkEngine) -> None:
         """From now on experts add their weights' gradients to the chunks themselves, without a

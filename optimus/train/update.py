@@ -52,6 +52,8 @@ class Updater:
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._shard, self._states = shard, states
         shard.add_in_place(states)
+        if config.train.deterministic:
+            shard.keep_microbatches_apart()
         self._watch = Watch(config, groups, shard, states)
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0

@@ -30,6 +30,22 @@ def test_a_layout_trains_the_model_of_one_process(ranks, case):
     assert not agreement.broken, f"{agreement}"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp2-dp2-ep1-tp1-zb-h1-moe-fp32-m4",
+        "pp2-dp2-ep1-tp1-zb-h1-dense-tied-bias-fp32-m4",
+    ],
+)
+def test_a_split_backward_keeps_microbatches_apart(ranks, name):
+    """Norms, biases and embeddings have their gradients beside the inputs', while the weights of an
+    earlier microbatch still wait to be added up: seen only where several ranks add."""
+    (case,) = (case for case in all_cases() if str(case) == name)
+    many = ranks(case.size, run_case, case.tree(), start_world=False, timeout_s=120)[0]
+    agreement = compare(case, many, alone(ranks, case))
+    assert not agreement.broken, f"{agreement}"
+
+
 def test_the_sample_has_every_factorisation_and_every_choice():
     everything = all_cases()
     assert {case[:4] for case in SAMPLE} == {case[:4] for case in everything}
