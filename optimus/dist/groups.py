@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as distributed
 
+from optimus.dist.channels import Channels, open_channels
 from optimus.dist.collectives import ALONE, Group
 from optimus.dist.mesh import AXES, Mesh, Place
 from optimus.dist.world import World
@@ -30,6 +31,8 @@ class Groups:
     """pp x ep x tp: ranks that together hold one whole model."""
     ends: Group = ALONE
     """The first and the last pipeline stage."""
+    channels: Channels = Channels()
+    """To and from the neighbours along pp."""
 
     def over(self, axes: tuple[str, ...]) -> Group:
         """The group along some of the data axes, as `optimus.dist.rules` names them."""
@@ -46,6 +49,8 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
     members["data"] = mesh.group_of(world.rank, ("dp", "ep"))
     members["model"] = mesh.group_of(world.rank, ("pp", "ep", "tp"))
     members["ends"] = tuple(dict.fromkeys(ends))
+    # Before "ends", which only some ranks make.
+    channels = open_channels(column, world, lambda ranks: _make(ranks, world))
     handles: dict[tuple[int, ...], Any] = {}
     if world.size > 1:
         handles[tuple(range(world.size))] = world.everyone.handle
@@ -56,7 +61,13 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
         name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
         for name, ranks in members.items()
     }
-    return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
+    return Groups(
+        mesh=mesh,
+        place=mesh.place(world.rank),
+        everyone=world.everyone,
+        channels=channels,
+        **groups,
+    )
 
 
 def _label(name: str, mesh: Mesh) -> str:

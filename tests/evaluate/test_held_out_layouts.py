@@ -51,6 +51,17 @@ def one(rank_pool, tiny_data):
     [
         pytest.param(3, {}, True, id="dp3"),
         pytest.param(2, {"parallel__pp": 2}, True, id="pp2"),
+        pytest.param(
+            2,
+            {
+                "parallel__pp": 2,
+                "parallel__schedule": "interleaved",
+                "parallel__virtual_stages": 2,
+                "model__num_layers": 4,
+            },
+            True,
+            id="pp2-interleaved",
+        ),
         pytest.param(2, {"parallel__ep": 2}, False, id="ep2"),
         pytest.param(4, {"parallel__ep": 2}, False, id="dp2-ep2"),
         pytest.param(
