@@ -123,6 +123,8 @@ class Executor:
         self._waited_ns = 0
         self.terms, self.trace = {}, []
         clock, note = time.perf_counter_ns, self.trace.append
+        if torch.autograd._profiler_enabled():
+            table = {kind: _in_a_range(do) for kind, do in table.items()}
         action = None
         try:
             for action in actions:
@@ -201,3 +203,13 @@ class Executor:
         tokens, _ = self._microbatches[action.microbatch]
         empty = torch.empty(self._boundary_shape(tokens), dtype=self._dtype, device=tokens.device)
         self._arrived[action] = receive(empty, channel, 1 - channel.rank)
+
+
+def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
+    """The same under the action's name, for a profiler."""
+
+    def named(action: Action) -> None:
+        with torch.profiler.record_function(str(action)):
+            do(action)
+
+    return named
