@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as distributed
 
+from optimus.dist.channels import Channels, open_channels
 from optimus.dist.collectives import ALONE, Group
-from optimus.dist.mesh import AXES, Mesh, Place
+from optimus.dist.mesh import Mesh, Place
 from optimus.dist.world import World
 
 
@@ -30,6 +31,8 @@ class Groups:
     """pp x ep x tp: ranks that together hold one whole model."""
     ends: Group = ALONE
     """The first and the last pipeline stage."""
+    channels: Channels = Channels()
+    """To and from the neighbours along pp."""
 
     def over(self, axes: tuple[str, ...]) -> Group:
         """The group along some of the data axes, as `optimus.dist.rules` names them."""
@@ -40,12 +43,9 @@ class Groups:
 def join_groups(mesh: Mesh, world: World) -> Groups:
     """Make this rank's groups; every rank of the world calls it. Each rank makes its own alone, so
     the cost does not grow with the world."""
-    column = mesh.group_of(world.rank, ("pp",))
-    ends = (column[0], column[-1]) if world.rank in (column[0], column[-1]) else (world.rank,)
-    members = {axis: mesh.group_of(world.rank, (axis,)) for axis in AXES}
-    members["data"] = mesh.group_of(world.rank, ("dp", "ep"))
-    members["model"] = mesh.group_of(world.rank, ("pp", "ep", "tp"))
-    members["ends"] = tuple(dict.fromkeys(ends))
+    members = mesh.groups_of(world.rank)
+    # Before "ends", which only some ranks make.
+    channels = open_channels(members["pp"], world, lambda ranks: _make(ranks, world))
     handles: dict[tuple[int, ...], Any] = {}
     if world.size > 1:
         handles[tuple(range(world.size))] = world.everyone.handle
@@ -56,7 +56,13 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
         name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
         for name, ranks in members.items()
     }
-    return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
+    return Groups(
+        mesh=mesh,
+        place=mesh.place(world.rank),
+        everyone=world.everyone,
+        channels=channels,
+        **groups,
+    )
 
 
 def _label(name: str, mesh: Mesh) -> str:

@@ -5,7 +5,6 @@ World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRAC
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,20 +69,24 @@ class Mesh:
         ("dp", "ep") it is the data rank.
         """
         assert set(axes) <= set(AXES), axes
-        place, sizes = self.place(rank), self.sizes
-        along = [
-            range(size) if axis in axes else (index,)
-            for axis, size, index in zip(AXES, sizes, place, strict=True)
-        ]
-        return tuple(self.rank_at(Place(*indices)) for indices in itertools.product(*along))
+        still = [0 if axis in axes else index for axis, index in zip(AXES, self.place(rank), strict=True)]
+        ranks, stride = [self.rank_at(Place(*still))], 1
+        for axis, size in zip(AXES[::-1], self.sizes[::-1], strict=True):
+            if axis in axes:
+                ranks = [first + step * stride for step in range(size) for first in ranks]
+            stride *= size
+        return tuple(ranks)
 
-    def partition(self, axes: Collection[str]) -> list[tuple[int, ...]]:
-        """All groups along the given axes, by their first rank: every rank lies in one of them."""
-        return [
-            group
-            for rank in range(self.world_size)
-            if (group := self.group_of(rank, axes))[0] == rank
-        ]
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The global ranks of every group that a rank belongs to, by the group's name."""
+        column = self.group_of(rank, ("pp",))
+        ends = tuple(dict.fromkeys((column[0], column[-1])))
+        return {
+            **{axis: self.group_of(rank, (axis,)) for axis in AXES},
+            "data": self.group_of(rank, ("dp", "ep")),
+            "model": self.group_of(rank, ("pp", "ep", "tp")),
+            "ends": ends if rank in ends else (rank,),
+        }
 
 
 def make_mesh(world_size: int, pp: int, dp: int, ep: int, tp: int) -> Mesh:

@@ -61,7 +61,8 @@ def start_world(
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=own_device if own_device.type == "cuda" else None,
+            # No device_id: with one, nccl splits every later group from this one, which all ranks
+            # of the world would have to join in, while ours are made by their own ranks alone.
         )
     except RuntimeError as error:  # torch's DistError, and plain ones of gloo
         raise _unmet(error, launch, timeout_s) from error

@@ -13,7 +13,7 @@ from optimus.data.loader import Microbatch, make_microbatch
 from optimus.dist.collectives import Group
 from optimus.dist.exact import exact_sums
 
-_AT_ONCE = 16  # microbatches held in memory; a pipeline fills with them
+_AT_ONCE = 16  # microbatches held in memory; a pipeline passes them on in rounds of its length
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Shard:
             return batch, length // tp, model.hidden_size
 
         dtype = dtype_of(config.train.dtype)
-        self.executor = Executor(schedule, stages, groups.pp, boundary_shape, dtype)
+        self.executor = Executor(schedule, stages, groups.channels, boundary_shape, dtype)
 
     def make_states(self) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of

@@ -6,7 +6,11 @@
 `interpretation`: the loop over a list whose actions do nothing, trace included. `bookkeeping`: one
 rank with four stages of a model that adds one number to its input, so that what is left is the
 entry into autograd and what the executor keeps; the same forwards and backwards called by hand are
-taken off. Sends between processes are not in it. CPU seconds of one thread; medians and quartiles.
+taken off. CPU seconds of one thread; medians and quartiles.
+
+`posting`: what it takes to post a send or a receive of a message of --bytes to another process over
+gloo, from the executor's own trace: wall-clock time, since gloo's threads share the work. Waiting
+for a message is none of it.
 """
 
 from __future__ import annotations
@@ -14,15 +18,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from optimus.dist.collectives import ALONE
+from optimus.dist.channels import Channels
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import end_world, start_world
+from optimus.launch_env import LaunchEnv
+from optimus.parallel.pipeline.actions import RECEIVES, SENDS
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.stage import Output, Terms, backward
@@ -33,8 +44,8 @@ STAGES = 4
 class OneNumber:
     """A stage whose model is a number added to the stream."""
 
-    def __init__(self, number: int) -> None:
-        self.is_first, self.is_last = number == 0, number == STAGES - 1
+    def __init__(self, number: int, stages: int = STAGES) -> None:
+        self.is_first, self.is_last = number == 0, number == stages - 1
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None) -> Output:
@@ -80,6 +91,25 @@ def measure(function, repeat: int) -> list[float]:
     return taken
 
 
+def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
+    """One of two processes that send each other microbatches of a pipeline of two stages."""
+    torch.set_num_threads(1)
+    world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
+    channels = join_groups(Mesh(pp=2), world).channels
+    stage, schedule = OneNumber(rank, 2), make_schedule("1f1b", 2, 1, microbatches)
+    executor = Executor(schedule, {rank: stage}, channels, lambda tokens: (length,), torch.float32)
+    posted = {"send": [], "receive": []}
+    for _ in range(repeat):
+        executor.run([(torch.zeros(length), None)] * microbatches, lambda *_: None, lambda: None)
+        for name, kinds in (("send", SENDS), ("receive", RECEIVES)):
+            took = [e.end_ns - e.start_ns for e in executor.trace if e.action.kind in kinds]
+            posted[name].append(statistics.median(took) / 1e3)
+    end_world()
+    if rank == 0:
+        for name, values in posted.items():
+            show(f"posting a {name} of {4 * length} bytes over gloo", values)
+
+
 def show(name: str, values: list[float]) -> None:
     low, middle, high = statistics.quantiles(values, n=4)
     print(f"{name}: {middle:.2f} us an action (quartiles {low:.2f} to {high:.2f})")
@@ -89,11 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--bytes", type=int, default=65536, help="of a message between stages")
     args = parser.parse_args()
     torch.set_num_threads(1)
     schedule = make_schedule("interleaved", 1, STAGES, args.microbatches)
     stages = {number: OneNumber(number) for number in range(STAGES)}
-    executor = Interpreted(schedule, stages, ALONE, lambda tokens: (1,), torch.float32)
+    executor = Interpreted(schedule, stages, Channels(), lambda tokens: (1,), torch.float32)
     microbatches = [(torch.zeros(1), None)] * args.microbatches
     compute = [a for a in schedule.ranks[0] if a.kind in executor._table]
     executor.keep(compute)
@@ -111,6 +142,9 @@ def main() -> None:
     show("the same by hand", [1e6 * s / len(compute) for s in hand])
     own = [1e6 * (a - b) / len(compute) for a, b in zip(whole, hand, strict=True)]
     show("bookkeeping (the difference)", own)
+    with tempfile.TemporaryDirectory() as folder:
+        rank = (f"file://{folder}/meeting", args.microbatches, args.repeat, args.bytes // 4)
+        processes.spawn(post, rank, nprocs=2)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 from optimus.dist import collectives
@@ -60,6 +61,43 @@ def test_messages_arrive_in_order(ranks):
     for rank, got in enumerate(ranks(3, pass_along)):
         before = (rank - 1) % 3
         assert got == [before, torch.tensor(before + 0.1).item()]
+
+
+def over_channels(sizes: tuple[int, ...]) -> dict[str, float]:
+    """What comes through each channel in; receives are all asked for before anything is sent."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    launch = LaunchEnv(rank, size, rank, size, "env://")
+    world = World(launch, torch.device("cpu"), "gloo", everyone)
+    channels = join_groups(Mesh(*sizes), world).channels
+    ways = {
+        "activations": (channels.activations_out, channels.activations_in, 1.0),
+        "gradients": (channels.gradients_out, channels.gradients_in, 2.0),
+    }
+    handles = {id(way.handle) for out, into, _ in ways.values() for way in (out, into)}
+    assert len(handles) == 4, "a channel shares its communicator"
+    asked = {
+        name: collectives.receive(torch.empty(1), into, 1 - into.rank)
+        for name, (_, into, _) in ways.items()
+    }
+    sent = [
+        collectives.send(torch.tensor([10.0 * rank + mark]), out, 1 - out.rank)
+        for out, _, mark in ways.values()
+    ]
+    got = {name: one.wait().item() for name, one in asked.items()}
+    for one in sent:
+        one.wait()
+    return got
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 2)], ids=str)
+def test_each_neighbour_sends_each_way_through_a_communicator_of_its_own(ranks, sizes):
+    mesh = Mesh(*sizes)
+    for rank, got in enumerate(ranks(mesh.world_size, over_channels, sizes)):
+        column = mesh.group_of(rank, ("pp",))
+        place = column.index(rank)
+        before, after = column[place - 1], column[(place + 1) % len(column)]
+        assert got == {"activations": 10.0 * before + 1, "gradients": 10.0 * after + 2}
 
 
 def reduce_scatter() -> float:

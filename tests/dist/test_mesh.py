@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_groups_are_those_of_brute_force(axes):
     world = range(mesh.world_size)
     for rank in world:
         assert list(mesh.group_of(rank, axes)) == [b for b in world if together(rank, b)]
-    groups = mesh.partition(axes)
+    groups = {mesh.group_of(rank, axes) for rank in world}
     assert sorted(rank for group in groups for rank in group) == list(world)
 
 
@@ -55,3 +56,51 @@ def test_number_within_the_data_group_is_the_data_rank():
     mesh = Mesh(pp=2, dp=3, ep=4, tp=2)
     for rank in range(mesh.world_size):
         assert mesh.group_of(rank, ("dp", "ep")).index(rank) == mesh.data_rank(rank)
+
+
+APART = {
+    "pp": ("dp", "ep", "tp"),
+    "dp": ("pp", "ep", "tp"),
+    "ep": ("pp", "dp", "tp"),
+    "tp": ("pp", "dp", "ep"),
+    "data": ("pp", "tp"),
+    "model": ("dp",),
+}
+"""By group: the axes along which two of its ranks do not differ."""
+
+
+def gathered(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+    """By group and rank, whom it holds: ranks are counted through the axes and put together where
+    they agree."""
+    counts = itertools.product(*(range(size) for size in mesh.sizes))
+    places = [dict(zip(AXES, indices, strict=True)) for indices in counts]
+    groups = {}
+    for name, axes in APART.items():
+        together: dict[tuple[int, ...], list[int]] = {}
+        of = [
+            together.setdefault(tuple(place[axis] for axis in axes), []) for place in places
+        ]
+        for rank, group in enumerate(of):
+            group.append(rank)
+        known = {id(group): tuple(group) for group in together.values()}
+        groups[name] = [known[id(group)] for group in of]
+    groups["ends"] = [
+        tuple(sorted({column[0], column[-1]})) if rank in (column[0], column[-1]) else (rank,)
+        for rank, column in enumerate(groups["pp"])
+    ]
+    return groups
+
+
+@pytest.mark.parametrize("sizes", [(8, 128, 12, 1), (4, 64, 12, 4)], ids=str)
+def test_every_one_of_12288_ranks_is_in_its_groups_and_they_partition_the_world(sizes):
+    """In the 2 s of issue 5, line 1, as CPU time."""
+    start, mesh = time.process_time(), Mesh(*sizes)
+    expected = gathered(mesh)
+    for name, groups in expected.items():
+        different = {id(group): group for group in groups}.values()
+        if name != "ends":
+            assert sum(map(len, different)) == mesh.world_size, f"{name} does not partition"
+    for rank in range(mesh.world_size):
+        for name, members in mesh.groups_of(rank).items():
+            assert members == expected[name][rank], (rank, name)
+    assert time.process_time() - start < 2

@@ -43,7 +43,8 @@ def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
 
 @pytest.fixture(scope="module")
 def one(rank_pool, tiny_data):
-    return rank_pool.run(1, evaluated, tiny_tree("d", "r"), str(tiny_data / "eval"))[0]
+    tree = tiny_tree("d", "r", model__num_layers=4)
+    return rank_pool.run(1, evaluated, tree, str(tiny_data / "eval"))[0]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,16 @@ def one(rank_pool, tiny_data):
     [
         pytest.param(3, {}, True, id="dp3"),
         pytest.param(2, {"parallel__pp": 2}, True, id="pp2"),
+        pytest.param(
+            2,
+            {
+                "parallel__pp": 2,
+                "parallel__schedule": "interleaved",
+                "parallel__virtual_stages": 2,
+            },
+            True,
+            id="pp2-interleaved",
+        ),
         pytest.param(2, {"parallel__ep": 2}, False, id="ep2"),
         pytest.param(4, {"parallel__ep": 2}, False, id="dp2-ep2"),
         pytest.param(
@@ -62,7 +73,7 @@ def one(rank_pool, tiny_data):
     ],
 )
 def test_it_is_that_of_one_process(ranks, tiny_data, one, size, layout, exact):
-    tree = tiny_tree("d", "r", train__global_batch_tokens=0, **layout)
+    tree = tiny_tree("d", "r", model__num_layers=4, train__global_batch_tokens=0, **layout)
     for result in ranks(size, evaluated, tree, str(tiny_data / "eval"), start_world=False):
         assert [r.tokens for r in result] == [r.tokens for r in one]
         if exact:

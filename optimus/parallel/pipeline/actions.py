@@ -55,9 +55,18 @@ class Action(NamedTuple):
         return f"{self.kind.name}(stage {self.stage}, microbatch {self.microbatch})"
 
 
+class Channel(NamedTuple):
+    """A way that messages take: from one rank to another, activations or gradients. Each way has a
+    communicator of its own, in which messages complete in the order in which they were posted."""
+
+    sends: Kind
+    source: int
+    to: int
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """All ranks' lists for one step."""
+    """All ranks' lists for one step, or for an evaluation."""
 
     name: str
     num_ranks: int
@@ -68,6 +77,8 @@ class Schedule:
     """m, of one data rank in one step."""
     ranks: tuple[tuple[Action, ...], ...]
     """By pipeline rank."""
+    reduce_each: bool = False
+    """Whether each microbatch of a stage is reduced, rather than all at the last."""
 
     @property
     def num_stages(self) -> int:
@@ -81,7 +92,22 @@ class Schedule:
         """The stages that a pipeline rank holds, first to last."""
         return range(rank, self.num_stages, self.num_ranks)
 
+    def channel_of(self, action: Action) -> Channel:
+        """The way that a send or receive takes."""
+        return channel_of(action, self.num_ranks)
+
     @property
     def splits_backward(self) -> bool:
         """Whether backward comes as I and W."""
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
+
+
+def channel_of(action: Action, num_ranks: int) -> Channel:
+    """The way that a send or receive takes among so many pipeline ranks."""
+    stage = action.stage
+    if action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_ACTIVATION:
+        source = stage if action.kind is Kind.SEND_ACTIVATION else stage - 1
+        return Channel(Kind.SEND_ACTIVATION, source % num_ranks, (source + 1) % num_ranks)
+    assert action.kind is Kind.SEND_GRADIENT or action.kind is Kind.RECV_GRADIENT, action
+    source = stage if action.kind is Kind.SEND_GRADIENT else stage + 1
+    return Channel(Kind.SEND_GRADIENT, source % num_ranks, (source - 1) % num_ranks)

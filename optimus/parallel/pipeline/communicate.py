@@ -5,36 +5,55 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from optimus.parallel.pipeline.actions import Action, Kind
+from optimus.parallel.pipeline.actions import Action, Channel, Kind, channel_of
 
 _GIVES_INPUT_GRADIENT = (Kind.B, Kind.I)
-_GIVES_WEIGHT_GRADIENT = (Kind.B, Kind.W)
+GIVES_WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
-def add_communication(
-    lists: Sequence[Sequence[Action]], num_ranks: int, virtual_stages: int, reduce_each: bool
-) -> tuple[tuple[Action, ...], ...]:
-    """Complete the compute actions of each rank.
+class _Sent:
+    """What travels through each channel, as receives, in the order in which it is sent."""
 
-    A send stands right behind what it sends. Receives from one rank are asked for in the order in
-    which that rank sends, as backends without tags need, and one compute action ahead of their use,
-    so that data travels while the action before is computed. Stages on one rank send nothing.
+    def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
+        self.queues: dict[Channel, list[Action]] = defaultdict(list)
+        self.place: dict[Action, int] = {}
+        """Of each receive in its channel's queue."""
+        for actions in lists:
+            for receive in _receives_of(actions, num_stages):
+                channel = channel_of(receive, num_ranks)
+                if channel.source != channel.to:
+                    self.place[receive] = len(self.queues[channel])
+                    self.queues[channel].append(receive)
+
+
+def add_transfers(
+    lists: Sequence[Sequence[Action]], num_ranks: int, virtual_stages: int
+) -> list[list[Action]]:
+    """The compute actions of each rank with the sends and receives between them.
+
+    A send stands right behind what it sends. Receives through one channel are asked for in the
+    order in which they are sent, as backends without tags need, and one compute action ahead of
+    their use, so that data travels while the action before is computed. Stages on one rank send
+    nothing.
     """
-    num_stages = num_ranks * virtual_stages
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # (from, to): receives
-    for rank, actions in enumerate(lists):
-        for action in actions:
-            for receive in _receives_of(action, num_stages):
-                to = receive.stage % num_ranks
-                if to != rank:
-                    sent[rank, to].append(receive)
-    return tuple(
-        (
-            *_with_receives(actions, rank, num_ranks, num_stages, sent, reduce_each),
-            Action(Kind.OPT_STEP),
-        )
-        for rank, actions in enumerate(lists)
-    )
+    sent = _Sent(lists, num_ranks, num_ranks * virtual_stages)
+    return [_with_transfers(actions, num_ranks, virtual_stages, sent) for actions in lists]
+
+
+def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
+    """A rank's list with its reductions, each behind the last gradient that it adds, and its
+    update."""
+    last_of = {a.stage: a for a in actions if a.kind in GIVES_WEIGHT_GRADIENT}
+    out: list[Action] = []
+    ready: list[Action] = []
+    for action in actions:
+        if ready and action.kind is not Kind.SEND_GRADIENT:  # a send goes first: others wait for it
+            out.append(ready.pop())
+        out.append(action)
+        gives = action.kind in GIVES_WEIGHT_GRADIENT
+        if gives and (reduce_each or last_of[action.stage] == action):
+            ready.append(action._replace(kind=Kind.REDUCE_GRAD))
+    return (*out, *ready, Action(Kind.OPT_STEP))
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
@@ -62,32 +81,25 @@ def needs_of(action: Action, num_stages: int) -> list[Action]:
     return []
 
 
-def _receives_of(action: Action, num_stages: int) -> Iterable[Action]:
-    return map(received_by, sends_of(action, num_stages))
+def _receives_of(actions: Iterable[Action], num_stages: int) -> Iterable[Action]:
+    for action in actions:
+        yield from map(received_by, sends_of(action, num_stages))
 
 
-def _with_receives(
-    actions: Sequence[Action],
-    rank: int,
-    num_ranks: int,
-    num_stages: int,
-    sent: dict[tuple[int, int], list[Action]],
-    reduce_each: bool,
+def _with_transfers(
+    actions: Sequence[Action], num_ranks: int, virtual_stages: int, sent: _Sent
 ) -> list[Action]:
-    asked = dict.fromkeys(range(num_ranks), 0)
-    last_of = {a.stage: a for a in actions if a.kind in _GIVES_WEIGHT_GRADIENT}
+    num_stages = num_ranks * virtual_stages
+    asked: dict[Channel, int] = defaultdict(int)
     out: list[Action] = []
 
     def ask_for(action: Action) -> None:
         for receive in needs_of(action, num_stages):
-            step = -1 if receive.kind is Kind.RECV_ACTIVATION else 1
-            source = (receive.stage + step) % num_ranks
-            if source == rank:
-                continue
-            queue = sent[source, rank]
-            until = queue.index(receive) + 1
-            out.extend(queue[asked[source] : until])
-            asked[source] = max(asked[source], until)
+            if receive in sent.place:
+                channel = channel_of(receive, num_ranks)
+                until = sent.place[receive] + 1
+                out.extend(sent.queues[channel][asked[channel] : until])
+                asked[channel] = max(asked[channel], until)
 
     for index, action in enumerate(actions):
         if index == 0:
@@ -95,10 +107,5 @@ def _with_receives(
         if index + 1 < len(actions):
             ask_for(actions[index + 1])
         out.append(action)
-        for send in sends_of(action, num_stages):
-            if received_by(send).stage % num_ranks != rank:
-                out.append(send)
-        gives = action.kind in _GIVES_WEIGHT_GRADIENT
-        if gives and (reduce_each or last_of[action.stage] == action):
-            out.append(action._replace(kind=Kind.REDUCE_GRAD))
+        out.extend(send for send in sends_of(action, num_stages) if received_by(send) in sent.place)
     return out

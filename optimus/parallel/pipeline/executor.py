@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.dist.collectives import Group, Transfer, receive, send
+from optimus.dist.channels import Channels
+from optimus.dist.collectives import Transfer, receive, send
 from optimus.errors import LostPeerError
 from optimus.model.late_gradients import WeightGradients
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
+from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
 
 Microbatch = tuple[Tensor, Tensor | None]
@@ -48,14 +50,21 @@ class Executor:
         self,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        pp: Group,
+        channels: Channels,
         boundary_shape: Callable[[Tensor], tuple[int, ...]],
         dtype: torch.dtype,
     ) -> None:
         """`boundary_shape` says which shape travels between stages for tokens [B, S]; `dtype` is
         that of activations."""
-        assert set(stages) == set(schedule.stages_of(pp.rank)), (set(stages), pp.rank)
-        self._schedule, self._stages, self._pp = schedule, stages, pp
+        self._rank = channels.rank
+        assert set(stages) == set(schedule.stages_of(self._rank)), (set(stages), self._rank)
+        self._schedule, self._stages = schedule, stages
+        self._channels = {
+            Kind.SEND_ACTIVATION: channels.activations_out,
+            Kind.RECV_ACTIVATION: channels.activations_in,
+            Kind.SEND_GRADIENT: channels.gradients_out,
+            Kind.RECV_GRADIENT: channels.gradients_in,
+        }
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._splits = schedule.splits_backward
         self._table: dict[Kind, Callable[[Action], None]] = {
@@ -89,14 +98,15 @@ class Executor:
             Kind.REDUCE_GRAD: lambda action: reduce_grad(action.stage, action.microbatch),
             Kind.OPT_STEP: lambda action: opt_step(),
         }
-        return self._play(self._schedule.ranks[self._pp.rank], microbatches, table)
+        return self._play(self._schedule.ranks[self._rank], microbatches, table)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
         """Forward alone, any number of microbatches; returns the terms of each (stage, microbatch)
         here."""
-        actions = forward_only(self._schedule, self._pp.rank, len(microbatches))
-        return self._play(actions, microbatches, self._table)
+        of = self._schedule
+        lists = make_evaluation(of.num_ranks, of.virtual_stages, len(microbatches)).ranks
+        return self._play(lists[self._rank], microbatches, self._table)
 
     def _play(
         self,
@@ -113,6 +123,8 @@ class Executor:
         self._waited_ns = 0
         self.terms, self.trace = {}, []
         clock, note = time.perf_counter_ns, self.trace.append
+        if torch.autograd._profiler_enabled():
+            table = {kind: _in_a_range(do) for kind, do in table.items()}
         action = None
         try:
             for action in actions:
@@ -164,7 +176,7 @@ class Executor:
         """Leave a result for the send behind it, or for the neighbouring stage on this rank."""
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
-        if self._schedule.rank_of(neighbour) != self._pp.rank:
+        if self._schedule.rank_of(neighbour) != self._rank:
             self._leaving[send_action] = tensor
             return
         kind = Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT
@@ -181,29 +193,23 @@ class Executor:
         return tensor
 
     def _send(self, action: Action) -> None:
-        step = 1 if action.kind is Kind.SEND_ACTIVATION else -1
-        to = self._schedule.rank_of(action.stage + step)
         while self._sent and self._sent[0].is_done():
             self._sent.popleft().wait()
-        self._sent.append(send(self._leaving.pop(action).contiguous(), self._pp, to))
+        channel = self._channels[action.kind]
+        self._sent.append(send(self._leaving.pop(action).contiguous(), channel, 1 - channel.rank))
 
     def _receive(self, action: Action) -> None:
-        step = -1 if action.kind is Kind.RECV_ACTIVATION else 1
-        source = self._schedule.rank_of(action.stage + step)
+        channel = self._channels[action.kind]
         tokens, _ = self._microbatches[action.microbatch]
         empty = torch.empty(self._boundary_shape(tokens), dtype=self._dtype, device=tokens.device)
-        self._arrived[action] = receive(empty, self._pp, source)
+        self._arrived[action] = receive(empty, channel, 1 - channel.rank)
 
 
-def forward_only(schedule: Schedule, rank: int, num_microbatches: int) -> list[Action]:
-    """One rank's list for evaluation: microbatch by microbatch through its stages, in order."""
-    actions = []
-    for microbatch in range(num_microbatches):
-        for stage in schedule.stages_of(rank):
-            before, after = stage - 1, stage + 1
-            if before >= 0 and schedule.rank_of(before) != rank:
-                actions.append(Action(Kind.RECV_ACTIVATION, stage, microbatch))
-            actions.append(Action(Kind.F, stage, microbatch))
-            if after < schedule.num_stages and schedule.rank_of(after) != rank:
-                actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch))
-    return actions
+def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
+    """The same under the action's name, for a profiler."""
+
+    def named(action: Action) -> None:
+        with torch.profiler.record_function(str(action)):
+            do(action)
+
+    return named

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
-from optimus.parallel.pipeline.communicate import add_communication
+from optimus.parallel.pipeline.communicate import add_transfers, add_update
 
 Lists = list[list[Action]]
 """Compute actions by pipeline rank."""
@@ -110,8 +110,26 @@ def make_schedule(
             "rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or virtual_stages = 1"
         )
     lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
-    ranks = add_communication(lists, num_ranks, virtual_stages, reduce_each)
-    return Schedule(name, num_ranks, virtual_stages, num_microbatches, ranks)
+    complete = add_transfers(lists, num_ranks, virtual_stages)
+    ranks = tuple(add_update(actions, reduce_each) for actions in complete)
+    return Schedule(name, num_ranks, virtual_stages, num_microbatches, ranks, reduce_each)
+
+
+def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    """Forwards alone, for an evaluation: in rounds of about p microbatches, as `interleaved` does
+    them, so that every rank has work while the others' results travel."""
+    rounds = _rounds(num_microbatches, num_ranks)
+    lists = [
+        [
+            Action(Kind.F, stage, j)
+            for part in rounds
+            for stage in range(rank, num_ranks * virtual_stages, num_ranks)
+            for j in part
+        ]
+        for rank in range(num_ranks)
+    ]
+    ranks = tuple(map(tuple, add_transfers(lists, num_ranks, virtual_stages)))
+    return Schedule("evaluation", num_ranks, virtual_stages, num_microbatches, ranks)
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:

@@ -1,46 +1,97 @@
 """Proof that a schedule can run: played through to its end, whatever the ranks' speeds.
 
-A rank does its list in order; sends do not wait, receives are asked for and waited for at their
-use. Which action comes next on a rank depends on nothing but its list, so one order of play stands
-for all: if it ends, every order does.
+A rank does its list in order and waits only for what an action needs; it waits for its sends at the
+end of the list. Each channel is a communicator in which messages complete in the order in which
+they were posted, and a send no sooner than its receive is posted, as NCCL does for large messages;
+backends that do better end too. Which action comes next on a rank depends on nothing but its list,
+so one order of play stands for all: if it ends, every order does.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
 
 from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
+from optimus.parallel.pipeline.communicate import (
+    GIVES_WEIGHT_GRADIENT,
+    needs_of,
+    received_by,
+    sends_of,
+)
+
+Communicator = Callable[[Action], Hashable]
+"""By which communicator a send or receive travels."""
 
 
-def validate(schedule: Schedule) -> tuple[int, ...]:
-    """Prove a schedule; returns the most microbatches alive on each rank, counted over its stages.
+def validate(schedule: Schedule, communicator: Communicator | None = None) -> tuple[int, ...]:
+    """Prove a schedule of a step; returns the most microbatches alive on each rank, counted over
+    its stages.
 
     A microbatch is alive on a stage from its F to the end of its B or W. Proven: every stage does
     F, then B (or I, then W) once for every microbatch; backward and W of a stage in microbatch
-    order; every send has its receive, in the same order between two ranks; what an action needs is
-    there or asked for; no rank waits for ever; one REDUCE_GRAD stands behind the last gradient of
-    each stage, the update last. Raises AssertionError naming rank and action.
+    order; every send has its receive, in the same order in each channel; what an action needs is
+    there or asked for; no rank waits for ever; a REDUCE_GRAD stands behind the last gradient of
+    each stage, or behind each with `reduce_each`, and the update last. `communicator`: another than
+    the channel of each action, to ask whether fewer of them would do. Raises AssertionError naming
+    rank and action.
     """
-    _check_compute(schedule)
+    _check_actions(schedule)
+    halves = schedule.splits_backward
+    _check_compute(schedule, (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B))
     _check_channels(schedule)
     _check_ends(schedule)
-    _play(schedule)
+    _play(schedule, communicator or schedule.channel_of)
     return tuple(_most_alive(actions) for actions in schedule.ranks)
 
 
-def _check_compute(schedule: Schedule) -> None:
-    halves = schedule.splits_backward
-    expected = (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B)
+def validate_evaluation(schedule: Schedule) -> None:
+    """Prove a schedule of forwards alone, as `validate` proves one of a step."""
+    _check_actions(schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            at_home = action.kind in (Kind.F, *SENDS, *RECEIVES)
+            assert at_home, f"rank {rank} does {action} in an evaluation"
+    _check_compute(schedule, (Kind.F,))
+    _check_channels(schedule)
+    _play(schedule, schedule.channel_of)
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Every action is one that its rank can do, and done once."""
+    lists = len(schedule.ranks)
+    assert lists == schedule.num_ranks, f"{lists} lists for {schedule.num_ranks} ranks"
+    for rank, actions in enumerate(schedule.ranks):
+        done: set[Action] = set()
+        for action in actions:
+            assert action not in done, f"rank {rank} does {action} twice"
+            done.add(action)
+            assert action.version == 0, f"rank {rank}: {action} of weights {action.version}"
+            if action.kind is Kind.OPT_STEP:
+                continue
+            assert action.stage in schedule.stages_of(rank), f"{action} is not rank {rank}'s"
+            there = 0 <= action.microbatch < schedule.num_microbatches
+            assert there, f"rank {rank}: {action} is of no microbatch of the step"
+            if action.kind in SENDS or action.kind in RECEIVES:
+                _check_ways(schedule, rank, action)
+
+
+def _check_ways(schedule: Schedule, rank: int, action: Action) -> None:
+    """A send or receive is between two stages, on two ranks."""
+    before = action.kind in (Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
+    neighbour = action.stage + (-1 if before else 1)
+    assert 0 <= neighbour < schedule.num_stages, f"rank {rank}: {action} has no other side"
+    assert schedule.rank_of(neighbour) != rank, f"rank {rank}: {action} goes to itself"
+
+
+def _check_compute(schedule: Schedule, expected: tuple[Kind, ...]) -> None:
     everything = list(range(schedule.num_microbatches))
     for rank, actions in enumerate(schedule.ranks):
         orders: dict[tuple[Kind, int], list[int]] = defaultdict(list)
         place: dict[Action, int] = {}
         for index, action in enumerate(actions):
-            assert action not in place, f"rank {rank} does {action} twice"
             place[action] = index
             if action.kind in COMPUTE:
-                assert action.stage in schedule.stages_of(rank), f"{action} is not rank {rank}'s"
                 orders[action.kind, action.stage].append(action.microbatch)
         for stage in schedule.stages_of(rank):
             for kind in COMPUTE:
@@ -56,66 +107,116 @@ def _check_compute(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """What one rank sends another is asked for there, in that order, and each by its rightful
-    neighbour."""
-    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    """What is sent through a channel is there, and is asked for in that order."""
+    sends: dict[Hashable, list[Action]] = defaultdict(list)
+    receives: dict[Hashable, list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         made: set[Action] = set()
         for action in actions:
             if action.kind in SENDS:
                 assert action in made, f"rank {rank}: {action} before there is anything to send"
-                to = schedule.rank_of(received_by(action).stage)
-                sends[rank, to].append(received_by(action))
+                sends[schedule.channel_of(action)].append(received_by(action))
             elif action.kind in RECEIVES:
-                step = -1 if action.kind is Kind.RECV_ACTIVATION else 1
-                receives[schedule.rank_of(action.stage + step), rank].append(action)
+                receives[schedule.channel_of(action)].append(action)
             elif action.kind in COMPUTE:
                 made.update(sends_of(action, schedule.num_stages))
-    for pair in sends.keys() | receives.keys():
-        assert sends[pair] == receives[pair], f"ranks {pair}: sends and receives differ in order"
+    for way in sends.keys() | receives.keys():
+        assert sends[way] == receives[way], f"{way}: sends and receives differ in order"
 
 
 def _check_ends(schedule: Schedule) -> None:
+    """Each reduction stands between the gradient that it ends with and the stage's next."""
+    last = schedule.num_microbatches - 1
+    gives = Kind.W if schedule.splits_backward else Kind.B
     for rank, actions in enumerate(schedule.ranks):
-        assert actions[-1] == Action(Kind.OPT_STEP), f"rank {rank} does not end with its update"
+        ends = bool(actions) and actions[-1] == Action(Kind.OPT_STEP)
+        assert ends, f"rank {rank} does not end with its update"
         assert sum(a.kind is Kind.OPT_STEP for a in actions) == 1, f"rank {rank} updates twice"
+        found: dict[int, list[Action]] = defaultdict(list)
+        for action in actions:
+            if action.kind in (*GIVES_WEIGHT_GRADIENT, Kind.REDUCE_GRAD):
+                found[action.stage].append(action)
         for stage in schedule.stages_of(rank):
-            of_stage = [
-                (index, action)
-                for index, action in enumerate(actions)
-                if action.stage == stage and action.kind in (Kind.B, Kind.W, Kind.REDUCE_GRAD)
-            ]
-            kinds = [action.kind for _, action in of_stage]
-            last_microbatch = schedule.num_microbatches - 1
-            assert of_stage[-1][1] == Action(Kind.REDUCE_GRAD, stage, last_microbatch), (
-                f"rank {rank}: stage {stage} ends without a reduction of all its gradients"
+            wanted = []
+            for j in range(schedule.num_microbatches):
+                wanted.append(Action(gives, stage, j))
+                if schedule.reduce_each or j == last:
+                    wanted.append(Action(Kind.REDUCE_GRAD, stage, j))
+            assert found[stage] == wanted, (
+                f"rank {rank}: stage {stage} has not {'each' if schedule.reduce_each else 'one'} "
+                "reduction right behind the gradients that it adds"
             )
-            count = kinds.count(Kind.REDUCE_GRAD)
-            assert count in (1, schedule.num_microbatches), f"rank {rank}: stage {stage}: {count}"
 
 
-def _play(schedule: Schedule) -> None:
+def _play(schedule: Schedule, communicator: Communicator) -> None:
     """Run the lists; a round in which no rank gets on while some have work left is a deadlock."""
     places = [0] * schedule.num_ranks
-    there: list[set[Action]] = [set() for _ in range(schedule.num_ranks)]  # what has arrived
-    asked: list[set[Action]] = [set() for _ in range(schedule.num_ranks)]
-    while any(place < len(schedule.ranks[rank]) for rank, place in enumerate(places)):
+    there: set[Action] = set()  # what has arrived, as receives
+    wires = _Wires(schedule, communicator, there)
+    moved = True
+    while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
             while places[rank] < len(actions):
                 action = actions[places[rank]]
-                if not _can_do(schedule, rank, action, there[rank], asked[rank]):
+                if not _can_do(schedule, rank, action, there, wires.asked):
                     break
-                _do(schedule, rank, action, there, asked)
+                if action.kind in SENDS or action.kind in RECEIVES:
+                    wires.post(rank, action)
+                elif action.kind in COMPUTE:
+                    there.update(_left_here(schedule, rank, action))
                 places[rank] += 1
                 moved = True
-        stuck = [
-            f"rank {rank} at {actions[places[rank]]}"
-            for rank, actions in enumerate(schedule.ranks)
-            if places[rank] < len(actions)
-        ]
-        assert moved or not stuck, f"deadlock: {'; '.join(stuck)}"
+    stuck = [
+        f"rank {rank} at {actions[places[rank]]}"
+        for rank, actions in enumerate(schedule.ranks)
+        if places[rank] < len(actions)
+    ]
+    assert not stuck, f"deadlock: {'; '.join(stuck)}"
+    assert not wires.left(), f"deadlock at the end: {wires.left()}"
+
+
+class _Wires:
+    """The messages under way. One is delivered when its send stands at the head of what its rank
+    has posted to a communicator, and its receive at the head on the other side."""
+
+    def __init__(self, schedule: Schedule, communicator: Communicator, there: set[Action]) -> None:
+        self._schedule, self._communicator, self._there = schedule, communicator, there
+        self._posted: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
+        self.asked: set[Action] = set()
+
+    def post(self, rank: int, action: Action) -> None:
+        """Post a send or receive of a rank, and deliver what it sets free."""
+        if action.kind in RECEIVES:
+            self.asked.add(action)
+        wire = self._communicator(action)
+        self._posted[rank, wire].append(action)
+        self._deliver(rank, wire)
+
+    def left(self) -> list[str]:
+        """What was posted but never delivered."""
+        return [f"rank {rank}: {queue[0]}" for (rank, _), queue in self._posted.items() if queue]
+
+    def _deliver(self, rank: int, wire: Hashable) -> None:
+        waiting = [rank]  # ranks whose head may have become free
+        while waiting:
+            queue = self._posted[waiting[-1], wire]
+            other = self._other_side(queue[0]) if queue else None
+            theirs = self._posted[other, wire] if other is not None else None
+            if not theirs or _as_receive(queue[0]) != _as_receive(theirs[0]):
+                waiting.pop()
+                continue
+            self._there.add(_as_receive(queue.popleft()))
+            theirs.popleft()
+            waiting.append(other)
+
+    def _other_side(self, action: Action) -> int:
+        channel = self._schedule.channel_of(action)
+        return channel.to if action.kind in SENDS else channel.source
+
+
+def _as_receive(action: Action) -> Action:
+    return received_by(action) if action.kind in SENDS else action
 
 
 def _can_do(
@@ -125,31 +226,18 @@ def _can_do(
     if action.kind not in COMPUTE:
         return True
     for need in needs_of(action, schedule.num_stages):
-        step = -1 if need.kind is Kind.RECV_ACTIVATION else 1
-        local = schedule.rank_of(need.stage + step) == rank
+        channel = schedule.channel_of(need)
+        local = channel.source == channel.to
         assert local or need in asked, f"rank {rank}: {action} needs {need}, never asked for"
         if need not in there:
             return False
     return True
 
 
-def _do(
-    schedule: Schedule,
-    rank: int,
-    action: Action,
-    there: list[set[Action]],
-    asked: list[set[Action]],
-) -> None:
-    if action.kind in RECEIVES:
-        asked[rank].add(action)
-    elif action.kind in SENDS:
-        received = received_by(action)
-        there[schedule.rank_of(received.stage)].add(received)
-    elif action.kind in COMPUTE:
-        for send in sends_of(action, schedule.num_stages):
-            received = received_by(send)
-            if schedule.rank_of(received.stage) == rank:
-                there[rank].add(received)
+def _left_here(schedule: Schedule, rank: int, action: Action) -> list[Action]:
+    """What a compute action leaves for a neighbouring stage on its own rank, as receives."""
+    receives = map(received_by, sends_of(action, schedule.num_stages))
+    return [one for one in receives if schedule.rank_of(one.stage) == rank]
 
 
 def _most_alive(actions: tuple[Action, ...]) -> int:

@@ -3,15 +3,18 @@ purpose to see that the proof notices."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import time
 
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.parallel.pipeline.actions import Action, Kind, Schedule
-from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from optimus.parallel.pipeline.communicate import needs_of
+from optimus.parallel.pipeline.schedules import make_evaluation, make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.parallel.pipeline.validate import validate
+from optimus.parallel.pipeline.validate import validate, validate_evaluation
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RANKS, MICROBATCHES = range(1, 6), (1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
@@ -26,6 +29,56 @@ def test_every_small_schedule_is_proven(name):
     sizes = itertools.product(RANKS, stages_of(name), MICROBATCHES, (False, True))
     for ranks, stages, microbatches, reduce_each in sizes:
         validate(make_schedule(name, ranks, stages, microbatches, reduce_each))
+
+
+def test_evaluation_is_proven():
+    for ranks, stages, microbatches in itertools.product(RANKS, (1, 2, 3), MICROBATCHES):
+        validate_evaluation(make_evaluation(ranks, stages, microbatches))
+
+
+@pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(4, 1, 16), (4, 2, 16), (8, 4, 16)])
+def test_an_evaluation_has_the_bubble_of_the_formula(ranks, stages, microbatches):
+    schedule = make_evaluation(ranks, stages, microbatches)
+    ended = dataclasses.replace(  # the time line ends with an update, which takes no time
+        schedule, ranks=tuple((*actions, Action(Kind.OPT_STEP)) for actions in schedule.ranks)
+    )
+    timeline = simulate(ended, unit_costs(stages))
+    assert timeline.bubble_ratio == pytest.approx((ranks - 1) / (microbatches * stages))
+
+
+def test_an_evaluation_computes_forwards_alone():
+    schedule = make_evaluation(2, 1, 2)
+    for wrong in (Action(Kind.B, 0, 0), Action(Kind.OPT_STEP)):
+        with pytest.raises(AssertionError, match="in an evaluation"):
+            validate_evaluation(broken(schedule, 0, lambda a, wrong=wrong: a.append(wrong)))
+    with pytest.raises(AssertionError, match="F of stage 0"):
+        validate_evaluation(broken(schedule, 0, lambda a: a.remove(Action(Kind.F, 0, 1))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_travels_while_the_action_before_its_use_is_computed(name):
+    """Each receive is asked for before the compute action that precedes its use, so that not even
+    a message on its way when it is asked for is waited for with idle hands."""
+    for stages in stages_of(name):
+        for actions in make_schedule(name, 4, stages, 8).ranks:
+            computed, asked_at = 0, {}
+            for action in actions:
+                if action.kind in COMPUTE:
+                    for need in needs_of(action, 4 * stages):
+                        asked = asked_at.get(need, -1)  # -1: from a stage on this rank
+                        assert computed == 0 or asked < computed, f"{need} asked for at its use"
+                    computed += 1
+                asked_at[action] = computed
+
+
+def test_the_cost_of_a_schedule_grows_with_its_length():
+    def took(microbatches: int) -> float:
+        start = time.process_time()
+        make_schedule("1f1b", 2, 1, microbatches)
+        return time.process_time() - start
+
+    # Eight times the actions; 64 times as long if each receive were searched for in its queue.
+    assert min(took(8000) for _ in range(3)) < 24 * min(took(1000) for _ in range(5))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -76,19 +129,30 @@ def broken(schedule: Schedule, rank: int, change) -> Schedule:
     change(actions)
     lists = list(schedule.ranks)
     lists[rank] = tuple(actions)
-    return Schedule(
-        schedule.name,
-        schedule.num_ranks,
-        schedule.virtual_stages,
-        schedule.num_microbatches,
-        tuple(lists),
-    )
+    return dataclasses.replace(schedule, ranks=tuple(lists))
 
 
 def swap(first: Action, second: Action):
     def change(actions: list[Action]) -> None:
         i, j = actions.index(first), actions.index(second)
         actions[i], actions[j] = second, first
+
+    return change
+
+
+def put(old: Action, new: Action):
+    def change(actions: list[Action]) -> None:
+        actions[actions.index(old)] = new
+
+    return change
+
+
+def behind(action: Action, other: Action):
+    """Move an action right behind another."""
+
+    def change(actions: list[Action]) -> None:
+        actions.remove(action)
+        actions.insert(actions.index(other) + 1, action)
 
     return change
 
@@ -111,9 +175,17 @@ def swap(first: Action, second: Action):
             "differ in order",
         ),
         (0, lambda a: a.append(Action(Kind.F, 0, 0)), "twice"),
-        (0, lambda a: a.remove(Action(Kind.REDUCE_GRAD, 0, 3)), "without a reduction"),
+        (0, lambda a: a.remove(Action(Kind.REDUCE_GRAD, 0, 3)), "has not one reduction"),
         (0, lambda a: a.remove(Action(Kind.OPT_STEP)), "does not end with its update"),
         (0, lambda a: a.insert(0, Action(Kind.F, 1, 0)), "is not rank 0's"),
+        (1, lambda a: a.clear(), "F of stage 1"),
+        (0, lambda a: a.insert(0, Action(Kind.RECV_ACTIVATION, 0, 0)), "has no other side"),
+        (1, lambda a: a.append(Action(Kind.SEND_ACTIVATION, 1, 0)), "has no other side"),
+        (0, put(Action(Kind.F, 0, 2), Action(Kind.F, 0, 2, version=1)), "of weights 1"),
+        (1, put(Action(Kind.OPT_STEP), Action(Kind.OPT_STEP, version=1)), "of weights 1"),
+        (0, lambda a: a.insert(0, Action(Kind.REDUCE_GRAD, 0, 99)), "of no microbatch"),
+        (0, lambda a: a.insert(3, Action(Kind.OPT_STEP, 0, 1)), "updates twice"),
+        (0, lambda a: a.insert(5, Action(Kind.REDUCE_GRAD, 0, 0)), "has not one reduction"),
         (0, swap(Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), "goes backwards"),
         (
             1,
@@ -127,6 +199,84 @@ def test_the_proof_notices(rank, change, message):
     validate(schedule)
     with pytest.raises(AssertionError, match=message):
         validate(broken(schedule, rank, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        behind(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.B, 1, 1)),
+        behind(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.F, 1, 0)),
+        swap(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.REDUCE_GRAD, 1, 1)),
+        lambda a: a.remove(Action(Kind.REDUCE_GRAD, 1, 1)),
+        lambda a: a.__setitem__(slice(None), make_schedule("1f1b", 2, 1, 4).ranks[1]),
+    ],
+    ids=["two-at-once", "too-early", "out-of-order", "one-missing", "once-on-one-rank"],
+)
+def test_each_microbatch_is_reduced_where_that_is_promised(change):
+    schedule = make_schedule("1f1b", 2, 1, 4, reduce_each=True)
+    validate(schedule)
+    with pytest.raises(AssertionError, match="rank 1: stage 1 has not each reduction"):
+        validate(broken(schedule, 1, change))
+
+
+def test_a_reduction_that_is_promised_once_comes_once():
+    each, once = (make_schedule("1f1b", 2, 1, 4, each) for each in (True, False))
+    with pytest.raises(AssertionError, match="rank 0: stage 0 has not one reduction"):
+        validate(dataclasses.replace(once, ranks=(each.ranks[0], once.ranks[1])))
+
+
+@pytest.mark.parametrize("halves", [1, 3])
+def test_there_is_a_list_for_every_rank(halves):
+    schedule = make_schedule("1f1b", 2, 1, 4)
+    lists = (*schedule.ranks, (Action(Kind.OPT_STEP),))[:halves]
+    with pytest.raises(AssertionError, match=f"{halves} lists for 2 ranks"):
+        validate(dataclasses.replace(schedule, ranks=lists))
+
+
+def test_nothing_is_sent_between_stages_of_one_rank():
+    schedule = make_schedule("interleaved", 1, 2, 2)
+
+    def to_itself(actions: list[Action]) -> None:
+        actions.insert(actions.index(Action(Kind.F, 0, 0)) + 1, Action(Kind.SEND_ACTIVATION, 0, 0))
+        actions.insert(0, Action(Kind.RECV_ACTIVATION, 1, 0))
+
+    with pytest.raises(AssertionError, match="goes to itself"):
+        validate(broken(schedule, 0, to_itself))
+
+
+def test_a_list_that_needs_tags_is_refused():
+    """The second rank wants microbatch 1 first. With messages told apart by tags this runs; in a
+    channel that keeps their order it never ends."""
+
+    def other_order(actions: list[Action]) -> None:
+        for kind in (Kind.RECV_ACTIVATION, Kind.F):
+            swap(Action(kind, 1, 0), Action(kind, 1, 1))(actions)
+
+    schedule = make_schedule("gpipe", 2, 1, 4)
+    with pytest.raises(AssertionError, match="sends and receives differ in order"):
+        validate(broken(schedule, 1, other_order))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
+)
+def test_activations_and_gradients_need_a_communicator_each(name, stages):
+    """With one for both, gradients asked for stand before activations to be sent, on the one rank,
+    and activations asked for before those gradients on the other: messages of one communicator
+    complete in the order in which they were posted."""
+    schedule = make_schedule(name, 2, stages, 4)
+    validate(schedule)
+    with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
+        validate(schedule, communicator=lambda action: "the pipeline's")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
+def test_a_ring_of_stages_needs_a_communicator_for_each_two_neighbours(name):
+    """With several stages a rank sends activations on in a ring: one communicator for all of them
+    has every rank's send wait for the next rank's, all the way round."""
+    schedule = make_schedule(name, 3, 2, 6)
+    with pytest.raises(AssertionError, match="deadlock"):
+        validate(schedule, communicator=lambda action: schedule.channel_of(action).sends)
 
 
 def test_a_deadlock_is_found():

@@ -4,8 +4,11 @@ import itertools
 
 import pytest
 
+from optimus.config import make_config
 from optimus.errors import ConfigError
+from optimus.parallel.pipeline.plan import plan_stages
 from optimus.parallel.pipeline.stages import assign_layers, layers_by_hand
+from tests.helpers.tiny import DENSE, tiny_tree
 
 
 def dearest(cuts, costs, first, last):
@@ -41,3 +44,11 @@ def test_by_hand():
     for wrong in ([1, 2], [4], [0, 4], [2, 2, 0]):
         with pytest.raises(ConfigError, match="add up to model.num_layers = 4"):
             layers_by_hand(wrong, 4, 2)
+
+
+def test_a_configuration_pays_for_its_head():
+    """A head of 1280 * 32 multiply-adds a token is as dear as 3.3 of these layers."""
+    for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
+        of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
+        layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)
+        assert [len(stage) for stage in layers] == expected

@@ -1,0 +1,46 @@
+"""The executor apart from a model: what a profiler sees of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.dist.channels import Channels
+from optimus.parallel.pipeline import executor as subject
+from optimus.parallel.pipeline.executor import Executor
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.stage import Output, Terms
+
+
+class OneNumber:
+    """A stage that multiplies its tokens by a weight."""
+
+    is_first = is_last = True
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: None, tokens: Tensor, document_ids: None) -> Output:
+        loss = (self.weight * tokens).sum()
+        return Output(None, loss, Terms(loss.detach(), loss, loss, []))
+
+
+def run() -> Executor:
+    """A step of two microbatches on one stage."""
+    schedule = make_schedule("1f1b", 1, 1, 2)
+    one = Executor(schedule, {0: OneNumber()}, Channels(), lambda tokens: (1,), torch.float32)
+    one.run([(torch.ones(3), None)] * 2, lambda stage, microbatch: None, lambda: None)
+    return one
+
+
+def test_a_profiler_sees_each_action_by_its_name():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        actions = [event.action for event in run().trace]
+    seen = [event.name for event in profiler.events() if "microbatch" in event.name]
+    assert sorted(seen) == sorted(map(str, actions))
+
+
+def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subject, "_in_a_range", None)  # what it would be called by
+    assert len(run().trace) == 2 * 2 + 2
