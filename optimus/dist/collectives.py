@@ -43,10 +43,31 @@ is gathered or scattered, the rows that this rank sends, its own to itself inclu
 """
 
 
-def _count(operation: str, group: Group, tensor: torch.Tensor) -> None:
+_onlookers: list[Callable[[torch.Tensor], None]] = []
+
+
+@contextlib.contextmanager
+def looking_at_what_is_sent(look: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within it `look` sees what this rank puts into each collective of numbers, before others see
+    it; not what goes from stage to stage."""
+    _onlookers.append(look)
+    try:
+        yield
+    finally:
+        _onlookers.remove(look)
+
+
+def _count(
+    operation: str, group: Group, tensor: torch.Tensor, own: torch.Tensor | None = None
+) -> None:
+    """`own`: what this rank puts in, where `tensor`, which travels, is another."""
     entry = traffic.setdefault((group.axes, operation), [0, 0])
     entry[0] += 1
     entry[1] += tensor.nbytes
+    if operation in ("send", "broadcast"):
+        return
+    for look in _onlookers:
+        look(tensor if own is None else own)
 
 
 _TIME_IS_UP = re.compile(r"timed?[ -]?out", re.IGNORECASE)
@@ -118,7 +139,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return
-    _count("all_gather", group, out)
+    _count("all_gather", group, out, shard)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gather(out, shard, group=group.handle)
 

@@ -12,7 +12,6 @@ from optimus.dist.mesh import Mesh
 from optimus.dist.world import World
 from optimus.errors import LostPeerError
 from optimus.launch_env import LaunchEnv
-from tests.helpers.rank_pool import RanksFailed
 
 NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
 
@@ -42,11 +41,11 @@ def stay_away(when: str) -> str:
     """Rank 3 of dp 2 x tp 2 is not there as groups are made, or once they are."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
-        time.sleep(30)
+        time.sleep(6)
     try:
         groups = join_groups(Mesh(1, 2, 1, 2), world)
         if world.rank == 3:
-            time.sleep(30)
+            time.sleep(6)
         collectives.all_reduce_sum(torch.ones(1), groups.tp)
     except LostPeerError as error:
         return str(error)
@@ -55,9 +54,7 @@ def stay_away(when: str) -> str:
 
 @pytest.mark.parametrize(("when", "what"), [("before", "join_groups"), ("after", "all_reduce_sum")])
 def test_groups_wait_no_longer_than_the_run_says(ranks, when, what):
-    with pytest.raises(RanksFailed) as failed:
-        ranks(4, stay_away, when, timeout_s=20, grace_s=1)
-    told = [one.value() for one in failed.value.outcomes if one.returned]
+    told = ranks(4, stay_away, when, timeout_s=20)
     assert f"{what} over tp did not complete: nobody answered within parallel.timeout_s" in told
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+import torch
 
 from optimus.checkpoint import manager
 from optimus.errors import LostPeerError, NonFiniteError
@@ -54,19 +55,41 @@ def test_tensor_and_expert_parallelism_may_change_too(ranks, tiny_data, tmp_path
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
 
 
-def poison(tree: dict, bad_rank: int, what: str) -> str:
+class NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
+"""What a layer of a broken device gives; all that follows is spoilt with it."""
+
+
+def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj") -> str:
     """One rank computes NaN at step 3; the error this rank raised, and the poisoned name."""
     run = make_run(tree)
     plain_update = run.update
     named = dict(run.model.named_parameters())
-    name = next(name for name in named if "q_proj.weight" in name)
+    name = next(name for name in named if f"{layer}.weight" in name)
 
     def update(step: int) -> None:
         if step == 3 and run.world.rank == bad_rank:
             if what == "parameter":
                 named[name].data.view(-1)[0] = float("nan")
-            else:
+            elif what == "gradient":
                 named[name].register_hook(lambda gradient: gradient * float("nan"))
+            else:
+                module = run.model.get_submodule(name.removesuffix(".weight"))
+                if layer == "o_proj":  # of which a tp rank has a part of the sum
+                    module.multiply = lambda x, bias: SPOILT[what](
+                        type(module).multiply(module, x, bias)
+                    )
+                else:
+                    module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))
         plain_update(step)
 
     run.update = update
@@ -92,6 +115,34 @@ def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, wha
     assert manager.newest_valid(tmp_path).step == 2
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "bad_rank", "layer", "what"),
+    [
+        (sizes(tp=2), 1, "q_proj", "output"),
+        (sizes(tp=2), 1, "q_proj", "slope"),
+        (sizes(tp=2), 1, "o_proj", "output"),
+        (sizes(tp=2, sequence_parallel=True), 1, "o_proj", "output"),
+        (sizes(pp=2), 1, "q_proj", "output"),
+        (sizes(pp=2), 1, "q_proj", "slope"),
+        (sizes(ep=2), 1, "o_proj", "slope"),
+        (sizes(tp=2, pp=2), 3, "q_proj", "output"),
+        (sizes(tp=2, pp=2), 1, "o_proj", "slope"),
+    ],
+)
+def test_a_nan_that_collectives_spread_is_named_where_it_began(
+    ranks, tiny_data, tmp_path, layout, bad_rank, layer, what
+):
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, **layout)
+    size = layout.get("parallel__pp", 1) * layout.get("parallel__tp", layout.get("parallel__ep", 1))
+    words = ranks(size, poison, tree, bad_rank, what, layer, start_world=False)
+    name, message = words[bad_rank].split("|")
+    assert f"on rank {bad_rank} " in message and "more ranks" not in message
+    assert f"layer {name.removesuffix('.weight')} " in message or what == "slope"
+    assert len({word.split("|")[1] for word in words}) == 1
+    marked = [path.name for path in (tmp_path / "log").iterdir()]
+    assert marked == [f"nonfinite-rank{bad_rank}.json"]
 
 
 def lose_a_peer(tree: dict, how: int) -> None:
