@@ -84,7 +84,7 @@ def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj") -> str:
                 named[name].register_hook(lambda gradient: gradient * float("nan"))
             else:
                 module = run.model.get_submodule(name.removesuffix(".weight"))
-                if layer == "o_proj":  # of which a tp rank has a part of the sum
+                if hasattr(module, "wiring"):  # of which a tp rank has a part of the sum
                     module.multiply = lambda x, bias: SPOILT[what](
                         type(module).multiply(module, x, bias)
                     )
