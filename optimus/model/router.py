@@ -108,7 +108,7 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
 
 
 def _layer_balance(routing: Routing) -> Tensor:
-    """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, where f_e is the share of rows sent to
-    expert e and P_e its mean probability; 1 when balanced."""
+    """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, 1 when balanced; f_e is the share of
+    rows sent to expert e, P_e its mean probability."""
     shares = routing.counts / routing.counts.sum().clamp(min=1)
     return len(shares) * (shares * routing.mean_prob).sum()

@@ -7,7 +7,6 @@ this rank keeps. Initial weights, checkpoints and the planner all read this one 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 

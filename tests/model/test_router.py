@@ -8,7 +8,6 @@ from optimus.model.router import (
     Routing,
     hf_load_balancing_loss,
     layer_losses,
-    z_loss,
 )
 from tests.model.small import small_config, small_model, some_tokens
 

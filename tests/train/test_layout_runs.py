@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from optimus.checkpoint import manager
+from optimus.config import make_config
 from optimus.errors import LostPeerError, NonFiniteError
+from optimus.launch_env import read_launch_env
+from optimus.train import loop
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
@@ -177,3 +180,23 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
     wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
     place = r"the rank was at [FB]\(stage 0, microbatch \d\)"
     assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
+
+
+def train_without_the_last(tree: dict) -> bool | None:
+    """The last rank is gone in the middle of `train`; whether another of the rest tells it."""
+    launch = read_launch_env()
+    if launch.rank == launch.world_size - 1:
+        loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loop.train(make_config(tree), launch)
+    except LostPeerError as error:
+        return error.told_by_another
+    return None
+
+
+def test_of_those_who_lost_a_rank_one_tells_it(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__global_batch_tokens=3 * 32)
+    with pytest.raises(RanksFailed) as failed:
+        ranks(3, train_without_the_last, tree, start_world=False, timeout_s=40, grace_s=8)
+    *told, gone = failed.value.outcomes
+    assert sorted(one.value() for one in told) == [False, True] and not gone.returned
