@@ -116,8 +116,8 @@ def test_auto_is_settled_before_it_is_measured_and_said(ranks):
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 of 4, both of
-    one rank: a rank sends T rows in all and as many come."""
+    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 of 4, which
+    are of one rank: a rank sends T rows in all and as many come."""
     microbatches, n = 4, 2
     layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n  # there and back twice; the counts
     expected = microbatches * L * layer
