@@ -92,7 +92,7 @@ def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
 def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, setting):
     """MPICH ends nobody when a rank does: ranks agree on who speaks, and all end alike."""
     port = {"MASTER_PORT": free_port()}
-    done = train_by(mpiexec(kind, 3), config, f"train.run_dir={tmp_path}", setting, **port)
+    done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
     assert done.returncode == 2 and line.startswith("optimus: error: ")
     assert setting.partition("=")[2] in line or "nope" in line
