@@ -10,8 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
+
+if TYPE_CHECKING:
+    from optimus.launch_env import LaunchEnv
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
@@ -53,14 +57,14 @@ def _tell(error: OptimusError) -> None:
     """One line on standard error, once for all ranks where they all say the same."""
     from optimus.launch_env import read_rank
 
-    rank = read_rank()
-    if error.told_by_another or (rank and error.on_every_rank):
+    rank, agreed = read_rank(), error.told_by_another is not None
+    if error.told_by_another or (rank and error.on_every_rank and not agreed):
         _ended_within(_OTHER_RANK_SPEAKS_S)  # before that, launchers might end who speaks
         return
-    # Most likely the first rank says the same, and the launcher then ends this one; only what is
-    # wrong on this rank alone, such as a file missing on its node, is told from here.
-    alike = error.exit_code == ConfigError.exit_code
-    if rank and alike and _ended_within(_FIRST_RANK_SPEAKS_S):
+    # Ranks that could not ask each other: most likely the first says the same, or where that is the
+    # one that is missing the second, and the launcher then ends this one.
+    alike = error.exit_code in (ConfigError.exit_code, LostPeerError.exit_code)
+    if rank and alike and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
         return
     where = f" [rank {rank}]" if rank else ""
     print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
@@ -168,25 +172,43 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
         # whose error ends this one before its first step.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
-    config = load_config(args.config, args.overrides)
     launch = read_launch_env()
     nproc = _nproc(args.nproc, launch.world_size)
+    try:
+        config = load_config(args.config, args.overrides)
+    except OptimusError as error:
+        _refuse_together(launch, error)
     if nproc:
         from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
         return spawn_local(arguments, nproc)
+    _check_meeting(launch)
+    from optimus.train.loop import train
+
+    train(config, launch)
+    return 0
+
+
+def _check_meeting(launch: LaunchEnv) -> None:
     from optimus.dist.meeting import check_meeting_point
 
     check_meeting_point(launch)
     if launch.world_size > 1:
         # What torch prints while ranks look for each other says no more than our one line does.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from optimus.train.loop import train
 
-    train(config, launch)
-    return 0
+
+def _refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
+    """Raise `error` or, where other ranks were started, what they all agree to raise: a mistake
+    that each finds is told once."""
+    if launch.world_size > 1:
+        _check_meeting(launch)
+        from optimus.dist.world import start_world
+
+        start_world(launch, device="cpu", trouble=error)
+    raise error
 
 
 def _nproc(asked: int, started: int) -> int:
@@ -346,10 +368,13 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch_env import read_launch_env
 
-    config = load_config(args.config, args.overrides)
-    if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps} must be at least 1")
     launch = read_launch_env()
+    try:
+        config = load_config(args.config, args.overrides)
+        if args.steps < 1:
+            raise ConfigError(f"--steps {args.steps} must be at least 1")
+    except OptimusError as error:
+        _refuse_together(launch, error)
     nproc = _nproc(args.nproc, launch.world_size)
     if nproc:
         from optimus.train.preflight import divide

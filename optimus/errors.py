@@ -16,8 +16,8 @@ class OptimusError(Exception):
         """`on_every_rank`: all ranks raise this same message, so only the first prints it."""
         super().__init__(message)
         self.on_every_rank = on_every_rank
-        self.told_by_another = False
-        """Set where another rank has already undertaken to print its error instead."""
+        self.told_by_another: bool | None = None
+        """Whether another rank has undertaken to print it; None where the ranks have not agreed."""
 
 
 class ConfigError(OptimusError):

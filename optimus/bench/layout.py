@@ -20,14 +20,16 @@ from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects, barrier, traffic
 from optimus.dist.groups import Groups, join_groups
-from optimus.dist.world import World, end_world, start_world
+from optimus.dist.world import end_world, start_world
 from optimus.launch_env import LaunchEnv
 from optimus.model.init import initialise_
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.train.batch import BatchPlan
+from optimus.train.kernels import take_kernels
 from optimus.train.preflight import divide
+from optimus.train.settle import take_dispatch
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 
@@ -45,7 +47,12 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         config.train.threads, config.train.deterministic, launch.local_world_size
     )
     groups = join_groups(mesh, world)
-    shard, updater = _make(config, groups, plan, world)
+    config, _ = take_kernels(config, world, {})
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    states = shard.make_states()
+    config, news = take_dispatch(config, groups, shard)
+    updater = Updater(config, groups, shard, states, plan, world.device)
     schedule = shard.layout.schedule
     own = _random_microbatches(config, plan, groups.data.rank)
     seconds, bubbles, costs = [], [], defaultdict(list)
@@ -74,6 +81,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
+        "settled": news,
         "mesh": mesh.sizes._asdict(),
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,
@@ -85,12 +93,6 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         "traffic": max(counted, key=_total),
         "bubble": _bubbles(schedule, bubbles, everywhere),
     }
-
-
-def _make(config: Config, groups: Groups, plan: BatchPlan, world: World) -> tuple[Shard, Updater]:
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
-    return shard, Updater(config, groups, shard, shard.make_states(), plan, world.device)
 
 
 def _random_microbatches(config: Config, plan: BatchPlan, data_rank: int) -> list[Microbatch]:
@@ -152,6 +154,7 @@ def format_layout(result: dict[str, Any]) -> str:
         f"{result['device']}, torch {result['torch']}, {result['threads']} threads a rank, "
         f"{result['dtype']}, {mesh or 'one rank'}, {result['tokens_per_update']} tokens an update, "
         f"{result['updates']} updates",
+        *result["settled"],
         f"step {result['step_s']:.4f} s (quartiles {low:.4f} to {high:.4f})",
     ]
     for axes, operations in result["traffic"].items():

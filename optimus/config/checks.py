@@ -126,6 +126,12 @@ def _compile(config: Config) -> None:
             "train.compile = true would compile anew for every layout of documents; use "
             "data.document_mask = false or train.compile = false"
         )
+    for axis in ("tp", "ep"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            raise ConfigError(
+                f"train.compile = true: with parallel.{axis} = {size} ranks talk within a block, "
+                f"which is compiled as one graph; use parallel.{axis} = 1 or train.compile = false"
+            )
 
 
 def _rope(config: Config) -> None:

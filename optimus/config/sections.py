@@ -252,7 +252,8 @@ class TrainConfig(Section):
     """Add gradients in microbatch order: the same bits on every data- and pipeline-parallel
     layout."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile at the first step (minutes for large ones)."""
+    """Compile the model's blocks with torch.compile at the first step (minutes for large ones); not
+    with tp or ep."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where ranks compute; `auto`: xpu before cuda before cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0

@@ -1,14 +1,15 @@
 """Collectives over a `Group`. In a group of one they cost nothing and change nothing.
 
 Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
-A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis.
-What tensors travel is counted in `traffic`, by axis and operation.
+A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis;
+what else goes wrong is raised as it is, with a note of where. What tensors travel is counted in `traffic`, by axis and operation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as distributed
 
-from optimus.errors import LostPeerError, one_line
+from optimus.errors import LostPeerError
 
 Value = TypeVar("Value")
 
@@ -42,20 +43,64 @@ is gathered or scattered, the rows that this rank sends, its own to itself inclu
 """
 
 
-def _count(operation: str, group: Group, tensor: torch.Tensor) -> None:
-    entry = traffic.setdefault((group.axes, operation), [0, 0])
-    entry[0] += 1
-    entry[1] += tensor.nbytes
+_onlookers: list[Callable[[torch.Tensor], None]] = []
 
 
 @contextlib.contextmanager
-def _lost_peers(operation: str, group: Group) -> Iterator[None]:
+def looking_at_what_is_sent(look: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within it `look` sees what this rank puts into each collective of numbers, before others see
+    it; not what goes from stage to stage."""
+    _onlookers.append(look)
+    try:
+        yield
+    finally:
+        _onlookers.remove(look)
+
+
+def _count(
+    operation: str, group: Group, tensor: torch.Tensor, own: torch.Tensor | None = None
+) -> None:
+    """`own`: what this rank puts in, where `tensor`, which travels, is another."""
+    entry = traffic.setdefault((group.axes, operation), [0, 0])
+    entry[0] += 1
+    entry[1] += tensor.nbytes
+    if operation in ("send", "broadcast"):
+        return
+    for look in _onlookers:
+        look(tensor if own is None else own)
+
+
+_TIME_IS_UP = re.compile(r"timed?[ -]?out", re.IGNORECASE)
+_PEER_IS_GONE = re.compile(
+    r"connection|connect(FullMesh)? failed|closed by (remote )?peer|reset by peer|broken pipe"
+    r"|remote (process|peer)|ncclRemoteError|ncclSystemError|unreachable|aborted|network"
+    r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
+    re.IGNORECASE,
+)
+"""How gloo, NCCL, oneCCL and the store word it; none has an exception of its own for it."""
+
+
+def _why_lost(error: RuntimeError) -> str:
+    """What became of the others; "" where the error is of another kind: memory, shapes, a device."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ""
+    text = str(error)
+    if _TIME_IS_UP.search(text):
+        return "nobody answered within parallel.timeout_s"
+    gone = isinstance(error, distributed.DistNetworkError) or _PEER_IS_GONE.search(text)
+    return "another rank has ended" if gone else ""
+
+
+@contextlib.contextmanager
+def lost_peers(operation: str, group: Group) -> Iterator[None]:
+    """Raise LostPeerError for whatever tells that a rank of the group is gone or silent."""
     try:
         yield
     except RuntimeError as error:
-        text = one_line(error)
-        waited = "timeout" in text.lower() or "timed out" in text.lower()
-        why = "nobody answered within parallel.timeout_s" if waited else "another rank has ended"
+        why = _why_lost(error)
+        if not why:
+            error.add_note(f"in {operation} over {group.axes}")
+            raise
         raise LostPeerError(f"{operation} over {group.axes} did not complete: {why}") from error
 
 
@@ -65,7 +110,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
         group = kwargs.get("group") or next(arg for arg in args if isinstance(arg, Group))
         if group.size == 1:
             return function(*args, **kwargs)
-        with _lost_peers(function.__name__, group):
+        with lost_peers(function.__name__, group):
             return function(*args, **kwargs)
 
     return guarded
@@ -94,7 +139,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return
-    _count("all_gather", group, out)
+    _count("all_gather", group, out, shard)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gather(out, shard, group=group.handle)
 
@@ -189,7 +234,7 @@ class Transfer:
     def wait(self) -> torch.Tensor:
         """The tensor, once it has come or may be used again. Raises LostPeerError."""
         if self._work is not None:
-            with _lost_peers(self._what, self._group):
+            with lost_peers(self._what, self._group):
                 self._work.wait()
             self._work = None
         return self.tensor

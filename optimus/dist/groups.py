@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as distributed
 
 from optimus.dist.channels import Channels, open_channels
-from optimus.dist.collectives import ALONE, Group
+from optimus.dist.collectives import ALONE, Group, lost_peers
 from optimus.dist.mesh import Mesh, Place
 from optimus.dist.world import World
 
@@ -45,13 +45,13 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
     the cost does not grow with the world."""
     members = mesh.groups_of(world.rank)
     # Before "ends", which only some ranks make.
-    channels = open_channels(members["pp"], world, lambda ranks: _make(ranks, world))
+    channels = open_channels(members["pp"], world, lambda ranks: _make(ranks, world, "pp"))
     handles: dict[tuple[int, ...], Any] = {}
     if world.size > 1:
         handles[tuple(range(world.size))] = world.everyone.handle
-    for ranks in members.values():  # in the same order on all ranks of a group
+    for name, ranks in members.items():  # in the same order on all ranks of a group
         if len(ranks) > 1 and ranks not in handles:
-            handles[ranks] = _make(ranks, world)
+            handles[ranks] = _make(ranks, world, _label(name, mesh))
     groups = {
         name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
         for name, ranks in members.items()
@@ -73,8 +73,8 @@ def _label(name: str, mesh: Mesh) -> str:
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1) or name
 
 
-def _make(ranks: tuple[int, ...], world: World) -> Any:
+def _make(ranks: tuple[int, ...], world: World, axes: str) -> Any:
     """A process group that only its own ranks join, with the run's time limit."""
-    return distributed.new_group(
-        list(ranks), timedelta(seconds=world.timeout_s), use_local_synchronization=True
-    )
+    limit = timedelta(seconds=world.timeout_s)
+    with lost_peers("join_groups", Group(len(ranks), ranks.index(world.rank), axes=axes)):
+        return distributed.new_group(list(ranks), limit, use_local_synchronization=True)

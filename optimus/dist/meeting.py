@@ -1,13 +1,24 @@
-"""Whether ranks can meet where they are told to. Needs no torch: it is asked before the import."""
+"""Whether ranks can meet where they are told to, and whether they then go on. Imports no torch: the
+first is asked before it is there."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, OptimusError
 from optimus.launch_env import LaunchEnv
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_ALL_HERE, _ALL_LEFT = "optimus/all-here", "optimus/all-left"
+_UNMET = b"unmet"
+_LEAVE_S = 5.0
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
@@ -47,3 +58,64 @@ def _no_listener(error: OSError, where: SplitResult) -> ConfigError:
         f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, {socket.gethostname()} "
         f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}"
     )
+
+
+class NotAllHereError(RuntimeError):
+    """Some ranks have not come to the meeting within its time limit."""
+
+    def __init__(self, reason: str, told_by_another: bool) -> None:
+        super().__init__(reason)
+        self.told_by_another = told_by_another
+
+
+def agree_to_start(
+    store: Store, launch: LaunchEnv, trouble: OptimusError | None, limit_s: float
+) -> None:
+    """Every rank says, with its `trouble` or None, whether it can go on; return if all can.
+
+    Otherwise all raise: one rank what it found, to be told (the first rank if it found anything,
+    else whoever was the first to), the others its exit status. Raises NotAllHereError, or
+    RuntimeError where the store is gone.
+    """
+    first_to_find = False
+    if trouble is not None:
+        if launch.is_first:
+            store.set("optimus/first-rank-in-trouble", "1")
+        first_to_find = store.add("optimus/in-trouble", 1) == 1
+        if first_to_find:
+            store.set("optimus/exit-code", str(trouble.exit_code))
+    if store.add("optimus/here", 1) == launch.world_size:
+        store.set(_ALL_HERE, "all")
+    _wait_for_all(store, limit_s)
+    if not store.add("optimus/in-trouble", 0):
+        return
+    if trouble is None:
+        trouble = OptimusError("another rank cannot start")
+        trouble.exit_code = int(store.get("optimus/exit-code"))
+        trouble.told_by_another = True
+    elif store.check(["optimus/first-rank-in-trouble"]):
+        trouble.told_by_another = not launch.is_first
+    else:
+        trouble.told_by_another = not first_to_find
+    _leave(store, launch)
+    raise trouble
+
+
+def _wait_for_all(store: Store, limit_s: float) -> None:
+    try:
+        store.wait([_ALL_HERE], timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        told_by_another = store.add("optimus/unmet", 1) > 1
+        store.set(_ALL_HERE, _UNMET)  # those who came later need not wait as long again
+        raise NotAllHereError(str(error), told_by_another) from error
+    if store.get(_ALL_HERE) == _UNMET:
+        raise NotAllHereError("another rank waited in vain", told_by_another=True)
+
+
+def _leave(store: Store, launch: LaunchEnv) -> None:
+    """The first rank may keep the store: it goes last."""
+    if store.add("optimus/left", 1) == launch.world_size:
+        store.set(_ALL_LEFT, "1")
+    if launch.is_first:
+        with contextlib.suppress(RuntimeError):
+            store.wait([_ALL_LEFT], timedelta(seconds=_LEAVE_S))

@@ -1,4 +1,4 @@
-"""Who copies, who shards, who adds: the axes of a parameter's three groups (CONTRACT.md, "Ranks").
+"""Who shards, who adds: the axes of a parameter's groups (CONTRACT.md, "Ranks").
 
 Pure values: `Mesh.group_of(rank, axes)` turns them into ranks. The optimizer, the reduction of
 gradients, the norm and checkpoints ask here and nowhere else; a new kind of parallelism is a new
@@ -24,12 +24,6 @@ class ParameterKind:
     partial_over_tp: bool = False
     """Held whole, but each tensor-parallel rank's backward gives a part of its gradient: a norm
     under sequence parallelism, a q/k-norm weight beside divided heads."""
-
-
-def copy_axes(kind: ParameterKind) -> Axes:
-    """Axes along which ranks hold an identical copy."""
-    data = ("dp",) if kind.expert else ("dp", "ep")
-    return data if kind.divided_by_tp else (*data, "tp")
 
 
 def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> Axes:

@@ -7,14 +7,19 @@ import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as distributed
 
 from optimus.dist.collectives import Group, barrier
-from optimus.errors import LostPeerError, one_line
+from optimus.dist.meeting import NotAllHereError, agree_to_start
+from optimus.errors import LostPeerError, OptimusError, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
+
+_TROUBLED_WAIT_S = 120.0
+"""How long a rank that cannot go on waits for the others before it says so by itself."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +47,36 @@ class World:
 
 
 def start_world(
-    launch_env: LaunchEnv | None = None, timeout_s: float = 600.0, device: str = "auto"
+    launch_env: LaunchEnv | None = None,
+    timeout_s: float = 600.0,
+    device: str = "auto",
+    trouble: OptimusError | None = None,
 ) -> World:
     """Take this rank's device and, if there are others, join them in one process group.
 
-    `timeout_s` bounds the rendezvous and every collective. A single process starts no group.
+    `timeout_s` bounds the meeting and every collective. A single process starts no group. With
+    `trouble`, that this rank cannot go on, or with another rank's, all raise instead: one rank
+    the error itself, the others with its exit status and `told_by_another`.
     """
     launch = launch_env or read_launch_env(os.environ)
-    import_ipex()  # before any device is touched: it registers operators for them
-    own_device = pick_device(launch.local_rank, device)
-    if launch.world_size == 1:
-        return World(launch, own_device, "none", Group(size=1, rank=0))
-    backend = collective_backend(own_device)
+    own_device = None
     try:
+        import_ipex()  # before any device is touched: it registers operators for them
+        own_device = pick_device(launch.local_rank, device)
+    except OptimusError as error:
+        trouble = trouble or error
+    if launch.world_size == 1:
+        if trouble is not None:
+            raise trouble
+        return World(launch, own_device, "none", Group(size=1, rank=0))
+    limit_s = timeout_s if trouble is None else min(timeout_s, _TROUBLED_WAIT_S)
+    try:
+        store = _meet(launch, limit_s)
+        agree_to_start(store, launch, trouble, limit_s)
+        backend = collective_backend(own_device)
         distributed.init_process_group(
             backend,
-            init_method=launch.init_method,
+            store=distributed.PrefixStore("default_pg", store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -65,19 +84,46 @@ def start_world(
             # of the world would have to join in, while ours are made by their own ranks alone.
         )
     except RuntimeError as error:  # torch's DistError, and plain ones of gloo
+        if trouble is not None:
+            raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
     everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
 
 
+def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
+    """The store through which ranks find each other; others may not have come to it yet."""
+    limit = timedelta(seconds=limit_s)
+    where = urlsplit(launch.init_method)
+    if where.scheme == "tcp":  # as torch's own rendezvous, but for its wait for all
+        store = distributed.TCPStore(
+            where.hostname,
+            where.port,
+            launch.world_size,
+            is_master=launch.is_first,
+            timeout=limit,
+            wait_for_workers=False,
+        )
+    else:
+        meeting = distributed.rendezvous(
+            launch.init_method, launch.rank, launch.world_size, timeout=limit
+        )
+        store, _, _ = next(meeting)
+    store.set_timeout(limit)
+    return store
+
+
 def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:
     text = one_line(error)
-    return LostPeerError(
+    unmet = LostPeerError(
         f"the {launch.world_size} ranks did not meet at {launch.init_method} within "
         f"parallel.timeout_s = {timeout_s:g}: one has not started, has ended, or cannot reach it; "
         f"look at the ranks' own messages, or set MASTER_ADDR to the host of rank 0 ({text[:200]})"
     )
+    if isinstance(error, NotAllHereError):
+        unmet.told_by_another = error.told_by_another
+    return unmet
 
 
 def tells_first(limit_s: float = 2.0) -> bool:

@@ -79,15 +79,6 @@ class Router(nn.Module):
         return weights.to(x.dtype), experts, routing
 
 
-def load_balancing_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:
-    """E * sum_e f_e * P_e of each layer, summed over these layers and divided by `num_layers`.
-
-    f_e is the share of rows sent to expert e, P_e its mean probability: 1 when balanced. This is
-    OLMo's form (CONTRACT.md, "Loss"). A pipeline stage passes its layers and the model's number.
-    """
-    return torch.stack([_layer_balance(routing) for routing in routings]).sum() / num_layers
-
-
 def layer_losses(
     config: ModelConfig, routings: Sequence[Routing]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -116,11 +107,8 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     return len(counts) * top_k * (counts / counts.sum().clamp(min=1) * mean_prob).sum()
 
 
-def z_loss(routings: Sequence[Routing], num_layers: int) -> Tensor:
-    """The mean of logsumexp(logits)^2 of these layers, summed and divided by `num_layers`."""
-    return torch.stack([routing.z for routing in routings]).sum() / num_layers
-
-
 def _layer_balance(routing: Routing) -> Tensor:
+    """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, 1 when balanced; f_e is the share of
+    rows sent to expert e, P_e its mean probability."""
     shares = routing.counts / routing.counts.sum().clamp(min=1)
     return len(shares) * (shares * routing.mean_prob).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from optimus.config import Config
@@ -13,37 +14,40 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError, naming the nearest legal choice, where sizes do not divide the model."""
     model = config.model
     heads = model.num_attention_heads
-    kv_heads = model.num_key_value_heads or heads
     sparse = [model.experts_by_layer[layer] for layer in model.sparse_layers] or [0]
     inner = {model.layer(layer).intermediate_size for layer in range(model.num_layers)}
-    checks = [
-        ("tp", mesh.tp, "num_attention_heads", heads),
-        ("tp", mesh.tp, "num_key_value_heads", kv_heads),
-        *(("tp", mesh.tp, "intermediate_size", size) for size in sorted(inner)),
-        *(("ep", mesh.ep, "num_experts", count) for count in sorted(set(sparse))),
-    ]
-    for axis, size, key, count in checks:
+    divided = {
+        "tp": [
+            ("model.num_attention_heads", heads),
+            ("model.num_key_value_heads", model.num_key_value_heads or heads),
+            *(("model.intermediate_size", size) for size in sorted(inner)),
+        ],
+        "ep": [("model.num_experts", count) for count in sorted(set(sparse))],
+    }
+    if config.parallel.sequence_parallel:
+        divided["tp"].append(("train.seq_len", config.train.seq_len))
+    for axis, counts in divided.items():
+        size = getattr(mesh, axis)
         if size == 1:
             continue
-        if not count:
-            raise ConfigError(
-                f"parallel.{axis} = {size}, but model.{key} = 0: a dense model has no experts to "
-                f"divide; use parallel.{axis} = 1"
-            )
-        if count % size:
-            near = _nearest(size, [d for d in range(1, count + 1) if count % d == 0])
-            raise ConfigError(
-                f"parallel.{axis} = {size} does not divide model.{key} = {count}; the nearest "
-                f"that does is {near}"
-            )
-    if mesh.tp > 1 and config.parallel.sequence_parallel and config.train.seq_len % mesh.tp:
-        seq_len = config.train.seq_len
-        near = _nearest(mesh.tp, [d for d in range(1, seq_len + 1) if seq_len % d == 0])
-        raise ConfigError(
-            f"parallel.sequence_parallel with parallel.tp = {mesh.tp} does not divide "
-            f"train.seq_len = {seq_len}; the nearest tp that does is {near}"
-        )
+        for key, count in counts:
+            if not count:
+                raise ConfigError(
+                    f"parallel.{axis} = {size}, but {key} = 0: a dense model has no experts to "
+                    f"divide; use parallel.{axis} = 1"
+                )
+            if count % size:
+                near = _nearest(mesh, axis, [count for _, count in counts])
+                raise ConfigError(
+                    f"parallel.{axis} = {size} does not divide {key} = {count}; the nearest that "
+                    f"fits the model and {mesh.world_size} ranks is {near}"
+                )
 
 
-def _nearest(size: int, legal: Sequence[int]) -> int:
+def _nearest(mesh: Mesh, axis: str, counts: Sequence[int]) -> int:
+    """The size nearest to the axis's that divides all counts and leaves a whole number of dp."""
+    size = getattr(mesh, axis)
+    ranks = mesh.world_size // (mesh.pp * mesh.ep * mesh.tp // size)  # for this axis and dp
+    together = math.gcd(ranks, *counts)
+    legal = [one for one in range(1, together + 1) if together % one == 0]
     return min(legal, key=lambda one: abs(one - size))

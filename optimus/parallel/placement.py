@@ -7,7 +7,6 @@ this rank keeps. Initial weights, checkpoints and the planner all read this one 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -39,10 +38,6 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.local_shape == self.shape
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter; a view where the part is one block."""
@@ -183,8 +178,3 @@ def materialise(model: Transformer, placements: dict[str, Placement], device: to
             module.first_expert = placements[f"{prefix}.gate_up"].intervals[0][0][0]
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert buffer.device.type != "meta", f"buffer {prefix}.{name} has no value on meta"
-
-
-def local_bytes(placements: dict[str, Placement], itemsize: int) -> int:
-    """Bytes of the parameters that a rank holds."""
-    return sum(math.prod(one.local_shape) for one in placements.values()) * itemsize

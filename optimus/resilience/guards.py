@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,26 +27,52 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
-def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
-    """The innermost module that, while `run` runs, first makes a non-finite output of finite
-    inputs."""
-    found: list[str] = []
+class ForwardWatch:
+    """Finds where, on this rank, a forward pass first makes a non-finite value of finite inputs.
 
-    def watch(name: str):
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if not found and not _all_finite(output) and _all_finite(inputs):
-                found.append(name)
+    Ranks that share layers run the same modules and collectives in the same order, and a collective
+    spreads what one of them put in: whose `when` is least, made it.
+    """
 
-        return hook
+    def __init__(self) -> None:
+        self.module = ""
+        """The innermost module that did; "" if none did."""
+        self.when = 0
+        """At which module's end or collective, counted on this rank."""
+        self._events = 0
+        self._running: list[tuple[str, bool]] = []  # modules, and whether their inputs are finite
 
-    handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
+    @contextlib.contextmanager
+    def over(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def look(self, sent: Tensor) -> None:
+        """At what this rank is about to put into a collective."""
+        self._note(sent)
+
+    def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
+        self._running.append((name, _all_finite(inputs)))
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._note(output)
+        self._running.pop()
+
+    def _note(self, value: object) -> None:
+        self._events += 1
+        if self.module or _all_finite(value):
+            return
+        sound = [name for name, finite in self._running if finite]
+        if sound:
+            self.module, self.when = sound[-1], self._events
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,21 @@ from optimus_kernels.grouped_mm import set_form
 
 
 def settle_kernels(config: Config, world: World, flight: Preflight) -> tuple[Config, Preflight]:
-    """Choose backend and grouped GEMM on all ranks; both as settings that say what was taken.
+    """As `take_kernels`, both in the configuration and as settings that say what was taken."""
+    stored = flight.start.full.settings if flight.start.full is not None else {}
+    config, settled = take_kernels(config, world, stored)
+    flight = replace(
+        flight,
+        settings=flight.settings | {f"kernels.{key}": value for key, value in settled.items()},
+        differences=(*flight.differences, *_differences(settled, flight)),
+    )
+    return config, flight
+
+
+def take_kernels(
+    config: Config, world: World, stored: Mapping[str, Any]
+) -> tuple[Config, dict[str, str]]:
+    """Choose backend and grouped GEMM on all ranks, `stored` settings where they say one.
 
     Does nothing for a model without experts, unless a backend is asked for by name. Raises
     ConfigError on every rank if an explicit choice cannot be had somewhere or ranks differ.
@@ -38,21 +52,16 @@ def settle_kernels(config: Config, world: World, flight: Preflight) -> tuple[Con
     backend.choose(config.kernels.backend)
     try:
         if not sparse and backend.chosen()[0] == "auto":
-            return config, flight
+            return config, {}
     except KernelError as error:
         raise ConfigError(str(error), on_every_rank=True) from error
     taken = _agree_on_backend(world)
-    form = _agree_on_form(config, world, flight) if sparse else config.kernels.grouped_gemm
+    form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
     settled = {"backend": taken.name, "grouped_gemm": form}
     if world.is_first:
         _say(f"kernels: {taken.name}" + (f", grouped products: {form}" if sparse else ""))
     kernels = config.kernels.model_copy(update=settled)
-    flight = replace(
-        flight,
-        settings=flight.settings | {f"kernels.{key}": value for key, value in settled.items()},
-        differences=(*flight.differences, *_differences(settled, flight)),
-    )
-    return config.model_copy(update={"kernels": kernels}), flight
+    return config.model_copy(update={"kernels": kernels}), settled
 
 
 def _agree_on_backend(world: World) -> Backend:
@@ -124,7 +133,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _agree_on_form(config: Config, world: World, flight: Preflight) -> str:
+def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
     """Given, kept from the checkpoint, or measured by the first rank: one form on all ranks."""
     wanted = all_gather_objects(config.kernels.grouped_gemm, world.everyone)
     others = [rank for rank, form in enumerate(wanted) if form != wanted[0]]
@@ -136,7 +145,6 @@ def _agree_on_form(config: Config, world: World, flight: Preflight) -> str:
         )
     form = "loop" if config.train.deterministic else wanted[0]
     if form == "auto":
-        stored = flight.start.full.settings if flight.start.full is not None else {}
         form = stored.get("kernels.grouped_gemm", "auto")
         form = "auto" if _cannot_have(form, config, world) else form  # from another machine
     if form == "auto":

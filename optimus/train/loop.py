@@ -15,7 +15,7 @@ from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world, tells_first
-from optimus.errors import LostPeerError, Stopped
+from optimus.errors import LostPeerError, OptimusError, Stopped
 from optimus.evaluate.held_out import held_out_loss
 from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
@@ -37,18 +37,21 @@ def train(config: Config, launch: LaunchEnv) -> None:
 
     Raises what `preflight` raises, NonFiniteError, LostPeerError, or Stopped after a signal.
     """
-    flight = preflight(config, launch.world_size, decides_start=launch.is_first)
-    directory = None
-    if launch.is_first:  # before the others are met: what is refused here is told in one line
-        check_saves(config, flight)
-        directory = RunDirectory(config.train.run_dir)
-    world = start_world(launch, config.parallel.timeout_s, config.train.device)
-    flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
-    fix_arithmetic(config, world)
-    config, flight = settle_kernels(config, world, flight)
-    if world.is_first:
-        say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
+    flight = directory = trouble = None
     try:
+        flight = preflight(config, launch.world_size, decides_start=launch.is_first)
+        if launch.is_first:
+            check_saves(config, flight)
+            directory = RunDirectory(config.train.run_dir)
+    except OptimusError as error:
+        trouble = error  # told in one line once the ranks have met
+    world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
+    try:
+        flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+        fix_arithmetic(config, world)
+        config, flight = settle_kernels(config, world, flight)
+        if world.is_first:
+            say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
         Run(config, world, flight, directory).go()
     except LostPeerError as error:
         error.told_by_another = not tells_first()

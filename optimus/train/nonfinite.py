@@ -12,7 +12,7 @@ import torch
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_gather_objects, all_reduce_max
+from optimus.dist.collectives import all_gather_objects, all_reduce_max, looking_at_what_is_sent
 from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
@@ -27,6 +27,10 @@ class Finding(NamedTuple):
     again."""
     stage: int
     """Pipeline place, counted in the direction in which trouble spreads."""
+    when: float
+    """Ranks of a stage do the same in the same order: the number of what this one did first."""
+    layer: int
+    """Of gradients: how many layers' lie nearer to the loss."""
     rank: int
     what: str
     host: str
@@ -41,18 +45,19 @@ class Watch:
     def __init__(self, config: Config, groups: Groups, shard: Shard, states: ChunkEngine) -> None:
         self._config, self._groups, self._shard, self._states = config, groups, shard, states
         self._device = next(iter(states.parameters().values())).device
-        self._step, self._bad_gradient = 0, ""
+        self.start(0)
 
     def start(self, step: int) -> None:
-        self._step, self._bad_gradient = step, ""
+        self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at_gradients(self, stage: int) -> None:
         """Before a sum over ranks hides whose they are."""
         states = self._states
         if self._bad_gradient or all(map(guards.is_finite, states.buffers_of(stage))):
             return
-        last_first = reversed(list(states.gradients_of(stage)))
+        last_first = list(states.gradients_of(stage))[::-1]
         self._bad_gradient = guards.first_nonfinite(last_first) or ""
+        self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
     def agree(self, microbatches: list[Microbatch]) -> None:
         """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.
@@ -65,13 +70,12 @@ class Watch:
         all_reduce_max(flag, everyone)
         if not flag.item():
             return
-        finding = self._find(microbatches, trouble)
-        if finding is not None:
-            log_dir = Path(self._config.train.run_dir) / "log"
-            guards.write_marker(log_dir, finding.rank, self._step, finding.what, finding.host)
-        found = sorted(one for one in all_gather_objects(finding, everyone) if one is not None)
+        found = self._findings(microbatches, trouble)
         first = found[0]
-        more = len({one.rank for one in found if one.distance == first.distance}) - 1
+        if first.rank == everyone.rank:
+            log_dir = Path(self._config.train.run_dir) / "log"
+            guards.write_marker(log_dir, first.rank, self._step, first.what, first.host)
+        more = len([one for one in found if one[:4] == first[:4]]) - 1
         also = f" (and {more} more ranks)" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
@@ -88,26 +92,46 @@ class Watch:
         ]
         return not values or math.isfinite(float(torch.cat(values).sum()))
 
-    def _find(self, microbatches: list[Microbatch], trouble: bool) -> Finding | None:
+    def _findings(self, microbatches: list[Microbatch], trouble: bool) -> list[Finding]:
+        """What all ranks know, the nearest to the cause first. A collective of all ranks."""
+        everyone = self._groups.everyone
+        found = all_gather_objects(self._find_in_forward(microbatches), everyone)
+        if not any(found):
+            found = all_gather_objects(self._find_in_backward(microbatches, trouble), everyone)
+        return sorted(one for one in found if one is not None)
+
+    def _finding(self, distance: int, stage: int, when: float, layer: int, what: str) -> Finding:
+        rank, host = self._groups.everyone.rank, socket.gethostname()
+        return Finding(distance, stage, when, layer, rank, what, host)
+
+    def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """This rank's part of the story; None where it has none."""
-        place, rank = self._groups.place, self._groups.everyone.rank
-        host, states = socket.gethostname(), self._states
-
-        def finding(distance: int, stage: int, what: str) -> Finding:
-            return Finding(distance, stage, rank, what, host)
-
-        parameter = guards.first_nonfinite(states.parameters().items())
-        run = self._shard.executor.evaluate
-        with uncompiled(self._config):
-            layer = guards.first_nonfinite_module(self._shard.model, lambda: run(microbatches))
+        watch, stage = guards.ForwardWatch(), self._groups.place.pp
+        parameter = guards.first_nonfinite(self._states.parameters().items())
+        looking = looking_at_what_is_sent(watch.look)
+        with uncompiled(self._config), looking, watch.over(self._shard.model):
+            self._shard.executor.evaluate(microbatches)
         if parameter:
-            return finding(0, place.pp, f"parameter {parameter} is non-finite")
-        if layer:
-            return finding(1, place.pp, f"the output of layer {layer} is non-finite")
+            return self._finding(0, stage, 0, 0, f"parameter {parameter} is non-finite")
+        if watch.module:
+            what = f"the output of layer {watch.module} is non-finite"
+            return self._finding(1, stage, watch.when, 0, what)
+        return None
+
+    def _find_in_backward(self, microbatches: list[Microbatch], trouble: bool) -> Finding | None:
+        """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
+        on the rank that put it into a collective first: backward runs once more to see that."""
+        sent: list[bool] = []
+        with (
+            uncompiled(self._config),
+            looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor))),
+        ):
+            self._shard.executor.run(microbatches, lambda *_: None, lambda: None)
         if self._bad_gradient:
+            when = sent.index(False) if False in sent else math.inf
             what = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
-            return finding(2, -place.pp, f"{what} is finite")
+            return self._finding(2, -self._groups.place.pp, when, self._depth, f"{what} is finite")
         if not trouble:
             return None
         what = "the values are finite when computed again, which points to the hardware"
-        return finding(3, place.pp, what)
+        return self._finding(3, self._groups.place.pp, 0, 0, what)

@@ -22,6 +22,7 @@ from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
 
+_BATCH = "train.global_batch_tokens"
 FROZEN = (
     "data.identity",
     "train.seq_len",
@@ -32,9 +33,14 @@ FROZEN = (
     "optim.eps",
     "optim.weight_decay",
 )
-"""Besides every `model.` setting: what a resumed run must share with its checkpoint."""
+"""Besides every `model.` setting: what a resumed run must share with its checkpoint. The batch is
+stored as it really was, whatever train.global_batch_tokens left to the world."""
 
-CHANGEABLE = (*FROZEN, "train.threads", *(f"model.{key}" for key in FREE_IN_LOGITS))
+CHANGEABLE = (
+    *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN),
+    "train.threads",
+    *(f"model.{key}" for key in FREE_IN_LOGITS),
+)
 """Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
 
 # Settled later, once devices are known: `optimus.train.kernels` compares them.
@@ -119,16 +125,19 @@ def doubts(config: Config, mesh: Mesh, local_world_size: int) -> list[str]:
     rows = train.microbatch_size * train.seq_len
     token = model.hidden_size * width
     routed = token + model.num_experts_per_tok * (width + 8)
-    costs = {"tp": (mesh.tp, rows * token), "ep": (mesh.ep * mesh.tp, mesh.ep * rows * routed)}
+    # tp adds up the stream behind attention and behind the feed-forward part.
+    costs = {"tp": (mesh.tp, 2 * rows * token), "ep": (mesh.ep * mesh.tp, mesh.ep * rows * routed)}
     lines = []
     for axis, (ranks, size) in costs.items():
         if getattr(mesh, axis) == 1 or local_world_size % ranks == 0:
             continue
         what = "gathers and sums" if axis == "ep" else "sums"
+        few = local_world_size == 1
+        remedy = "start several ranks a node" if few else f"let ep * tp divide {local_world_size}"
         lines.append(
             f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of {local_world_size} "
             f"ranks: every layer {what} {size / 1e6:.1f} MB of each microbatch over the network, "
-            f"forward and again backward; let ep * tp divide {local_world_size} to stay inside"
+            f"forward and again backward; {remedy} to stay inside"
         )
     return lines
 
@@ -157,17 +166,18 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     stored, free = start.full.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
     for key in sorted(set(stored) & set(settings)):
-        if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER):
+        if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER, _BATCH):
             continue
         if key == "parallel.ep_dispatch" and settings[key] == "auto":
             continue  # settled once the ranks are there
-        change = f"{key} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
+        name = _BATCH if key == "train.batch_tokens" else key
+        change = f"{name} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
-        if frozen and key not in config.checkpoint.allow_change:
-            allow = f', or allow it with checkpoint.allow_change=["{key}"]'
+        if frozen and name not in config.checkpoint.allow_change:
+            allow = f', or allow it with checkpoint.allow_change=["{name}"]'
             raise CheckpointError(
                 f"{change}: a resumed run must keep it; set it back or start in another "
-                f"train.run_dir{allow if key in CHANGEABLE else ''}"
+                f"train.run_dir{allow if name in CHANGEABLE else ''}"
             )
         free.append(change)
     return tuple(free)

@@ -23,14 +23,27 @@ def settle_dispatch(
 ) -> tuple[Config, Preflight, list[str]]:
     """Choose `parallel.ep_dispatch` where it is "auto": in both values it is then what was chosen,
     and the lines are for the log. A collective of all ranks, alike on each."""
-    if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
-        return config, flight, []
     stored = flight.start.full.settings if flight.start.full is not None else {}
     same = all(stored.get(key) == flight.settings[key] for key in _SAME)
+    kept = stored.get(_DISPATCH, "auto") if same else "auto"
+    config, news = take_dispatch(config, groups, shard, kept)
+    if news:
+        settings = flight.settings | {_DISPATCH: config.parallel.ep_dispatch}
+        flight = replace(flight, settings=settings)
+    return config, flight, news
+
+
+def take_dispatch(
+    config: Config, groups: Groups, shard: Shard, kept: str = "auto"
+) -> tuple[Config, list[str]]:
+    """Put the dispatch that "auto" stands for into the model and the configuration, and say so in a
+    line: the checkpoint's where it `kept` one, else what is measured to be faster."""
+    if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
+        return config, []
     if config.train.deterministic:
         choice, why = "allgather", "train.deterministic takes it"
-    elif same and stored.get(_DISPATCH, "auto") != "auto":
-        choice, why = stored[_DISPATCH], "as in the checkpoint"
+    elif kept != "auto":
+        choice, why = kept, "as in the checkpoint"
     else:
         seconds = _measure(config, groups, shard)
         choice = min(seconds, key=lambda name: seconds[name])
@@ -39,9 +52,8 @@ def settle_dispatch(
     for one in dispatchers(shard.model):
         one.dispatch = choice
     parallel = config.parallel.model_copy(update={"ep_dispatch": choice})
-    flight = replace(flight, settings=flight.settings | {_DISPATCH: choice})
     news = f"{_DISPATCH}: {choice} ({why})"
-    return config.model_copy(update={"parallel": parallel}), flight, [news]
+    return config.model_copy(update={"parallel": parallel}), [news]
 
 
 def _measure(config: Config, groups: Groups, shard: Shard) -> dict[str, float]:

@@ -5,6 +5,7 @@ import torch
 
 from optimus.dist import collectives
 from optimus.dist.collectives import Group
+from optimus.errors import LostPeerError
 
 
 def everyone() -> Group:
@@ -78,3 +79,44 @@ def test_a_dead_peer_is_named_as_such(ranks):
         ranks(2, wait_for_a_dead_peer)
     word = failed.value.outcomes[0].value()
     assert word.startswith("LostPeerError: all_reduce_sum over all ranks did not complete")
+
+
+def do_wrong(what: str) -> str:
+    """Nobody is lost: the call itself is wrong on every rank."""
+    group = everyone()
+    try:
+        if what == "shape":
+            collectives.all_gather(torch.empty(5), torch.ones(2), group)
+        else:
+            collectives.all_to_all_rows(torch.ones(2, 1), [1, 1], [1 << 60, 1], group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {error.__notes__}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "words"),
+    [("shape", "all_gather", "tensor size"), ("memory", "all_to_all_rows", "allocate memory")],
+)
+def test_an_error_that_lost_nobody_keeps_its_own_words(ranks, what, where, words):
+    for told in ranks(2, do_wrong, what):
+        assert told.startswith("RuntimeError") and words in told
+        assert f"in {where} over all ranks" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("Timed out waiting 6000ms for recv operation"), "nobody answered"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), "another rank has ended"),
+        (torch.distributed.DistNetworkError("failed to recv, got 0 bytes"), "another rank has"),
+        (torch.distributed.DistBackendError("ncclRemoteError: A call failed"), "another rank has"),
+        (torch.distributed.DistBackendError("NCCL error: ncclInvalidUsage"), None),
+        (torch.OutOfMemoryError("out of memory after a timeout"), None),
+    ],
+)
+def test_only_silence_is_a_lost_peer(error, wanted):
+    with pytest.raises(RuntimeError if wanted is None else LostPeerError, match=wanted) as raised:
+        with collectives.lost_peers("send", Group(2, 0, axes="pp")):
+            raise error
+    assert (raised.value if wanted is None else raised.value.__cause__) is error

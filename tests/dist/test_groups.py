@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from optimus.dist import collectives
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import Mesh
 from optimus.dist.world import World
+from optimus.errors import LostPeerError
 from optimus.launch_env import LaunchEnv
 
 NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
@@ -16,11 +18,8 @@ NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
 
 def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
     """By group: the ranks in it, as a collective sees them."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
-    launch = LaunchEnv(rank, size, rank, size, "env://")
-    world = World(launch, torch.device("cpu"), "gloo", everyone)
-    groups = join_groups(Mesh(*sizes), world)
+    rank = torch.distributed.get_rank()
+    groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
     for name in NAMES:
         group = getattr(groups, name)
@@ -29,6 +28,34 @@ def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
         assert gathered[group.rank] == rank
         seen[name] = gathered.tolist()
     return seen
+
+
+def make_world(timeout_s: float) -> World:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    launch = LaunchEnv(rank, size, rank, size, "env://")
+    return World(launch, torch.device("cpu"), "gloo", everyone, timeout_s)
+
+
+def stay_away(when: str) -> str:
+    """Rank 3 of dp 2 x tp 2 is not there as groups are made, or once they are."""
+    world = make_world(timeout_s=2.0)
+    if when == "before" and world.rank == 3:
+        time.sleep(6)
+    try:
+        groups = join_groups(Mesh(1, 2, 1, 2), world)
+        if world.rank == 3:
+            time.sleep(6)
+        collectives.all_reduce_sum(torch.ones(1), groups.tp)
+    except LostPeerError as error:
+        return str(error)
+    return "nobody was missed"
+
+
+@pytest.mark.parametrize(("when", "what"), [("before", "join_groups"), ("after", "all_reduce_sum")])
+def test_groups_wait_no_longer_than_the_run_says(ranks, when, what):
+    told = ranks(4, stay_away, when, timeout_s=20)
+    assert f"{what} over tp did not complete: nobody answered within parallel.timeout_s" in told
 
 
 def test_each_group_holds_the_ranks_of_its_axes(ranks):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from dataclasses import replace
 
 import pytest
 
 from optimus.dist.meeting import check_meeting_point
 from optimus.dist.world import start_world, tells_first
-from optimus.errors import ConfigError, LostPeerError
+from optimus.errors import ConfigError, DataError, LostPeerError, OptimusError
 from optimus.launch_env import LaunchEnv
 
 FIRST = LaunchEnv(0, 2, 0, 2, "")
@@ -51,3 +53,42 @@ def ask(_: int) -> bool:
 
 def test_one_of_the_ranks_speaks(ranks):
     assert sorted(ranks(3, ask, 0)) == [False, False, True]
+
+
+def start(troubled: tuple[int, ...], missing: tuple[int, ...] = ()) -> tuple:
+    """What this rank raises: its words, its exit status, whether another tells its own."""
+    rank = int(os.environ["RANK"])
+    if rank in missing:
+        time.sleep(4.0)
+        return ()
+    trouble = DataError(f"rank {rank} has no data") if rank in troubled else None
+    try:
+        start_world(device="cpu", timeout_s=2.0 if missing else 60.0, trouble=trouble)
+    except OptimusError as error:
+        return str(error), error.exit_code, error.told_by_another
+    return ("started",)
+
+
+@pytest.mark.parametrize("troubled", [(0, 1, 2), (0, 2), (1, 2), (2,)])
+def test_a_mistake_is_told_by_one_rank_and_ends_all(ranks, troubled):
+    words = ranks(3, start, troubled, start_world=False)
+    assert [status for _, status, _ in words] == [2, 2, 2]
+    (speaker,) = [rank for rank, (_, _, by_another) in enumerate(words) if not by_another]
+    assert speaker in troubled and (speaker == 0 or 0 not in troubled)
+    assert words[speaker][0] == f"rank {speaker} has no data"
+
+
+def test_ranks_without_a_mistake_start(ranks):
+    assert ranks(3, start, (), start_world=False) == [("started",)] * 3
+
+
+@pytest.mark.parametrize("missing", [(0,), (2,)])
+def test_one_rank_tells_that_not_all_have_met(ranks, missing):
+    words = [word for word in ranks(4, start, (), missing, start_world=False) if word]
+    assert all("4 ranks did not meet" in word and status == 5 for word, status, _ in words)
+    assert sorted(by_another for *_, by_another in words) == [False, True, True]
+
+
+def test_a_mistake_is_told_though_others_are_missing(ranks):
+    words = ranks(2, start, (0,), (1,), start_world=False)
+    assert words[0] == ("rank 0 has no data", 2, None)

@@ -7,8 +7,7 @@ from optimus.model.router import (
     Router,
     Routing,
     hf_load_balancing_loss,
-    load_balancing_loss,
-    z_loss,
+    layer_losses,
 )
 from tests.model.small import small_config, small_model, some_tokens
 
@@ -81,17 +80,20 @@ def test_losses_follow_their_formulas_on_a_model():
 
 def test_balanced_routing_costs_one_in_our_form_and_k_in_theirs():
     balanced = Routing(torch.full((E,), 8), torch.full((E,), 1 / E), torch.tensor(2.0))
-    assert float(load_balancing_loss([balanced] * 3, 3)) == pytest.approx(1)
+    aux, z, _ = layer_losses(small_config(), [balanced] * 3)
+    assert aux.tolist() == pytest.approx([1] * 3) and z.tolist() == [2] * 3
     assert float(hf_load_balancing_loss([balanced] * 3, K)) == pytest.approx(K)
-    assert float(z_loss([balanced] * 3, 3)) == pytest.approx(2)
 
 
-def test_stages_add_up_to_the_model():
+def test_stages_have_their_layers_share():
     torch.manual_seed(0)
     routings = [make_router()(torch.randn(T, 32))[2] for _ in range(4)]
-    for loss in (load_balancing_loss, z_loss):
-        stages = loss(routings[:1], 4) + loss(routings[1:], 4)
-        assert float(stages) == pytest.approx(float(loss(routings, 4)), rel=1e-6)
+    for number in (0, 1):
+        whole, *parts = (
+            layer_losses(small_config(), some)[number]
+            for some in (routings, routings[:1], routings[1:])
+        )
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_uniform_routing_takes_experts_in_turn():

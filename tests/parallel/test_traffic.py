@@ -6,9 +6,11 @@ N targets of a microbatch, n ranks. All floats are fp32.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from optimus.bench.layout import bench_layout
+from optimus.bench.layout import bench_layout, format_layout
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
@@ -24,6 +26,8 @@ COSINES = 4 * 4 * T
 WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
 """Largest logit, sum of exponentials and chosen logit of every target."""
+
+FREE = {"deterministic": False}
 
 
 def bench(tree: dict) -> dict | None:
@@ -66,7 +70,7 @@ def test_divided_states_are_reduced_to_shards_and_parameters_gathered(ranks):
 
 def test_a_pipeline_sends_one_stream_for_each_microbatch(ranks):
     counted = traffic_of(ranks, 2, parallel__pp=2)
-    assert counted["pp"].pop("send") == 8 * STREAM
+    assert counted == {"pp": {"send": 8 * STREAM}}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -100,3 +104,33 @@ def test_expert_parallelism_by_allgather(ranks):
         "all_reduce": 4 * shared,
     }
     assert traffic_of(ranks, 2, parallel__ep=2) == {"ep": expected}
+
+
+def test_auto_is_settled_before_it_is_measured_and_said(ranks):
+    tree = tiny_tree("d", "r", parallel__ep=2)
+    result = ranks(2, bench, tree, start_world=False)[0]
+    assert result["settled"] == ["parallel.ep_dispatch: allgather (train.deterministic takes it)"]
+    assert result["settled"][0] in format_layout(result).splitlines()
+    result = ranks(2, bench, tree | {"train": tree["train"] | FREE}, start_world=False)[0]
+    assert re.search(r"(allgather|alltoall) \(allgather .* ms, alltoall .* ms", *result["settled"])
+
+
+def test_expert_parallelism_by_alltoall(ranks):
+    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 of 4, which
+    are of one rank: a rank sends T rows in all and as many come."""
+    microbatches, n = 4, 2
+    layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n  # there and back twice; the counts
+    expected = microbatches * L * layer
+    counted = traffic_of(
+        ranks, 2, parallel__ep=2, parallel__ep_dispatch="alltoall", model__router="uniform"
+    )
+    shared = chunked(n, "norm", "proj", "router", "embed", "head")
+    assert counted == {"ep": {"all_to_all": expected, "all_reduce": 4 * shared}}
+
+
+def test_axes_together_add_up(ranks):
+    """dp 2 x tp 2: tp moves for each of a rank's 4 microbatches what it moves alone."""
+    alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
+    counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
+    assert counted["tp"] == {"all_reduce": alone // 2}
+    assert counted.keys() == {"tp", "dp"} and counted["dp"].keys() == {"all_reduce"}

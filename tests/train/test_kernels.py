@@ -152,6 +152,8 @@ def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, cap
         ({"kernels__grouped_gemm": "torch"}, "train.deterministic takes 'loop'"),
         ({**DENSE, "kernels__grouped_gemm": "loop"}, "architecture 'olmo' has no experts"),
         ({"train__compile": True}, "train.deterministic needs train.compile = false"),
+        ({**FAST, "train__compile": True, "parallel__tp": 2}, "with parallel.tp = 2 ranks talk"),
+        ({**FAST, "train__compile": True, "parallel__ep": 4}, "use parallel.ep = 1 or train.comp"),
         (
             {**FAST, "train__compile": True, "data__document_mask": True},
             "use data.document_mask = false",

@@ -87,6 +87,17 @@ def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
     assert done.returncode == 2 and "--nproc 3, but 2 ranks were started" in line
 
 
+@pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
+@pytest.mark.parametrize("kind", MPIEXEC)
+def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, setting):
+    """MPICH ends nobody when a rank does: ranks agree on who speaks, and all end alike."""
+    port = {"MASTER_PORT": free_port()}
+    done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
+    (line,) = our_lines(done)
+    assert done.returncode == 2 and line.startswith("optimus: error: ")
+    assert setting.partition("=")[2] in line or "nope" in line
+
+
 @pytest.fixture
 def optimus(tmp_path) -> Path:
     """The command, and stand-ins for qsub and the mpiexec of PALS in the same folder."""

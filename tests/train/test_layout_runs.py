@@ -8,9 +8,13 @@ import re
 import signal
 
 import pytest
+import torch
 
 from optimus.checkpoint import manager
+from optimus.config import make_config
 from optimus.errors import LostPeerError, NonFiniteError
+from optimus.launch_env import read_launch_env
+from optimus.train import loop
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
@@ -54,19 +58,41 @@ def test_tensor_and_expert_parallelism_may_change_too(ranks, tiny_data, tmp_path
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
 
 
-def poison(tree: dict, bad_rank: int, what: str) -> str:
+class NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
+"""What a layer of a broken device gives; all that follows is spoilt with it."""
+
+
+def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj") -> str:
     """One rank computes NaN at step 3; the error this rank raised, and the poisoned name."""
     run = make_run(tree)
     plain_update = run.update
     named = dict(run.model.named_parameters())
-    name = next(name for name in named if "q_proj.weight" in name)
+    name = next(name for name in named if f"{layer}.weight" in name)
 
     def update(step: int) -> None:
         if step == 3 and run.world.rank == bad_rank:
             if what == "parameter":
                 named[name].data.view(-1)[0] = float("nan")
-            else:
+            elif what == "gradient":
                 named[name].register_hook(lambda gradient: gradient * float("nan"))
+            else:
+                module = run.model.get_submodule(name.removesuffix(".weight"))
+                if hasattr(module, "wiring"):  # of which a tp rank has a part of the sum
+                    module.multiply = lambda x, bias: SPOILT[what](
+                        type(module).multiply(module, x, bias)
+                    )
+                else:
+                    module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))
         plain_update(step)
 
     run.update = update
@@ -92,6 +118,34 @@ def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, wha
     assert manager.newest_valid(tmp_path).step == 2
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "bad_rank", "layer", "what"),
+    [
+        (sizes(tp=2), 1, "q_proj", "output"),
+        (sizes(tp=2), 1, "q_proj", "slope"),
+        (sizes(tp=2), 1, "o_proj", "output"),
+        (sizes(tp=2, sequence_parallel=True), 1, "o_proj", "output"),
+        (sizes(pp=2), 1, "q_proj", "output"),
+        (sizes(pp=2), 1, "q_proj", "slope"),
+        (sizes(ep=2), 1, "o_proj", "slope"),
+        (sizes(tp=2, pp=2), 3, "q_proj", "output"),
+        (sizes(tp=2, pp=2), 1, "o_proj", "slope"),
+    ],
+)
+def test_a_nan_that_collectives_spread_is_named_where_it_began(
+    ranks, tiny_data, tmp_path, layout, bad_rank, layer, what
+):
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, **layout)
+    size = layout.get("parallel__pp", 1) * layout.get("parallel__tp", layout.get("parallel__ep", 1))
+    words = ranks(size, poison, tree, bad_rank, what, layer, start_world=False)
+    name, message = words[bad_rank].split("|")
+    assert f"on rank {bad_rank} " in message and "more ranks" not in message
+    assert f"layer {name.removesuffix('.weight')} " in message or what == "slope"
+    assert len({word.split("|")[1] for word in words}) == 1
+    marked = [path.name for path in (tmp_path / "log").iterdir()]
+    assert marked == [f"nonfinite-rank{bad_rank}.json"]
 
 
 def lose_a_peer(tree: dict, how: int) -> None:
@@ -126,3 +180,23 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
     wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
     place = r"the rank was at [FB]\(stage 0, microbatch \d\)"
     assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
+
+
+def train_without_the_last(tree: dict) -> bool | None:
+    """The last rank is gone in the middle of `train`; whether another of the rest tells it."""
+    launch = read_launch_env()
+    if launch.rank == launch.world_size - 1:
+        loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loop.train(make_config(tree), launch)
+    except LostPeerError as error:
+        return error.told_by_another
+    return None
+
+
+def test_of_those_who_lost_a_rank_one_tells_it(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__global_batch_tokens=3 * 32)
+    with pytest.raises(RanksFailed) as failed:
+        ranks(3, train_without_the_last, tree, start_world=False, timeout_s=40, grace_s=8)
+    *told, gone = failed.value.outcomes
+    assert sorted(one.value() for one in told) == [False, True] and not gone.returned

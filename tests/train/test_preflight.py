@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -64,7 +65,8 @@ def test_a_mistake_is_one_line_before_anything_starts(
     "sizes, world_size, told",
     [
         ({"tp": 4}, 4, r"parallel.tp = 4 does not divide model.num_attention_heads = 2; .* is 2"),
-        ({"ep": 3}, 3, r"parallel.ep = 3 does not divide model.num_experts = 4; .* is 2"),
+        ({"ep": 3}, 3, r"parallel.ep = 3 does not divide model.num_experts = 4; .* 3 ranks is 1"),
+        ({"ep": 3}, 6, r"parallel.ep = 3 does not divide model.num_experts = 4; .* 6 ranks is 2"),
         ({"pp": 4}, 4, r"= 4 stages, but model.num_layers = 2; .* at most 2 stages"),
         ({"pp": 2, "stage_layers": [1, 2]}, 2, r"stage_layers = \[1, 2\] must .*num_layers = 2"),
         ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2: .* use .*'interleaved'"),
@@ -82,6 +84,27 @@ def test_an_impossible_layout_is_one_line_that_all_ranks_share(
     assert refused.value.on_every_rank and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("size", "model", "near"),
+    [
+        ({"ep": 8}, {"num_experts": [8, 9]}, 1),
+        ({"ep": 9}, {"num_experts": [8, 9]}, 1),
+        ({"tp": 4}, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}, 2),
+        ({"tp": 3}, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}, 1),
+        ({"tp": 4, "pp": 2}, {"num_attention_heads": 2, "num_layers": 2}, 2),
+    ],
+)
+def test_the_nearest_size_is_one_that_starts(tiny_data, tmp_path, size, model, near):
+    layout = {f"parallel__{axis}": n for axis, n in size.items()}
+    settings = {f"model__{key}": value for key, value in model.items()} | layout
+    settings["train__global_batch_tokens"] = 0
+    world, axis = math.prod(size.values()), next(iter(size))
+    with pytest.raises(ConfigError, match=f"the nearest .* {world} ranks is {near}"):
+        check(tiny_data, tmp_path, world, **settings)
+    settings[f"parallel__{axis}"] = near
+    assert check(tiny_data, tmp_path, world, **settings).mesh.world_size == world
+
+
 def test_a_dense_model_has_no_experts_to_divide(tiny_data, tmp_path):
     with pytest.raises(ConfigError, match=r"parallel.ep = 2, but model.num_experts = 0"):
         check(tiny_data, tmp_path, 2, parallel__ep=2, **DENSE)
@@ -95,7 +118,10 @@ def test_axes_over_nodes_are_warned_of_with_their_cost():
     # 4 ranks' rows of 32 tokens: 32 numbers, 2 weights and 2 choices each.
     size = 4 * 32 * (32 * 4 + 2 * (4 + 8)) / 1e6
     assert "parallel.ep = 4 reaches over nodes of 4" in line and f"{size:.1f} MB" in line
-    assert [text.split()[0] for text in doubts(config, mesh, 1)] == ["parallel.tp", "parallel.ep"]
+    tp, ep = doubts(config, mesh, 1)
+    assert tp.startswith("parallel.tp = 2") and ep.startswith("parallel.ep = 4")
+    assert f"sums {2 * 32 * 32 * 4 / 1e6:.1f} MB" in tp and "start several ranks a node" in tp
+    assert "let ep * tp divide 4 to stay inside" in line
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +138,10 @@ def stopped_run(rank_pool, tiny_data, tmp_path_factory):
         ({"model__num_layers": 3}, r"model.num_layers = 3 \(checkpoint of step 2: 2\)"),
         ({"train__seed": 5}, r"train.seed = 5 .* checkpoint.allow_change=\[\"train.seed\"\]"),
         ({"optim__weight_decay": 0.2}, r"optim.weight_decay = 0.2"),
-        ({"train__global_batch_tokens": 512}, r"train.batch_tokens = 512"),
+        (
+            {"train__global_batch_tokens": 512},
+            r"train.global_batch_tokens = 512 \(checkpoint of step 2: 256\).*_change=.\"train.glo",
+        ),
         ({"train__dtype": "bf16"}, r"train.dtype = 'bf16'"),
         ({"train__threads": 2}, r"train.threads = 2"),
     ],
@@ -134,6 +163,16 @@ def test_a_frozen_setting_changes_only_where_it_is_named(tiny_data, stopped_run)
     change = {"optim__weight_decay": 0.2, "train__max_steps": 4}
     allow = {"checkpoint__allow_change": ["optim.weight_decay"]}
     assert check(tiny_data, stopped_run, **change, **allow).start.step == 2
+
+
+def test_a_batch_that_the_world_gave_is_named_by_its_setting(tiny_data, stopped_run):
+    change = {"train__global_batch_tokens": 0, "train__max_steps": 4}
+    with pytest.raises(CheckpointError, match=r"train.global_batch_tokens = 32 \(checkpoint"):
+        check(tiny_data, stopped_run, **change)
+    allow = {"checkpoint__allow_change": ["train.global_batch_tokens"]}
+    flight = check(tiny_data, stopped_run, **change, **allow)
+    (told,) = [one for one in flight.differences if one.startswith("train.")]
+    assert told.startswith("train.global_batch_tokens = 32 ")
 
 
 def test_a_misspelt_change_is_refused(tiny_data, tmp_path):
