@@ -325,6 +325,18 @@ def test_what_does_not_fit_is_refused_by_line(made, tmp_path, capsys):
     assert "max_document = 1000000, now None" in one_error(capsys)
 
 
+def test_a_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "text").mkdir()
+    values = pyarrow.table({"text": ["good", "x y " * 20_000_000]})
+    parquet.write_table(values, tmp_path / "text" / "a.parquet")
+    status, peak, error = peak_mb(arguments(made, tmp_path, "--memory", "240MB"))
+    assert status == 2 and peak <= 240
+    assert "a.parquet:1: a value of 4" in error and "the mean of rows 1 to 2, needs 2" in error
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
 def test_max_document_of_every_kind(made, tmp_path, capsys, name):
     folder = tmp_path / "text"
