@@ -16,6 +16,7 @@ from data_prep.begin import begin, check_tokenizer, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.bucket import remove_spill
 from data_prep.compare_ids import drop_duplicates
+from data_prep.duplicates import require_compared
 from data_prep.finish import finish
 from data_prep.fused import (
     check_arrays,
@@ -34,7 +35,7 @@ from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
-from data_prep.token_plan import TokenPlan, make_plan, read_plan
+from data_prep.token_plan import TokenPlan, make_plan, parts_dirs, read_plan
 from data_prep.tokenize import check_inputs, missing_units, tokenize_all
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
@@ -155,6 +156,9 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
         )
         if plan.id_field:
             drop_duplicates(work, workers, team)
+        if not packed:  # what an earlier run with --fused removed stands again
+            for folder in reversed(parts_dirs(request.out, plan).values()):
+                take_back(folder)
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
@@ -208,6 +212,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
         for part, _ in parts:
             require_arrays(part / layout.TOKENS_DIR)
+            require_compared(part / layout.TOKENS_DIR)
 
         def done() -> bool:
             return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
@@ -332,6 +337,7 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     order = read_any_order(dataset)
     for source in order.sources:
         require_arrays(dataset / source.tokens_dir)
+        require_compared(dataset / source.tokens_dir)
     shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team=team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 
