@@ -13,8 +13,8 @@ from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
 from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
-from data_prep.run import ShuffleRequest, check_order, write_order
 from data_prep.shuffle import make_order, rows_of_shard
+from data_prep.shuffle_run import ShuffleRequest, check_order, write_order
 from data_prep.token_plan import PARTS, read_plan
 from data_prep.token_set import part_of
 from data_prep.workspace import working_in

@@ -18,7 +18,8 @@ from optimus.errors import DataError, OptimusError, one_line
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
     from data_prep.ranks import Team
-    from data_prep.run import ShardRequest, ShuffleRequest, TokenizeRequest
+    from data_prep.run import ShardRequest, TokenizeRequest
+    from data_prep.shuffle_run import ShuffleRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,7 +249,7 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
 
 
 def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
-    from data_prep.run import ShuffleRequest
+    from data_prep.shuffle_run import ShuffleRequest
 
     return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
 
@@ -286,7 +287,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Counts of the token arrays in `out` by part, and a line on each."""
-    from data_prep.run import data_sets
+    from data_prep.shuffle_run import data_sets
     from data_prep.token_set import read_token_set
 
     parts, lines = {}, []
@@ -325,7 +326,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _shuffle(args: argparse.Namespace) -> int:
-    from data_prep.run import shuffle
+    from data_prep.shuffle_run import shuffle
 
     source = Path(args.out)
     target = Path(args.to) if args.to else source

@@ -24,9 +24,10 @@ from data_prep.limits import Limits
 from data_prep.long_text import LongText
 from data_prep.packed import packed_share, require_zstd
 from data_prep.progress import say, short
-from data_prep.run import ShuffleRequest, TokenizeRequest, memory_of
+from data_prep.run import TokenizeRequest, memory_of
 from data_prep.shard import divide_memory
 from data_prep.shuffle import rows_of_shard
+from data_prep.shuffle_run import ShuffleRequest
 from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
 from data_prep.strategy import memory_bytes as physical_memory
 from data_prep.tokenizer import read_facts, shared_encoder
