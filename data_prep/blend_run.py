@@ -8,13 +8,15 @@ from pathlib import Path
 
 from data_prep import layout
 from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
+from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
 from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
-from data_prep.run import ShuffleRequest, check_order, write_order
 from data_prep.shuffle import make_order, rows_of_shard
-from data_prep.token_plan import read_plan
+from data_prep.shuffle_run import ShuffleRequest, check_order, write_order
+from data_prep.token_plan import PARTS, read_plan
+from data_prep.token_set import part_of
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import ConfigError, DataError
@@ -103,7 +105,7 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
     """The hash of each source's plan.
 
     Raises DataError where tokenizers differ, or what is held out: a text that one source holds out
-    must not come back by another.
+    must not come back by another, nor by a source that is a held-out part itself.
     """
     plans = []
     first = None
@@ -111,6 +113,12 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         tokens_dir = folder / layout.TOKENS_DIR
         require_arrays(tokens_dir)
         plan = read_plan(tokens_dir)
+        if part_of(tokens_dir) != PARTS[0]:
+            raise DataError(
+                f"--source {folder} is the held-out part of a data set, which is not trained on; "
+                f"its training part is {folder.parent}"
+            )
+        require_compared(tokens_dir)
         first = first or plan
         if plan.tokenizer != first.tokenizer:
             raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")

@@ -18,7 +18,8 @@ from optimus.errors import DataError, OptimusError, one_line
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
     from data_prep.ranks import Team
-    from data_prep.run import ShardRequest, ShuffleRequest, TokenizeRequest
+    from data_prep.run import ShardRequest, TokenizeRequest
+    from data_prep.shuffle_run import ShuffleRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,7 +184,12 @@ def _add(
 
 
 def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str]) -> int:
-    print(json.dumps(value) if args.json else "\n".join(lines))
+    text = json.dumps(value) if args.json else "\n".join(lines)
+    try:
+        print(text)
+    except UnicodeEncodeError:  # a name of a file need not be text
+        encoding = sys.stdout.encoding
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0
 
 
@@ -243,7 +249,7 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
 
 
 def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
-    from data_prep.run import ShuffleRequest
+    from data_prep.shuffle_run import ShuffleRequest
 
     return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
 
@@ -270,28 +276,34 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _tokenize(args: argparse.Namespace) -> int:
-    from data_prep.run import data_sets, tokenize
-    from data_prep.token_set import read_token_set
+    from data_prep.run import tokenize
 
     start = time.monotonic()
     tokenize(_tokenize_request(args), options.team_of(args))
     value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
-    lines = []
-    for dataset in data_sets(Path(args.out)):
+    parts, lines = _token_arrays(Path(args.out))
+    return _answer(args, value | parts, lines)
+
+
+def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Counts of the token arrays in `out` by part, and a line on each."""
+    from data_prep.shuffle_run import data_sets
+    from data_prep.token_set import read_token_set
+
+    parts, lines = {}, []
+    for dataset in data_sets(out):
         _, _, records = read_token_set(dataset / "tokens")
         part = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-        value[records[0]["part"]] = part
+        parts[records[0]["part"]] = part
         lines.append(
             f"{dataset}/tokens: {part['tokens']:,} tokens of {part['documents']:,} documents in "
             f"{len(records)} arrays"
         )
-    return _answer(args, value, lines)
+    return parts, lines
 
 
 def _import(args: argparse.Namespace) -> int:
     from data_prep.importers.run import ImportRequest, import_tokens
-    from data_prep.run import data_sets
-    from data_prep.token_set import read_token_set
 
     start, out = time.monotonic(), Path(args.out)
     request = ImportRequest(
@@ -305,15 +317,7 @@ def _import(args: argparse.Namespace) -> int:
         eval_fraction=args.eval_fraction,
     )
     mended = import_tokens(request, options.team_of(args))
-    parts, lines = {}, []
-    for dataset in data_sets(out):
-        _, _, records = read_token_set(dataset / "tokens")
-        total = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-        parts[records[0]["part"]] = total
-        lines.append(
-            f"{dataset}/tokens: {total['tokens']:,} tokens of {total['documents']:,} documents in "
-            f"{len(records)} arrays"
-        )
+    parts, lines = _token_arrays(out)
     lines[0] += f"; EOS added to {mended['eos_added']:,} documents, "
     lines[0] += f"{mended['empty_documents']:,} empty ones left out"
     value = {"out": args.out, **parts.pop("train"), **mended, **parts}
@@ -322,7 +326,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _shuffle(args: argparse.Namespace) -> int:
-    from data_prep.run import shuffle
+    from data_prep.shuffle_run import shuffle
 
     source = Path(args.out)
     target = Path(args.to) if args.to else source

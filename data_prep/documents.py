@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from data_prep.limits import Limits, bytes_of_line
 from data_prep.long_text import LongText, decode, survey, text_blocks
@@ -21,6 +21,8 @@ from data_prep.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_
 from optimus.errors import DataError, one_line
 
 NO_LIMITS = Limits()
+_TABLE_FACTOR = 6
+"""Memory of a value of a table, by its bytes: its page, packed and unpacked, and its text."""
 LONG_BYTES = 4 << 20
 """A text file that is longer is given in blocks, to a caller who takes them."""
 
@@ -70,7 +72,7 @@ class InputReader:
     `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
     it, or the text of a long text file. A JSON line takes 3 times its bytes while it is read, if it
     is ASCII without escapes like \\u00e9, and at most 11 times (limits.bytes_of_line); a value of a
-    table 6 times; a text file some MB with `long_texts`, else 5 times.
+    table _TABLE_FACTOR times; a text file some MB with `long_texts`, else 5 times.
     """
 
     def __init__(
@@ -203,7 +205,9 @@ class InputReader:
         from data_prep.parquet import DamagedTable, read_column
 
         try:
-            rows = read_column(self._file.name, self._text_field, self._id_field, self._offset)
+            rows = read_column(
+                self._file.name, self._text_field, self._id_field, self._offset, self._check_rows
+            )
             for value, own_id in rows:
                 self._line += 1
                 self._offset += 1
@@ -212,14 +216,35 @@ class InputReader:
                     yield Problem(self._line, "a value of " + reason)
                     continue
                 where = f"{self._file.name}:{self._line}"
-                self._limits.refuse(where, f"a value of {size} bytes", 6 * size)
-                value = value.as_py()
-                if value is None:
-                    yield Problem(self._line, f"column {self._text_field!r} is null here")
-                else:
-                    yield Document(value, value.encode(), self._line, own_id)
+                self._limits.refuse(where, f"a value of {size} bytes", _TABLE_FACTOR * size)
+                yield self._from_row(value, own_id)
         except DamagedTable as error:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
+
+    def _from_row(self, value: Any, own_id: Any) -> Document | Problem:
+        """The document of a row whose values, scalars of pyarrow, are converted here."""
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            what = f"invalid UTF-8: {error.reason} (byte {error.start} of the value)"
+            return Problem(self._line, what)
+        if text is None:
+            return Problem(self._line, f"column {self._text_field!r} is null here")
+        try:
+            own_id = own_id.as_py() if own_id is not None else None
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8; a time out of range
+            return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
+        return Document(text, text.encode(), self._line, own_id)
+
+    def _check_rows(self, first: int, last: int, size: int) -> None:
+        """Refuse rows, before they are read, whose values would be refused if they were alike.
+
+        Where --max-document sets large values aside, they are read to know which.
+        """
+        if self._limits.max_document is None:
+            mean = size // (last + 1 - first)
+            what = f"a value of {mean} bytes, the mean of rows {first} to {last},"
+            self._limits.refuse(f"{self._file.name}:{first}", what, _TABLE_FACTOR * mean)
 
 
 def _skip(stream: IO[bytes], size: int) -> None:

@@ -22,8 +22,10 @@ import numpy as np
 
 from data_prep import layout
 from data_prep.token_arrays import ID_BYTES, read_docs, read_ids
+from data_prep.token_plan import PARTS, read_plan
+from data_prep.token_set import part_of, read_unit
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 _FORM = "optimus-duplicates"
 MARK = "duplicates.json"
@@ -80,9 +82,34 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if files.xxh3_bytes(data) != mark["xxh3"]:
-        raise DataError(f"{path}: its content is damaged (hash differs)")
+        raise DamageError(f"{path}: its content is damaged (hash differs)")
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     return Duplicates(table.reshape(-1, 4))
+
+
+def require_compared(tokens_dir: Path) -> None:
+    """Raises DataError where token arrays may hold an id twice, though they should not.
+
+    Nothing is known of a held-out part by itself.
+    """
+    plan = read_plan(tokens_dir)
+    if not plan.id_field or part_of(tokens_dir) != PARTS[0]:
+        return
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    found = read(tokens_dir, plan_xxh3)
+    if found is not None:
+        left_out = {
+            unit: len(gone)
+            for unit, inputs in enumerate(plan.units)
+            if len(found.rows) and (gone := found.of_inputs(*inputs))
+        }
+        read_again = (read_unit(tokens_dir, unit, plan_xxh3, has_array=False) for unit in left_out)
+        if [record.get("dropped", 0) for record in read_again] == list(left_out.values()):
+            return
+    raise DataError(
+        f"{tokens_dir}: tokenizing did not come to its end: the ids of its documents are not "
+        "compared, or some are there twice; give that command again"
+    )
 
 
 def write(tokens_dir: Path, plan_xxh3: str, rows: np.ndarray) -> None:

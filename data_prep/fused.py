@@ -81,5 +81,5 @@ def require_arrays(tokens_dir: Path) -> None:
     """Raises DataError where the arrays were removed, saying how to get them back."""
     if removed(tokens_dir):
         raise DataError(
-            f"{tokens_dir}: its arrays were removed by --fused; tokenize again into another --out"
+            f"{tokens_dir}: its arrays were removed by --fused; tokenize makes them again"
         )

@@ -1,8 +1,10 @@
 """Names, dtypes, array headers and self-checking JSON: what every file of a data set is made of.
 
 Layout of a data set (docs/formats/dataset.md): OUT/{manifest.json, order.json, tokenizer.json},
-OUT/tokens/{plan.json, unit-*.npy, unit-*.docs.npy, unit-*.json}, OUT/shards/{shard-*.npy,
-shard-*.json}, OUT/eval/... the same again for the held-out part.
+OUT/tokens/{plan.json, unit-*.npy, unit-*.docs.npy, unit-*.ids.npy, unit-*.json, duplicates.json,
+duplicates.npy}, OUT/shards/{shard-*.npy, shard-*.json}, OUT/eval/... the same again for the
+held-out part. While `run --fused` works, arrays are packed (packed.py); afterwards
+OUT/tokens/removed.json stands in their place.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of every file format written here; readers refuse any other."""
+"""Version of the file formats written here, unless PLAN_VERSION is. Readers refuse later ones."""
 PLAN_VERSION = 2
 """Of plans, and of the sidecars of their units, that use what version 1 has no words for."""
 
@@ -92,14 +94,15 @@ def read_checked_json(
 ) -> dict[str, Any]:
     """What `write_checked_json` wrote, if every byte is as written and its `format` is of `forms`.
 
-    Raises DataError naming the file when it is missing, damaged, or of another format or version.
+    Raises DataError naming the file when it is missing or of another format or version, and
+    DamageError when it is damaged.
     """
     try:
         value = files.parse_checked_json(Path(path).read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DamageError(f"{path}: {error}") from None
     if value.get("format") not in forms or value.get("version") not in range(1, newest + 1):
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "

@@ -50,6 +50,11 @@ def folder(text: str) -> str:
     """The name of a directory, which an empty one, the working directory to many, is not."""
     if not text:
         raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what = "is not UTF-8, in which a data set writes names; choose another"
+        raise argparse.ArgumentTypeError(f"{text!r} {what}") from None
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from optimus.errors import DataError, one_line
@@ -19,11 +19,17 @@ class DamagedTable(Exception):
 
 
 def read_column(
-    name: str, column: str, id_column: str = "", skip: int = 0
+    name: str,
+    column: str,
+    id_column: str = "",
+    skip: int = 0,
+    check: Callable[[int, int, int], None] = lambda first, last, size: None,
 ) -> Iterator[tuple[Any, Any]]:
     """The values of `column` behind the first `skip`, in order, as scalars of pyarrow, with ids.
 
-    An id is the value of `id_column`, None where the table has no such column.
+    An id is the value of `id_column`, a scalar, None where the table has no such column. `check` is
+    told of rows `first` to `last`, from 1, and the unpacked bytes of their column before any of it
+    is read.
 
     Raises DamagedTable, and DataError where pyarrow or a column of text with that name is missing.
     """
@@ -51,22 +57,25 @@ def read_column(
                 raise DataError(
                     f"{name}: column {column!r} is {kind}, not text; write it as string"
                 )
-            has_ids = id_column in schema.names and id_column != column
-            wanted = [column, id_column] if has_ids else [column]
+            has_ids = id_column in schema.names
+            wanted = list(dict.fromkeys([column, id_column])) if has_ids else [column]
+            first = 1
             for group in range(table.num_row_groups):
                 rows = table.metadata.row_group(group).num_rows
+                first += rows
                 if skip >= rows:
                     skip -= rows
                     continue
                 held = _bytes_of(table.metadata.row_group(group), column)
+                check(first - rows, first - 1, held)
                 at_once = max(1, min(_ROWS, rows * _BATCH_BYTES // max(1, held)))
                 for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted):
                     rest = batch.slice(skip)
                     skip -= min(skip, len(batch))
                     values = rest.column(column)
-                    ids = rest.column(id_column).to_pylist() if len(wanted) > 1 else [None]
-                    yield from zip(values, itertools.cycle(ids), strict=False)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    ids = rest.column(id_column) if has_ids else itertools.repeat(None)
+                    yield from zip(values, ids, strict=False)
+    except (pyarrow.ArrowException, OSError) as error:
         raise DamagedTable(one_line(error)) from None
 
 

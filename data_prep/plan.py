@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from data_prep import layout
-from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.documents import NO_LIMITS, DamagedFile, InputReader, Problem
+from data_prep.limits import Limits
+from data_prep.long_text import LongText
 from data_prep.packed import packed_share, require_zstd
 from data_prep.progress import say, short
-from data_prep.run import ShuffleRequest, TokenizeRequest
+from data_prep.run import TokenizeRequest, memory_of
 from data_prep.shard import divide_memory
 from data_prep.shuffle import rows_of_shard
+from data_prep.shuffle_run import ShuffleRequest
 from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
 from data_prep.strategy import memory_bytes as physical_memory
 from data_prep.tokenizer import read_facts, shared_encoder
@@ -74,7 +77,8 @@ def estimate(
     dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
     inputs = find_inputs(request.inputs, request.exclude, request.out, say)
     shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
-    sample = take_sample(inputs, request.text_field, str(tokenizer))
+    limits = memory_of(request, tokenizer)[1]
+    sample = take_sample(inputs, request.text_field, str(tokenizer), limits)
     input_bytes = sum(file.size for file in inputs)
     documents = round(sample.documents)
     tokens = round(sample.tokens) + documents
@@ -136,10 +140,13 @@ def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
     return round(token_bytes * packed_share(ids)) if len(ids) else 0
 
 
-def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) -> Sample:
+def take_sample(
+    inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits = NO_LIMITS
+) -> Sample:
     """Divide the inputs into strata by ending and size, and read a part of one file of each.
 
-    Text that cannot be used is passed over. Raises DataError where nothing can be sampled.
+    Text that cannot be used is passed over. Raises DataError where nothing can be sampled, and for
+    a document beyond `limits`, as the run will.
     """
     known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
     endings: dict[str, list[InputFile]] = {}
@@ -152,7 +159,7 @@ def take_sample(inputs: Sequence[InputFile], text_field: str, tokenizer: str) ->
         count = min(len(alike), max(1, round(_SAMPLE_FILES * share)))
         edges = [len(alike) * n // count for n in range(count + 1)]
         for first, stop in itertools.pairwise(edges):
-            _sample_stratum(alike[first:stop], text_field, tokenizer, sample)
+            _sample_stratum(alike[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
         raise DataError(f"nothing of {len(inputs)} inputs can be sampled: {_why(known, sample)}")
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
@@ -170,7 +177,7 @@ def _why(known: Sequence[InputFile], sample: Sample) -> str:
 
 
 def _sample_stratum(
-    stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample
+    stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
     """Add what files like these, which are alike, hold: the middle one is read."""
     file = stratum[len(stratum) // 2]
@@ -181,22 +188,30 @@ def _sample_stratum(
         nonlocal read
         read += count
 
+    reader = InputReader(file, text_field, advance, limits=limits, long_texts=True)
     try:
-        for item in InputReader(file, text_field, advance):
-            if not isinstance(item, Document):
-                assert isinstance(item, Problem)
+        for item in reader:
+            if isinstance(item, Problem):
                 sample.problem = sample.problem or f"{file.name}:{item.line}: {item.reason}"
                 continue
+            size = item.size if isinstance(item, LongText) else len(item.data)
+            if encoder.cutter is None and size > _SAMPLE_TEXT_BYTES:  # the run has to take it whole
+                needs, where = size * encoder.bytes_per_byte, f"{file.name}:{item.line}"
+                limits.refuse(where, f"a document of {size} bytes", needs)
             documents += 1
-            text += len(item.data)
+            text += size
             if encoded < _SAMPLE_TEXT_BYTES:
+                begun = next(item.blocks) if isinstance(item, LongText) else item.text
+                begun = begun[:_SAMPLE_TEXT_BYTES]
                 start = time.process_time()
-                ids = encoder.encode([item.text])[0]
-                tokens += len(ids)
+                ids = encoder.encode([begun])[0]
                 sample.encode_s += time.process_time() - start
-                encoded += len(item.data)
+                tokens += len(ids)
+                encoded += len(begun.encode())
                 sample.ids.append(ids)
-            if read >= _SAMPLE_DISK_BYTES:
+            if isinstance(item, LongText):
+                read = file.size  # and the file is this one document
+            if read >= _SAMPLE_DISK_BYTES or isinstance(item, LongText):
                 break
     except DamagedFile as error:  # the run will say so
         problem = error.problem

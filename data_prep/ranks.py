@@ -42,6 +42,11 @@ class Team:
     peers: Peers | None = None
     """Tells of ranks that failed; set by `together`."""
 
+    @property
+    def poll_s(self) -> float:
+        """Seconds between looks at what the others did."""
+        return min(max(_POLL_S[0], self.world / _RANKS_PER_POLL_S), _POLL_S[1])
+
     def check(self) -> None:
         """Raises LostPeerError where another rank failed."""
         if self.peers is not None:
@@ -121,13 +126,12 @@ def _complete(
     folder: Path,
     at_once: int,
 ) -> None:
-    poll_s = min(max(_POLL_S[0], team.world / _RANKS_PER_POLL_S), _POLL_S[1])
     left, sign, since = missing(), None, time.monotonic()
     while left:
         mine: list[int] = []
         team.check()
         if time.monotonic() - since < team.patience_s:
-            time.sleep(poll_s)
+            time.sleep(team.poll_s)
         elif sign != (sign := growth(folder)):  # looked at once in a while: it asks for many files
             since = time.monotonic()
         else:
@@ -162,11 +166,10 @@ def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], None]) -> No
     if team.rank == 0:
         do()
         return
-    poll_s = min(max(_POLL_S[0], team.world / _RANKS_PER_POLL_S), _POLL_S[1])
     since = time.monotonic()
     while not done():
         team.check()
         if time.monotonic() - since >= team.patience_s:
             do()
             return
-        time.sleep(poll_s)
+        time.sleep(team.poll_s)

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_prep import layout
 from data_prep.manifest import Manifest
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 _OPEN_SHARDS = 64
 
@@ -81,7 +81,7 @@ class ShardReader:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != entry.size:
-                    raise DataError(
+                    raise DamageError(
                         f"{path}: has {size} bytes, the manifest says {entry.size}; "
                         "run optimus-data verify"
                     )

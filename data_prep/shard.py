@@ -105,7 +105,7 @@ def shard_all(
 ) -> None:
     """Write every shard that is not complete. Raises ConfigError for too little memory.
 
-    `strategy` is one of data_prep.strategy.STRATEGIES. Several ranks share the work.
+    `strategy` is `auto`, `gather` or `bucket`. Several ranks share the work.
     """
     asked = workers
     workers, block_bytes = divide_memory(memory_bytes, asked)

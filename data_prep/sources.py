@@ -86,6 +86,11 @@ def find_inputs(
             raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
         names |= files
     kept = sorted(_each_file_once([name for name in names if not _matches(name, exclude)], out))
+    if not kept and not all(_matches(name, exclude) for name in names):
+        raise DataError(
+            f"--input names only files below --out {str(out)!r}, and what is there is output; "
+            "choose an --out that does not hold the inputs"
+        )
     if not kept:
         raise DataError(f"--exclude leaves none of the {len(names)} files that --input names")
     for name in kept:

@@ -16,7 +16,7 @@ from data_prep import layout
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.progress import Progress
 from data_prep.reader import ShardReader
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 MAX_BIGRAM_CELLS = 64_000_000
 """Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
@@ -27,7 +27,7 @@ _BLOCK_TOKENS = 1 << 20
 def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
     """Counts and unigram entropy of `dataset`; with `held_out`, the yardsticks' losses on it.
 
-    Raises DataError for damaged data, and for a held-out set made by another tokenizer.
+    Raises DamageError for damaged data, and DataError for a held-out set made by another tokenizer.
     """
     manifest = read_manifest(dataset)
     result: dict[str, Any] = {
@@ -67,7 +67,7 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[np.ndarray]:
         for first in range(0, manifest.num_instances, step):
             rows = reader.rows(first, min(first + step, manifest.num_instances))
             if int(rows.max()) >= manifest.vocab_size:
-                raise DataError(
+                raise DamageError(
                     f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
                     f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged shard"
                 )

@@ -13,8 +13,6 @@ from data_prep.ranks import Team
 from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path
 
-STRATEGIES = ("auto", "gather", "bucket")
-
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
 """Of a run that a shard reads at once: fewer are random reads again, after twice the writing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import xxhash
@@ -21,8 +21,9 @@ READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
 """The largest window of `zstd --long=31`; memory is taken only by files packed that way."""
 
-_ZSTD_BLOCK = 1 << 16
-"""Packed bytes given to zstd at a time; runs of one byte grow 10,000 times."""
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPED_MAGIC = b"\x2a\x4d\x18"
+"""Behind a byte 0x50 to 0x5f."""
 
 
 class DamagedStream(Exception):
@@ -80,7 +81,11 @@ class HashingFile(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Frames of zstd, one after the other, as one stream."""
+    """Frames of zstd, one after the other, as one stream.
+
+    The library unpacks all that it is given at once, and four bytes may hold 128 KiB. So it is
+    given one block at a time, which never holds more: their lengths stand in the file (RFC 8878).
+    """
 
     def __init__(self, file: IO[bytes], name: str):
         try:
@@ -91,32 +96,59 @@ class _ZstdReader(io.RawIOBase):
             ) from None
         self._file, self._error = file, zstandard.ZstdError
         self._unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-        self._frame = None
-        self._packed = self._ready = b""
+        self._blocks = self._unpack()
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            packed = self._packed or self._file.read(_ZSTD_BLOCK)
-            if not packed:
-                if self._frame is not None:
-                    raise DamagedStream("the file ends within a frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._unpacker.decompressobj()
             try:
-                self._ready = self._frame.decompress(packed)
+                block = next(self._blocks, None)
             except self._error as error:
                 raise DamagedStream(one_line(error)) from None
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
+            if block is None:
+                return 0
+            self._ready = memoryview(block)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
+
+    def _unpack(self) -> Iterator[bytes]:
+        """What the blocks of all frames hold."""
+        while magic := self._file.read(4):
+            if magic[1:] == _SKIPPED_MAGIC and magic[0] >> 4 == 5:
+                left = int.from_bytes(self._take(4), "little")
+                while left:
+                    left -= len(self._take(min(left, READ_BYTES)))
+                continue
+            if magic != _ZSTD_MAGIC:
+                cut = _ZSTD_MAGIC.startswith(magic)
+                raise DamagedStream("the file ends within a frame" if cut else "no frame of zstd")
+            frame, flags = self._unpacker.decompressobj(), self._take(1)
+            yield frame.decompress(magic + flags + self._take(_rest_of_header(flags[0])))
+            last = False
+            while not last:
+                head = self._take(3)
+                facts = int.from_bytes(head, "little")
+                last, repeated, size = bool(facts & 1), facts >> 1 & 3 == 1, facts >> 3
+                checksum = 4 if last and flags[0] & 4 else 0
+                yield frame.decompress(head + self._take((1 if repeated else size) + checksum))
+
+    def _take(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise DamagedStream("the file ends within a frame")
+        return data
+
+
+def _rest_of_header(flags: int) -> int:
+    """Bytes of a frame's header behind the one with its flags (RFC 8878, 3.1.1.1)."""
+    one_segment = flags >> 5 & 1
+    content_size = (one_segment, 2, 4, 8)[flags >> 6]
+    return (1 - one_segment) + (0, 1, 2, 4)[flags & 3] + content_size
 
 
 class _GzipReader(io.RawIOBase):
@@ -156,11 +188,11 @@ def damage_of_gzip(name: str) -> tuple[int, str]:
     Other readers stop elsewhere and say it otherwise; a list of what was set aside must not depend
     on which is installed.
     """
-    line = 0
+    line, block = 0, b"\n"
     try:
-        with gzip.open(name, "rb") as file:
-            for _ in file:
-                line += 1
+        with gzip.open(name, "rb") as file:  # in blocks: all of it may be one line
+            while more := file.read1():
+                line, block = line + more.count(b"\n"), more
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         return line + 1, one_line(error)
-    return line, "readers of gzip differ about it"
+    return line + (not block.endswith(b"\n")), "readers of gzip differ about it"

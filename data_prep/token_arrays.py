@@ -48,6 +48,10 @@ def sidecar_path(tokens_dir: Path, unit: int) -> Path:
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
+def _at(where: str, what: str) -> str:
+    return f"{where}: {what}" if where else what
+
+
 class PlainStore:
     """Where a TokenArrayWriter puts ids: the array itself. `file` is at its start."""
 
@@ -109,11 +113,16 @@ class TokenArrayWriter:
         return len(self._docs) // 3
 
     def append(
-        self, encoded: list[np.ndarray], sources: list[tuple[int, int]], own: Sequence[bytes] = ()
+        self,
+        encoded: list[np.ndarray],
+        sources: list[tuple[int, int]],
+        own: Sequence[bytes] = (),
+        where: Sequence[str] = (),
     ) -> None:
         """Documents' token ids, each followed by EOS here, with their (input, line).
 
-        `own` are the hashes of the documents' own ids, of ID_BYTES, zeros for none.
+        `own` are the hashes of the documents' own ids, of ID_BYTES, zeros for none; `where` they
+        are is for the message of a DataError.
 
         Every id is checked before it is narrowed: numpy would wrap 70000 to 4464 without a word.
         """
@@ -122,19 +131,20 @@ class TokenArrayWriter:
         if int(flat.max()) >= self._vocab_size:
             raise DataError(self._outside(int(flat.max())))
         if np.count_nonzero(flat == self._eos_id) != len(encoded):
-            raise DataError(_EOS_IN_TEXT)
+            wrong = next(n for n, ids in enumerate(encoded) if np.any(ids == self._eos_id))
+            raise DataError(_at(where[wrong] if where else "", _EOS_IN_TEXT))
         for ids, (source, line) in zip(encoded, sources, strict=True):
             self.tokens += len(ids) + 1
             self._docs.extend((self.tokens, source, line))
         self._ids += b"".join(own) or bytes(ID_BYTES * len(encoded))
         self._store.append(flat.astype(little_endian(self._dtype)))
 
-    def extend(self, ids: np.ndarray) -> None:
+    def extend(self, ids: np.ndarray, where: str = "") -> None:
         """Some ids of a document that `close` will end. Checked as in `append`."""
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
         if np.any(ids == self._eos_id):
-            raise DataError(_EOS_IN_TEXT)
+            raise DataError(_at(where, _EOS_IN_TEXT))
         self._store.append(ids.astype(little_endian(self._dtype)))
         self.tokens += len(ids)
 
@@ -257,7 +267,9 @@ class TokenArrayReader:
         while view:
             count = os.preadv(one, [view], offset)
             if count == 0:
-                raise DataError(f"{array_path(self._dir, unit)}: is shorter than its sidecar says")
+                raise DamageError(
+                    f"{array_path(self._dir, unit)}: is shorter than its sidecar says"
+                )
             view, offset = view[count:], offset + count
 
     def read(self, unit: int, start: int, stop: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from data_prep.token_arrays import (
 )
 from data_prep.token_plan import TokenPlan, read_plan
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 
 _FORM = "optimus-token-array"
 
@@ -79,8 +79,9 @@ def _described(data: bytes) -> dict[str, Any]:
 def read_unit(
     tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
 ) -> dict[str, Any]:
-    """A unit's sidecar, if it is of the plan and its files have their sizes, else DataError.
+    """A unit's sidecar, if it is of the plan and its files have their sizes.
 
+    Raises DataError where one is missing or of other work, DamageError where one is damaged.
     `has_array` False: the array itself may be gone, for `--fused` removed it.
     """
     path = sidecar_path(tokens_dir, unit)
@@ -98,10 +99,15 @@ def read_unit(
         if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
             continue
         if size != record[key]["size"]:
-            raise DataError(
-                f"{file}: has size {size}, not the {record[key]['size']} of its sidecar"
-            )
+            kind = DataError if size is None else DamageError
+            raise kind(f"{file}: has size {size}, not the {record[key]['size']} of its sidecar")
     return record
+
+
+def part_of(tokens_dir: Path) -> str:
+    """Which part of a data set these token arrays are: one of PARTS. Raises DataError."""
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 
 
 def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:

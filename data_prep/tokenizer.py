@@ -125,11 +125,6 @@ class Encoder:
             if self._memo:  # what is special is plain text, but may cover an added token
                 self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether pieces are remembered, and not everything given to the library."""
-        return self._memo is not None
-
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32 [T], without any special token."""
         if self._memo is not None:

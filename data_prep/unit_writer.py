@@ -41,7 +41,7 @@ class UnitWriter:
         self._below = below
         self._writers = list(writers.values())
         self._checkpoints = checkpoints
-        self._pending: list[tuple[int, Document]] = []
+        self._pending: list[tuple[int, Document, str]] = []
         self._pending_bytes = self._unsaved_bytes = 0
         self.source, self.start = first, None
         self.hashes: list[str] = []
@@ -64,7 +64,7 @@ class UnitWriter:
                 self._limits.refuse(
                     where, f"a document of {size} bytes", size * self._encoder.bytes_per_byte
                 )
-                part.extend(self._encoder.encode([text])[0])
+                part.extend(self._encoder.encode([text])[0], where)
             else:
                 blocks = (
                     text[first : first + SECTION_CHARS]
@@ -74,7 +74,7 @@ class UnitWriter:
             part.close(source, document.line, hash_of(document.id))
             self._unsaved_bytes += size
             return
-        self._pending.append((source, document))
+        self._pending.append((source, document, where))
         self._pending_bytes += len(document.data)
         self._unsaved_bytes += len(document.data)
         if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
@@ -87,7 +87,7 @@ class UnitWriter:
         if self._encoder.cutter is None:
             needs = long.size * self._encoder.bytes_per_byte
             self._limits.refuse(where, f"a document of {long.size} bytes", needs)
-            part.extend(self._encoder.encode(["".join(long.blocks)])[0])
+            part.extend(self._encoder.encode(["".join(long.blocks)])[0], where)
         else:
             after = functools.partial(self._after_section, source, reader)
             self._write_sections(part, long.blocks, where, after)
@@ -113,7 +113,7 @@ class UnitWriter:
         most = None if room is None else room // needs
         try:
             for section in self._encoder.cutter.sections(blocks, most):
-                part.extend(self._encoder.encode([section])[0])
+                part.extend(self._encoder.encode([section])[0], where)
                 after(section)
         except NoCut as error:
             (size,) = error.args
@@ -143,22 +143,23 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        encoded = self._encoder.encode([document.text for _, document in self._pending])
+        encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         dealt: list[list[int]] = [[] for _ in self._writers]
-        for index, (_, document) in enumerate(self._pending):
+        for index, (_, document, _) in enumerate(self._pending):
             held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
             dealt[held_out].append(index)
         for writer, indices in zip(self._writers, dealt, strict=True):
             if indices:
                 sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
                 own = [hash_of(self._pending[i][1].id) for i in indices]
-                writer.append([encoded[i] for i in indices], sources, own)
+                where = [self._pending[i][2] for i in indices]
+                writer.append([encoded[i] for i in indices], sources, own, where)
         self._pending, self._pending_bytes = [], 0
 
     def set_input_aside(self, source: int, problem: Problem) -> None:
         """Take back what the input gave: it turned out to be damaged."""
         self._pending = [item for item in self._pending if item[0] != source]
-        self._pending_bytes = sum(len(document.data) for _, document in self._pending)
+        self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:
             writer.drop_input(source)
         self._checkpoints.remove()  # they may hold some of it

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,7 +81,10 @@ def _modified(path: str, otherwise: float) -> float:
 
 def _file_system_time(directory: Path) -> float:
     """Now, by the clock that stamps files there, which need not be this machine's."""
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".now.", suffix=".tmp") as file:
-        file.write(b"now")
-        file.flush()
-        return os.fstat(file.fileno()).st_mtime
+    path = files.temporary_name(directory / "now")
+    try:
+        with open(path, "xb", buffering=0) as file:
+            file.write(b"now")
+            return os.fstat(file.fileno()).st_mtime
+    finally:
+        path.unlink(missing_ok=True)

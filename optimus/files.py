@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import xxhash
 
 _READ_BYTES = 4 << 20
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]+\.tmp", re.DOTALL)
 _HASH_HEAD = b',\n "self_xxh3": "'
 _HASH_TAIL = b'"\n}\n'
 _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
@@ -41,15 +43,14 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Whether `path` is a leftover of an unfinished commit."""
-    name = Path(path).name
-    return name.startswith(".") and name.endswith(".tmp")
+    """Whether `path` is a leftover of an unfinished commit. Other programs' .NAME.tmp is not."""
+    return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Whether `path` is such a leftover, of a process of this machine or of an unnamed one."""
+    """Whether `path` is such a leftover, of a process of this machine."""
     parts = Path(path).name.rsplit(".", 4)  # (.NAME, HOST, PID, RANDOM, tmp)
-    return is_temporary(path) and (len(parts) < 5 or parts[1] == _host())
+    return is_temporary(path) and len(parts) == 5 and parts[1] == _host()
 
 
 def _host() -> str:

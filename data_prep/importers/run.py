@@ -18,7 +18,7 @@ import xxhash
 
 from data_prep import layout
 from data_prep.begin import begin
-from data_prep.importers.foreign import Foreign, index_of, open_foreign
+from data_prep.importers.foreign import Foreign, ids_of_index, index_of, open_foreign
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import ALONE, Team, do_together, together
@@ -92,6 +92,8 @@ def _make_plan(
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in found:
+        if file.name.endswith(".idx") and not os.path.exists(own_ids := ids_of_index(file.name)):
+            raise DataError(f"{file.name}: {own_ids} is missing; copy it, or --exclude the index")
         if file.name.endswith(_COMPANIONS):
             continue
         if not file.name.endswith((".bin", ".npy")):

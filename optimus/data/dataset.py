@@ -74,6 +74,8 @@ class TokenDataset:
             )
         self.num_instances = manifest.num_instances
         """Instances of one epoch (N)."""
+        self.part = manifest.part
+        """`train` or `held-out`."""
         self.context = manifest.context
         """Tokens of an instance (C)."""
         self.vocab_size = manifest.vocab_size

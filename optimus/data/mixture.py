@@ -70,7 +70,14 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raises DataError where a source might train on what another holds out."""
+    """Raises DataError where a source might train on what another holds out, or holds it."""
+    first = sources[0]
+    for source in sources[1:]:
+        if source.part != first.part:
+            raise DataError(
+                f"data.mix: {first.path} is a {first.part} part and {source.path} a {source.part} "
+                "part; what is held out is not trained on, name the training part of each"
+            )
     known = [(source.path, rule) for source in sources if (rule := source.held_out())]
     for path, rule in known[1:]:
         try:

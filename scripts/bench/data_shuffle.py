@@ -34,8 +34,9 @@ sys.path.insert(0, str(ROOT))
 from data_prep import layout  # noqa: E402
 from data_prep.options import size as parse_size  # noqa: E402
 from data_prep.options import whole  # noqa: E402
-from data_prep.run import ShardRequest, ShuffleRequest, shard, shuffle  # noqa: E402
+from data_prep.run import ShardRequest, shard  # noqa: E402
 from data_prep.shard import divide_memory  # noqa: E402
+from data_prep.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
 from data_prep.sources import InputFile  # noqa: E402
 from data_prep.token_arrays import array_path, docs_path, sidecar_path  # noqa: E402
 from data_prep.token_plan import TokenPlan  # noqa: E402

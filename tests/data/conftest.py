@@ -27,3 +27,12 @@ def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     assert main(["shard", str(out), "--workers", "1"]) == 0
     assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
     return out
+
+
+@pytest.fixture(scope="session")
+def few_instances(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training set of 77 instances; tests must not change it."""
+    out = tmp_path_factory.mktemp("few")
+    blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(out)]
+    assert main([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0
+    return out

@@ -18,9 +18,9 @@ from tests.helpers.tiny import CONTEXT
 
 
 @pytest.fixture
-def parts(tiny_data, many_shards) -> list[TokenDataset]:
+def parts(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
     """A large source, another order of it, and one so small that it repeats at once."""
-    return [TokenDataset(path) for path in (tiny_data, many_shards, tiny_data / "eval")]
+    return [TokenDataset(path) for path in (tiny_data, many_shards, few_instances)]
 
 
 def test_each_source_gives_its_own_instances_in_order(parts):
@@ -96,6 +96,12 @@ def test_sources_that_do_not_go_together(parts, tiny_data, tmp_path):
     refused(other, "has tokenizer_sha256 = ")
     shutil.copytree(tiny_data, tmp_path / "twin")
     refused(tmp_path / "twin", "hold the same instances")
+
+
+def test_a_held_out_part_is_not_mixed_into_training(tiny_data):
+    train, held_out = TokenDataset(tiny_data), TokenDataset(tiny_data / "eval")
+    with pytest.raises(DataError, match="is a train part and .*eval a held-out part"):
+        MixedDataset([train, held_out], [1, 1])
 
 
 def test_sources_that_hold_out_other_shares(tiny_data, tmp_path):

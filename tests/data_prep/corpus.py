@@ -103,8 +103,8 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def peak_memory(arguments: Sequence[str]) -> int:
-    """Most bytes of memory that `optimus-data` with these arguments has at a time, in one process.
+def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
+    """`optimus-data` in a process of its own: its exit status, its most bytes, standard error.
 
     Asked of the kernel by VmHWM: `ru_maxrss` would count what forked the process, too.
     """
@@ -114,9 +114,15 @@ def peak_memory(arguments: Sequence[str]) -> int:
     )
     words = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
+    return done.returncode, int(line.split()[1]) << 10, done.stderr
+
+
+def peak_memory(arguments: Sequence[str]) -> int:
+    """The most bytes of memory of a command that succeeds."""
+    status, peak, error = measured(arguments)
+    assert status == 0, error
+    return peak
 
 
 def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:

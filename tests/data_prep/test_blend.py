@@ -135,6 +135,7 @@ def test_refusals(made, second, tmp_path, capsys):
         (["shuffle", str(second), "--context", "16", "--to", str(out)], "holds a blend"),
         (blend_arguments(made.data, leaky, tmp_path / "y"), "0 of its documents"),
         (blend_arguments(made.data, made.data, out), "named twice"),
+        (blend_arguments(made.data, made.data / "eval", tmp_path / "z"), "is the held-out part"),
         (blend_arguments(made.data, second, second), "is a source"),
         (blend_arguments(made.data, other, tmp_path / "x"), "another tokenizer"),
         (["blend", "--source", "a", "--out", "b", "--context", "4"], "not DIR=WEIGHT"),

@@ -12,6 +12,7 @@ import pytest
 from data_prep import duplicates
 from data_prep.cli import main
 from data_prep.duplicates import find, hash_of
+from data_prep.layout import write_checked_json
 from data_prep.verify import verify
 from tests.data_prep.corpus import run_killed_at, tree
 from tests.data_prep.test_bad_input import arguments, one_error
@@ -105,6 +106,42 @@ def test_kills_and_ranks_change_no_byte(made, tmp_path, capfd):
         assert main([*base, "--rank", rank, "--world", "2", "--patience", "0"]) == 0
     assert tree(Path(ranked)) == tree(Path(whole))
     capfd.readouterr()
+
+
+def test_no_step_goes_on_over_duplicates_that_were_refused(made, tmp_path, capsys):
+    write(tmp_path / "text", **MANY)
+    given, out = arguments(made, tmp_path), str(tmp_path / "out")
+    context = ["--context", "4"]
+    shuffle, blend = ["shuffle", out, *context], ["blend", "--source", f"{out}=1", *context]
+    blend += ["--out", str(tmp_path / "blend"), "--workers", "1"]
+    assert main(given) == 2
+    capsys.readouterr()
+    for command in (shuffle, blend):
+        assert main(command) == 2
+        assert "tokenizing did not come to its end" in one_error(capsys)
+    aside = [*given, "--on-error", "quarantine"]
+    assert main(aside) == 0 and main(shuffle) == 0
+    sidecar = tmp_path / "out" / "tokens" / "unit-00000.json"
+    value = json.loads(sidecar.read_bytes())
+    for key in ("self_xxh3", "dropped"):
+        value.pop(key)
+    capsys.readouterr()
+    write_checked_json(sidecar, value)  # as a kill leaves it, between the mark and the unit
+    for command in (shuffle, blend, ["shard", out, "--workers", "1"]):
+        assert main(command) == 2
+        assert "tokenizing did not come to its end" in one_error(capsys)
+    assert main(aside) == main(blend) == 0
+
+
+def test_the_text_may_be_its_own_id(made, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "text").mkdir()
+    table = pyarrow.table({"text": ["same text here", "other", "same text here"]})
+    parquet.write_table(table, tmp_path / "text" / "a.parquet")
+    assert main(arguments(made, tmp_path, "--id-field", "text")) == 2
+    assert "a.parquet:3: duplicate id" in one_error(capsys)
 
 
 def test_tables_have_ids_too(made, tmp_path, capsys):

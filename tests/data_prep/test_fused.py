@@ -49,6 +49,18 @@ def test_fused_leaves_the_shards_alone(made, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
+def test_tokenize_brings_back_what_fused_removed(made, tmp_path, capsys):
+    out, new = tmp_path / "data", tmp_path / "new"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    assert main(arguments) == 0
+    tokenize = ["tokenize", "--input", str(made.text), "--tokenizer", str(made.tokenizer)]
+    tokenize += ["--out", str(out), "--eval-fraction", "0.15", "--unit-size", "6000"]
+    assert main([*tokenize, "--workers", "1"]) == 0
+    assert tree(out) == tree(made.data)
+    assert main(["shuffle", str(out), "--to", str(new), "--context", "8"]) == 0
+    assert list(verify(out)) == []
+
+
 def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")

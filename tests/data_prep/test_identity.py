@@ -212,6 +212,11 @@ def test_lost_and_damaged_parts_are_made_again(begun):
     (out / "tokens" / "unit-00002.json").unlink()
     (out / "eval" / "tokens" / "unit-00000.docs.npy").write_bytes(b"short")
     (out / "manifest.json").unlink()
-    (out / ".left.1.tmp").write_bytes(b"of a killed run")
+    files.temporary_name(out / "left").write_bytes(b"of a killed run")
+    foreign = out / "tokens" / ".mine.tmp"
+    foreign.write_bytes(b"of another program")
+    os.utime(foreign, (0, 0))
     assert main(run_arguments(text, tokenizer, out)) == 0
+    assert foreign.read_bytes() == b"of another program"
+    foreign.unlink()
     assert tree(out) == before

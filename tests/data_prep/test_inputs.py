@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import builtins
+import gzip
+import io
 import json
+import random
 import shutil
+import struct
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from data_prep.cli import main
+from data_prep.streams import DamagedStream, damage_of_gzip, unpack
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_tokenize import stored_documents
 
@@ -84,6 +90,71 @@ def test_null_and_missing_columns(made, tmp_path, text, capsys):
     table(text / "a.parquet", ["good"], name="body")
     assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "other")]) == 2
     assert "has no column 'text', only id, body; --text-field" in one_error(capsys)
+
+
+def no_utf8(values: list[bytes]) -> pyarrow.Array:
+    """A column of text that holds these bytes, as other programs write them."""
+    raw = pyarrow.array(values, pyarrow.binary())
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), raw.buffers())
+
+
+@pytest.mark.parametrize("column", ["text", "id"])
+def test_a_value_of_a_table_that_is_no_utf8(made, tmp_path, text, capsys, column):
+    bad = no_utf8([b"one", b"not \xff\xfe text", b"three"])
+    columns = {"text": ["good", "some", "more"], "id": ["a", "b", "c"], column: bad}
+    parquet.write_table(pyarrow.table(columns), text / "a.parquet")
+    assert main(arguments(made, tmp_path)) == 2
+    told = one_error(capsys)
+    assert "a.parquet:2: " in told and ("invalid UTF-8: " if column == "text" else "'id'") in told
+    assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
+    assert [line for _, line, _ in stored_documents(tmp_path / "out")] == [1, 3]
+
+
+@pytest.mark.parametrize("packing", ["zst", "gz"])
+def test_what_unpacks_a_thousandfold_is_held_in_pieces(tmp_path, packing):
+    data = b"x" * (1 << 26)
+    path = tmp_path / f"a.txt.{packing}"
+    path.write_bytes(zstandard.compress(data) if packing == "zst" else gzip.compress(data))
+    size = most = 0
+    with open(path, "rb") as file:
+        stream = unpack(file, str(path))
+        tracemalloc.start()
+        try:
+            while block := stream.read(1 << 16):
+                size += len(block)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert size == len(data) and most < 8 << 20
+
+
+def test_every_kind_of_zstd_frame(tmp_path):
+    """Checksums, sizes, blocks of one byte and raw ones, frames to skip; cut anywhere, damaged."""
+    rng, skipped = random.Random(3), struct.pack("<II", 0x184D2A5B, 5) + b"aside"
+    for number in range(64):
+        packer = zstandard.ZstdCompressor(
+            write_checksum=bool(number & 1), write_content_size=bool(number & 2)
+        )
+        data = rng.randbytes(2000) + b"a" * rng.randrange(400_000) + LINES[: rng.randrange(20_000)]
+        whole = packer.compress(data) if number & 4 else packer.compress(data[:200])
+        data = data if number & 4 else data[:200]
+        assert unpack(io.BytesIO(skipped + whole + skipped + whole), "a.zst").read() == 2 * data
+        with pytest.raises(DamagedStream, match="ends within a frame"):
+            unpack(io.BytesIO(whole + whole[: rng.randrange(1, len(whole))]), "a.zst").read()
+        with pytest.raises(DamagedStream, match="ends within a frame"):
+            unpack(io.BytesIO(whole + skipped[:-2]), "a.zst").read()
+
+
+def test_where_a_gzip_file_of_one_line_breaks_off_is_told_in_little_memory(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"one\ntwo\n" + b"x" * (1 << 26))[:-9])
+    tracemalloc.start()
+    try:
+        line, reason = damage_of_gzip(str(path))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert line == 3 and "end-of-stream" in reason and most < 8 << 20
 
 
 def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -81,6 +84,52 @@ def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
     assert ".docs.npy: " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("manifest.json", ["inspect", "0"]),
+        ("manifest.json", ["stats"]),
+        ("order.json", ["shard", "--workers", "1"]),
+        ("tokens/plan.json", ["shuffle", "--context", "64"]),
+        ("tokens/unit-00000.json", ["shuffle", "--context", "64"]),
+        ("tokens/unit-00000.npy", ["shuffle", "--context", "64"]),
+        ("shards/shard-00000.npy", ["stats"]),
+    ],
+)
+def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, command):
+    data = tmp_path / "data"
+    shutil.copytree(made.data, data)
+    content = bytearray((data / name).read_bytes())
+    if name.endswith(".npy"):
+        content.pop()
+    else:
+        content[len(content) // 2] ^= 1
+    (data / name).write_bytes(content)
+    more = ["--to", str(tmp_path / "new")] if command[0] == "shuffle" else []
+    assert main([command[0], str(data), *command[1:], *more]) == 1
+    assert name in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_name_that_standard_output_cannot_say(made, tmp_path):
+    """Strict UTF-8, as in most terminals, and a name in Latin-1."""
+    (tmp_path / "text").mkdir()
+    with open(os.fsencode(tmp_path / "text") + b"/caf\xe9.txt", "wb") as file:
+        file.write(b"the cat sat " * 200)
+    assert main(run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "data")) == 0
+    inspect = ["inspect", str(tmp_path / "data"), "0"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    strict["PYTHONPATH"] = os.pathsep.join(sys.path)
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "data_prep.cli", *inspect, *more],
+            env=strict,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "caf\\udce9.txt" in done.stdout
+
+
 @pytest.mark.parametrize("part", [".", "eval"])
 def test_stats_of_a_flipped_id(made, tmp_path, capsys, part):
     shutil.copytree(made.data, tmp_path / "data")
@@ -88,7 +137,7 @@ def test_stats_of_a_flipped_id(made, tmp_path, capsys, part):
     data = bytearray(path.read_bytes())
     data[-1] ^= 128
     path.write_bytes(data)
-    assert main(["stats", str(tmp_path / "data")]) == 2
+    assert main(["stats", str(tmp_path / "data")]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "outside its vocabulary of 400; optimus-data verify" in told
 

@@ -7,8 +7,6 @@ import json
 import random
 import re
 import signal
-import subprocess
-import sys
 import unicodedata
 from pathlib import Path
 
@@ -31,12 +29,10 @@ from data_prep.limits import Limits, bytes_of_line, divide_memory
 from data_prep.sections import Cutter, NoCut
 from data_prep.tokenizer import Encoder, open_tokenizer
 from optimus.errors import ConfigError, DataError
-from tests.data_prep.corpus import EOS, run_arguments, run_killed_at, tree, words
+from tests.data_prep.corpus import EOS, measured, run_arguments, run_killed_at, tree, words
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_encoder import KINDS, make, nasty
 from tests.data_prep.test_tokenize import stored_documents
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def short_sections(monkeypatch, chars: int = 40) -> None:
@@ -267,19 +263,6 @@ def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path,
     assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in one_error(capsys)
 
 
-def peak_mb(words: list[str]) -> tuple[int, int, str]:
-    """Exit status, peak memory of one process in MB, and standard error."""
-    code = (
-        "import sys; from data_prep.cli import main; status = main()\n"
-        "peak = [l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1]\n"
-        "print('PEAK', peak, file=sys.stderr); sys.exit(status)"
-    )
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    peak = done.stderr.split("PEAK ")[1].split()[0]
-    return done.returncode, int(peak) // 1000, done.stderr
-
-
 LONG = "return " * 6_000_000
 """42 MB of cheap text."""
 
@@ -294,9 +277,9 @@ def test_memory_holds_while_a_long_document_is_tokenized(made, tmp_path, name, m
     data = gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode()
     (tmp_path / "text" / name).write_bytes(data)
     given = arguments(made, tmp_path, "--memory", memory)
-    status, peak, error = peak_mb(given)
+    status, peak, error = measured(given)
     assert status == 0, error
-    assert peak <= int(memory[:-2])
+    assert peak <= int(memory[:-2]) * 10**6
     ((_, _, ids),) = stored_documents(tmp_path / "out")
     assert open_tokenizer(made.tokenizer).decode(ids[:-1]) == LONG
 
@@ -323,6 +306,18 @@ def test_what_does_not_fit_is_refused_by_line(made, tmp_path, capsys):
     capsys.readouterr()
     assert main([*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"]) == 2
     assert "max_document = 1000000, now None" in one_error(capsys)
+
+
+def test_a_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "text").mkdir()
+    values = pyarrow.table({"text": ["good", "x y " * 20_000_000]})
+    parquet.write_table(values, tmp_path / "text" / "a.parquet")
+    status, peak, error = measured(arguments(made, tmp_path, "--memory", "240MB"))
+    assert status == 2 and peak <= 240e6
+    assert "a.parquet:1: a value of 4" in error and "the mean of rows 1 to 2, needs 2" in error
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])

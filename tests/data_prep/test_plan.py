@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.plan import duration
-from tests.data_prep.corpus import run_arguments, tree
+from tests.data_prep.corpus import measured, run_arguments, tree
 
 
 def test_plan_is_near_the_truth(made, tmp_path, capsys):
@@ -81,3 +81,24 @@ def test_durations():
         "2.0 h",
         "2.3 days",
     ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_plan_holds_its_memory_or_refuses_as_the_run_does(made, tmp_path, name):
+    text = "the cat sat on the mat " * 1_000_000
+    (tmp_path / name).write_text(text if name == "a.txt" else json.dumps({"text": text}) + "\n")
+    words = run_arguments(tmp_path / name, made.tokenizer, tmp_path / "out", "--memory", "250MB")
+    status, peak, error = measured(["plan", *words[1:]])
+    assert peak <= 250e6
+    assert status == (0 if name == "a.txt" else 2), error
+    assert name == "a.txt" or "a.jsonl:1: a line of 23" in error
+
+
+def test_plan_refuses_what_an_unrecognised_tokenizer_cannot_take_whole(made, tmp_path, capsys):
+    config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
+    (tmp_path / "t.json").write_text(json.dumps(config))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 30_000}) + "\n")
+    words = run_arguments(tmp_path / "a.jsonl", tmp_path / "t.json", tmp_path / "o")
+    assert main(["plan", *words[1:], "--memory", "260MB"]) == 2
+    assert "a.jsonl:1: a document of 330000 bytes needs 99 MB" in capsys.readouterr().err
+    assert main(["plan", *words[1:], "--memory", "400MB"]) == 0

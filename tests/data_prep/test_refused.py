@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +83,17 @@ def test_a_damaged_tokenizer_of_ones_own_is_written_again(made, tmp_path):
     (tmp_path / "data" / "tokenizer.json").write_text("{")
     assert main(run_arguments(made.text, made.tokenizer, tmp_path / "data")) == 0
     assert tree(tmp_path / "data") == tree(made.data)
+
+
+def test_an_output_whose_name_is_no_utf8_is_refused_before_it_is_begun(made, tmp_path, capsys):
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/o\xe9")
+    assert main(run_arguments(made.text, made.tokenizer, Path(out))) == 2
+    assert "is not UTF-8" in capsys.readouterr().err and not os.path.exists(out)
+
+
+def test_inputs_below_the_output_are_told_as_such(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    assert main(run_arguments(Path("*.txt"), made.tokenizer, Path("."))) == 2
+    told = capsys.readouterr().err
+    assert "names only files below --out" in told and "--exclude" not in told

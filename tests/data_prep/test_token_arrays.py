@@ -40,6 +40,13 @@ def test_eos_within_a_document_is_refused(array):
             array.extend(ids(*text))
 
 
+def test_where_eos_stands_in_a_text_is_told(array):
+    with pytest.raises(DataError, match="^b.txt:3: the tokenizer gave the EOS id"):
+        array.append([ids(1), ids(EOS)], [(0, 1), (0, 3)], (), ["b.txt:1", "b.txt:3"])
+    with pytest.raises(DataError, match="^b.txt:4: the tokenizer gave the EOS id"):
+        array.extend(ids(EOS), "b.txt:4")
+
+
 def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp_path):
     array.append([ids(1, 2), ids(3)], [(0, 1), (0, 2)])
     array.take()

@@ -204,6 +204,9 @@ def test_a_mix_is_evaluated_on_the_held_out_parts_mixed_alike(tiny_data, tmp_pat
     assert mixed.num_instances == (size // 2) * 3 + (2 if size % 2 else 0)
     expected = [parts[1].read(0, 1), parts[0].read(0, 1), parts[1].read(1, 2)]
     assert np.array_equal(mixed.read(0, 3), np.concatenate(expected))
-    assert held_out(tiny_data, tiny_data / "eval") is None
-    own = held_out(tiny_data, tiny_data / "eval", data__eval_path=str(other / "eval"))
+    few = tmp_path / "few"  # a blend has no held-out part of its own
+    blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(few)]
+    assert optimus_data([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0
+    assert held_out(tiny_data, few) is None
+    own = held_out(tiny_data, few, data__eval_path=str(other / "eval"))
     assert own.identity == parts[1].identity

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
@@ -19,7 +20,7 @@ from optimus.train.loop import Run
 from optimus.train.preflight import preflight
 from optimus.train.run_dir import RunDirectory
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
-from tests.helpers.tiny import DENSE, tiny_tree
+from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,10 @@ def test_a_document_mask_is_felt(ranks, tiny_data, tmp_path):
 
 
 def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tmp_path):
-    mix = [{"path": str(tiny_data), "weight": 0.75}, {"path": f"{tiny_data}/eval", "weight": 0.25}]
+    few = str(tmp_path / "few")
+    blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", few]
+    assert optimus_data([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0
+    mix = [{"path": str(tiny_data), "weight": 0.75}, {"path": few, "weight": 0.25}]
     run = {"train__max_steps": 6, "data__mix": mix, "data__document_mask": True}
     train_on(ranks, 1, tiny_tree("", tmp_path / "1", **run))
     train_on(ranks, 4, tiny_tree("", tmp_path / "4", **run, train__stop_at_step=3))
