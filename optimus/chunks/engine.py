@@ -102,6 +102,8 @@ class ChunkEngine:
             return
 
         def widen(leaf: Tensor) -> None:
+            if leaf.grad is None:  # its backward has added to `gradient` itself
+                return
             target.add_(leaf.grad)
             leaf.grad = None
 
@@ -112,6 +114,11 @@ class ChunkEngine:
         self._reduction.start()
         for use in self._uses:
             use.start()
+
+    def gradient(self, name: str) -> Tensor:
+        """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
+        To be asked for each time."""
+        return self._view(name, "grads")
 
     def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """What backward has added for a stage on this rank, by name, before any reduction."""
