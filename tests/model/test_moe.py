@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -383,3 +384,23 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
     assert int(routing.counts.sum()) == 8
     out.sum().backward()
     assert x.grad.isnan().any(dim=1).tolist() == [False, True, False, False]
+
+
+def test_experts_held_elsewhere_cost_no_memory(monkeypatch):
+    """Under expert parallelism a quarter of the slots, say, has its expert here: so much is kept."""
+    experts, tokens, k, held = make_experts(torch.float32), 64, 2, 2
+    with torch.no_grad():
+        experts.gate_up = torch.nn.Parameter(experts.gate_up[:held].clone())
+        experts.down = torch.nn.Parameter(experts.down[:held].clone())
+    chosen = spread(tokens, k)
+    here = int((chosen < held).sum())
+    assert 0 < here < tokens * k
+    x = torch.randn(tokens, D, requires_grad=True)
+    weights = torch.rand(tokens, k, requires_grad=True)
+    kept = kept_for_backward(experts, x, weights, chosen)
+    indices = tokens * k + 2 * here + held + 1
+    assert kept == 4 * (tokens * (D + k) + here * 2 * INNER + indices)
+    everything = run(experts, x, weights, chosen, experts)
+    monkeypatch.setattr(importlib.import_module("optimus_kernels.experts"), "_held", lambda r: r)
+    for value, same in zip(run(experts, x, weights, chosen, experts), everything, strict=True):
+        assert torch.equal(value, same)
