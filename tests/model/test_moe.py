@@ -387,7 +387,7 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_held_elsewhere_cost_no_memory(monkeypatch):
-    """Under expert parallelism a quarter of the slots, say, has its expert here: so much is kept."""
+    """As under expert parallelism: h is kept for the slots whose expert is here."""
     experts, tokens, k, held = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:held].clone())
@@ -400,6 +400,7 @@ def test_experts_held_elsewhere_cost_no_memory(monkeypatch):
     kept = kept_for_backward(experts, x, weights, chosen)
     indices = tokens * k + 2 * here + held + 1
     assert kept == 4 * (tokens * (D + k) + here * 2 * INNER + indices)
+    x, weights = x.detach(), weights.detach()
     everything = run(experts, x, weights, chosen, experts)
     monkeypatch.setattr(importlib.import_module("optimus_kernels.experts"), "_held", lambda r: r)
     for value, same in zip(run(experts, x, weights, chosen, experts), everything, strict=True):
