@@ -253,6 +253,18 @@ def test_compiled_blocks_take_another_number_of_tokens(dynamic):
         torch.testing.assert_close(compiled(x)[0], block(x)[0])
 
 
+def test_debug_mode_works_in_compiled_code(monkeypatch):
+    monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
+    torch.compiler.reset()
+    experts, chosen = make_experts(torch.float32), spread(12, 2)
+    x, weights = torch.randn(12, D), torch.rand(12, 2)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weights, chosen), experts(x, weights, chosen))
+    chosen[3, 1] = E
+    with pytest.raises(ValueError, match=f"none of the {E} experts has, the first {E} for token 3"):
+        compiled(x, weights, chosen)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
     """One after the other with one cache on disk: what an op returns may not depend on the form."""
