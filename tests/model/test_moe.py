@@ -316,7 +316,7 @@ BAD = {
     "tokens": (lambda x, w, c: (x[1:], w, c), ValueError, "x [5, 32]"),
     "slots": (lambda x, w, c: (x, w, c[:, :1]), ValueError, "routed slots [6, 1]"),
     "chosen": (lambda x, w, c: (x, w, c.int()), ValueError, "torch.int32 [6, 2]"),
-    "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x meta"),
+    "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x on meta"),
 }
 
 
