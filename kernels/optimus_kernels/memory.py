@@ -6,9 +6,9 @@ next step. Here they stay, and each is handed out again once no tensor refers to
 view or a saved activation keeps its buffer like any other memory.
 
 What that costs: the process keeps at most 1.5 times what was in use at once in its largest step,
-also while it evaluates or after a model is gone, until `release` is called, which gives back what
-is free; nothing here calls it, since the next step would pay again. Tensors made here are of fixed
-storage: `untyped_storage().resize_` raises.
+also while it evaluates or after a model is gone. `release`, for users
+`optimus_kernels.release_memory`, gives back what is free; nothing here calls it, since the next
+step would pay again. Tensors made here are of fixed storage: `untyped_storage().resize_` raises.
 """
 
 from __future__ import annotations
