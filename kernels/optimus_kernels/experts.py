@@ -23,7 +23,7 @@ from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_twin
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
-from optimus_kernels.ops import define
+from optimus_kernels.ops import define, refuse_gradient
 from optimus_kernels.reduction import reference as reduce_twin
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import reference as swiglu_twin
@@ -235,6 +235,7 @@ def _check_into(into: WeightGrads, saved: Saved) -> None:
 
 def _run_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     h, into = operands[8], WeightGrads(*operands[9:])
+    refuse_gradient("experts_backward_into", grad, *operands[:4])
     grad, saved, h = dense_backward("experts_backward_into", grad, Saved(*operands[:8]), h)
     _check_into(into, saved)
     room = _room(saved.x, saved.gate_up)

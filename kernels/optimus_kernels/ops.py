@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("optimus", "FRAGMENT")
 
@@ -38,14 +39,24 @@ def define(
     return getattr(torch.ops.optimus, name).default
 
 
+def refuse_gradient(name: str, *operands: Tensor) -> None:
+    """For ops that write to their operands, where autograd has nowhere to refuse later."""
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise _no_gradient(name)
+
+
 def _refusing(name: str) -> Callable:
     def backward(ctx, *grads):
-        raise NotImplementedError(
-            f"torch.ops.optimus.{name} has no gradient: it is a part of optimus_kernels.experts, "
-            "or itself a gradient; leave out create_graph, or compute in plain torch"
-        )
+        raise _no_gradient(name)
 
     return backward
+
+
+def _no_gradient(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.ops.optimus.{name} has no gradient: it is a part of optimus_kernels.experts, "
+        "or itself a gradient; leave out create_graph, or compute in plain torch"
+    )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
