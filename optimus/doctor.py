@@ -60,7 +60,12 @@ def format_examination(found: dict[str, Any]) -> str:
 
 
 def kernels_status() -> dict[str, Any]:
-    """What `optimus kernels status --json` prints."""
+    """What `optimus kernels status --json` prints. Raises ConfigError for an OPTIMUS_KERNELS that
+    names no backend."""
+    try:
+        backend.chosen()
+    except KernelError as error:
+        raise ConfigError(str(error)) from error
     return _kernels()
 
 

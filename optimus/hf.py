@@ -123,8 +123,8 @@ class FastExpertsByModule(FastExperts):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        if self.gate_up_proj.is_meta and local_metadata.get("assign_to_params_buffers"):
-            self._leave_meta(state_dict, prefix)
+        if local_metadata.get("assign_to_params_buffers"):
+            self._become_as(state_dict, prefix)
         views = self._slices(self.gate_up_proj.detach(), self.down_proj.detach(), prefix)
         for name, view in views.items():
             if name not in state_dict:
@@ -141,14 +141,20 @@ class FastExpertsByModule(FastExperts):
                 key for key in state_dict if key.startswith(prefix) and key not in views
             )
 
-    def _leave_meta(self, state_dict, prefix: str) -> None:
-        """Memory for parameters without any, where and as the first tensor to come is."""
-        first = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
-        if first is None:
+    def _become_as(self, state_dict, prefix: str) -> None:
+        """Parameters where and of the dtype that the first tensor to come is, as assigned ones
+        are."""
+        like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
+        if like is None:
             return
         for name, parameter in list(self.named_parameters()):
-            empty = torch.empty_like(parameter, device=first.device, dtype=first.dtype)
-            setattr(self, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            if (parameter.device, parameter.dtype) == (like.device, like.dtype):
+                continue
+            if parameter.is_meta:
+                new = torch.empty_like(parameter, device=like.device, dtype=like.dtype)
+            else:
+                new = parameter.detach().to(like.device, like.dtype)
+            setattr(self, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
 
 
 class FastBlock(nn.Module):

@@ -67,8 +67,12 @@ def test_what_cannot_be_built_is_one_line_and_status_2(arguments, says, monkeypa
 
 def test_an_unknown_choice_is_told(monkeypatch, capsys):
     monkeypatch.setenv("OPTIMUS_KERNELS", "fast")
-    assert main(["kernels", "status"]) == 0
-    assert "OPTIMUS_KERNELS='fast': it is one of auto" in capsys.readouterr().out
+    assert main(["kernels", "status"]) == 2
+    told = "OPTIMUS_KERNELS='fast': it is one of auto"
+    shown = capsys.readouterr()
+    assert told in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert main(["doctor"]) == 0  # which is there to tell what is wrong
+    assert told in capsys.readouterr().out
 
 
 def test_doctor_works_without_a_home(monkeypatch, capsys):

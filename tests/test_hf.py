@@ -154,6 +154,19 @@ def test_state_dict_goes_both_ways(tmp_path):
     assert torch.equal(ours(**batch()).logits, use_fast_moe(olmoe())(**batch()).logits)
 
 
+def test_assigned_weights_bring_their_dtype():
+    """As in torch: load_state_dict(assign=True) takes tensors as they are, into frozen ones too."""
+    theirs, ours = twins()
+    for parameter in ours.parameters():
+        parameter.requires_grad_(False)
+    low = {name: value.bfloat16() for name, value in theirs.state_dict().items()}
+    ours.load_state_dict(low, assign=True)
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
+    assert all(torch.equal(value, low[name]) for name, value in ours.state_dict().items())
+    assert ours(input_ids=batch()["input_ids"]).logits.dtype is torch.bfloat16
+
+
 def test_a_state_dict_with_something_missing_is_refused():
     ours = use_fast_moe(olmoe())
     state = ours.state_dict()

@@ -11,6 +11,7 @@ from optimus_kernels.adamw import adamw_
 from optimus_kernels.experts import Destination, WeightGrads, WeightWork, experts
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
+from optimus_kernels.memory import release as release_memory
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
 from optimus_kernels.route import Rows, route
 from optimus_kernels.swiglu import swiglu, swiglu_backward
@@ -27,6 +28,7 @@ __all__ = [
     "grouped_mm_weight",
     "reduce_rows",
     "reduce_rows_backward",
+    "release_memory",
     "route",
     "set_form",
     "swiglu",

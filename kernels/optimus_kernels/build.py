@@ -39,6 +39,8 @@ CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
+CPU_COMPILERS = "g++ 11 or clang++ 12"
+"""The first that know x86-64-v3 and v4."""
 # A file named adamw_* rounds every product, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -245,7 +247,12 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
             continue
         out = work / f"{source.stem}.o"
         own = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(part, ()))
-        _run([*common, *own, "-c", source, "-o", out])
+        try:
+            _run([*common, *own, "-c", source, "-o", out])
+        except KernelError as error:
+            if "x86-64-v" not in str(error):
+                raise
+            raise KernelError(f"{error}; AVX2 and AVX-512 want {CPU_COMPILERS}") from error
         objects.append(out)
     library = work / "liboptimus_cpu.so"
     # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.

@@ -8,19 +8,22 @@ backward has at hand; nothing is divided by a weight (Optimus paper, section 3.1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from optimus_kernels import experts_grouped, experts_loop
+from optimus_kernels.checks import check_operands
+from optimus_kernels.experts_operands import Saved, check, check_backward, dense, dense_backward
 from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_twin
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
-from optimus_kernels.ops import define
+from optimus_kernels.ops import define, refuse_gradient
 from optimus_kernels.reduction import reference as reduce_twin
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import reference as swiglu_twin
@@ -68,8 +71,9 @@ def experts(
     weight_grads: Callable[[], Destination] | None = None,
 ) -> Tensor:
     """x [T, D], weights [T, K], gate_up [E, 2F, D] (gate above up), down [E, D, F], of one dtype
-    and device; rows of `route`. Returns [T, D]. A caller that knows R on the host may pass
-    rows.token and rows.slot shortened to R.
+    and device; rows of `route`. Returns [T, D]. Where the offsets lie on the host, h is kept for
+    the R rows held here alone. Elsewhere nobody waits for R, and h is kept for all N unless a
+    caller who knows R passes rows.token and rows.slot shortened to it.
 
     `save_input_only` computes h again in backward: 22 % more arithmetic, 4 KB instead of 36 KB a
     token at OLMoE's sizes in bf16. `weight_grads`, asked once in each backward, says where the
@@ -87,19 +91,31 @@ def experts(
                 *operands, rows, save_input_only=save_input_only, weight_grads=weight_grads
             )
             return out.to(x.dtype)
-    _check(x, weights, gate_up, down, rows)
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))
     keep = needed and not save_input_only
-    return _Experts.apply(x, weights, gate_up, down, *rows, keep, weight_grads)
+    return _Experts.apply(x, weights, gate_up, down, *_held(rows), keep, weight_grads)
+
+
+def _held(rows: Rows) -> Rows:
+    """Without the slots of experts held elsewhere, of which expert parallelism has most. Compiled
+    code keeps them: its sizes must not depend on values."""
+    offsets, token, slot, row = rows
+    known = offsets.is_cpu and not isinstance(offsets, FakeTensor)
+    if torch.compiler.is_compiling() or not known or offsets.numel() == 0:
+        return rows
+    held = int(offsets[-1])
+    if not 0 <= held < len(token):
+        return rows
+    return Rows(offsets, token[:held].clone(), slot[:held].clone(), row)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, gate_up, down, offsets, token, slot, row, keep, weight_grads):
-        out, h = _forward(x, weights, gate_up, down, offsets, token, slot, row, keep)
+        saved = Saved(x, weights, gate_up, down, offsets, token, slot, row)
+        out, h = _forward(*saved, keep)
         ctx.weight_grads = weight_grads
-        kept = h if keep else None
-        ctx.save_for_backward(x, weights, gate_up, down, offsets, token, slot, row, kept)
+        ctx.save_for_backward(*saved, h if keep else None)
         return out
 
     @staticmethod
@@ -111,11 +127,10 @@ class _Experts(torch.autograd.Function):
                 "plain torch"
             )
         *saved, h = ctx.saved_tensors
-        grad = grad.contiguous()
         if ctx.weight_grads is not None:
             where = ctx.weight_grads()
             if where is not None:
-                return *_backward_elsewhere(where, grad, *saved, h), *(None,) * 8
+                return *_backward_elsewhere(where, grad, Saved(*saved), h), *(None,) * 8
         with_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         dx, dw, dgate_up, ddown = _backward(grad, *saved, h, with_weights)
         if not with_weights:
@@ -124,17 +139,16 @@ class _Experts(torch.autograd.Function):
 
 
 def _backward_elsewhere(
-    where, grad, x, weights, gate_up, down, offsets, token, slot, row, h
+    where: WeightGrads | Callable[[WeightWork], None], grad: Tensor, saved: Saved, h: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """dx and dweights; the weights' own gradients go to `where`, which is not autograd."""
-    saved = (x, weights, gate_up, down, offsets, token, slot, row, h)
     if isinstance(where, WeightGrads):
-        return _backward_into(grad, *saved, where.gate_up, where.down, where.add)
-    rows, room, x = Rows(offsets, token, slot, row), _room(x, gate_up), x.contiguous()
-    saved = (x, weights.contiguous(), gate_up, down, rows, h)
-    dx, dw, kept = room.backward(grad, *saved, None, keep=True)
-    where(WeightWork(room, grad, x, rows, kept))
-    return dx, dw.to(weights.dtype)
+        return _backward_into(grad, *saved, h, *where)
+    room = _room(saved.x, saved.gate_up)
+    grad, saved, h = dense_backward("experts", grad, saved, h)
+    dx, dw, kept = room.backward(grad, *saved[:4], saved.rows, h, None, keep=True)
+    where(WeightWork(room, grad, saved.x, saved.rows, kept))
+    return dx, dw.to(saved.weights.dtype)
 
 
 def reference(
@@ -163,93 +177,77 @@ def reference_backward(
     return dx, dweights.to(weights.dtype), dgate_up, ddown
 
 
-def _check(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows) -> None:
-    """Messages are made only to be raised: torch.compile cannot print sizes that vary."""
-    named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
-    if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
-        raise ValueError(
-            f"experts: {_shapes(named)}; they must be x [T, D], weights [T, K], gate_up "
-            "[E, 2F, D], down [E, D, F]"
-        )
-    held, inner, hidden = gate_up.shape[0], down.shape[2], x.shape[1]
-    if gate_up.shape != (held, 2 * inner, hidden) or down.shape != (held, hidden, inner):
-        raise ValueError(
-            f"experts: {_shapes(named)}; gate_up must be [E, 2F, D] and down [E, D, F] for x [T, D]"
-        )
-    if rows.offsets.shape != (held + 1,):
-        raise ValueError(
-            f"experts: routed for {rows.offsets.shape[0] - 1} experts, but gate_up "
-            f"{list(gate_up.shape)} holds {held}"
-        )
-    if rows.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"experts: {_shapes(named)}, routed slots {list(rows.row.shape)}; T or K do not match"
-        )
-    if len({value.dtype for value in named.values()}) > 1:
-        kinds = ", ".join(f"{name} {value.dtype}" for name, value in named.items())
-        raise TypeError(f"experts: {kinds}; they must be of one dtype")
-    if len({value.device for value in (*named.values(), *rows)}) > 1:
-        places = ", ".join(f"{name} {value.device}" for name, value in named.items())
-        raise TypeError(f"experts: {places}, routing {rows.row.device}; all must be on one device")
-
-
-def _shapes(named: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(value.shape)}" for name, value in named.items())
-
-
 def _room(x: Tensor, gate_up: Tensor):
     """Chosen once for all products: rows of D, F and 2F; 2F fits wherever F does."""
     taken = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if taken == "torch" else experts_loop
 
 
-def _run_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
-    rows = Rows(offsets, token, slot, row)
-    weights = weights.contiguous()
-    out, h = _room(x, gate_up).forward(x.contiguous(), weights, gate_up, down, rows, keep)
+def _run_forward(*operands: Any) -> tuple[Tensor, Tensor]:
+    saved, keep = Saved(*operands[:8]), operands[8]
+    check("experts", saved)
+    saved = dense("experts", saved)
+    out, h = _room(saved.x, saved.gate_up).forward(*saved[:4], saved.rows, keep)
     # The loop has spare rows behind. Sizes must not tell the form: torch.compile keeps what it
     # compiled on disk, where a run of the other form finds it.
-    return out, h[: token.shape[0]] if keep else h
+    return out, h[: saved.token.shape[0]] if keep else h
 
 
-def _fake_forward(x, weights, gate_up, down, offsets, token, slot, row, keep):
-    h = (token.shape[0], gate_up.shape[1]) if keep else (0,)
-    return x.new_empty(x.shape), x.new_empty(h)
+def _fake_forward(*operands: Any) -> tuple[Tensor, Tensor]:
+    saved, keep = Saved(*operands[:8]), operands[8]
+    check("experts", saved)
+    h = (saved.token.shape[0], saved.gate_up.shape[1]) if keep else (0,)
+    return saved.x.new_empty(saved.x.shape), saved.x.new_empty(h)
 
 
-def _run_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights):
-    rows = Rows(offsets, token, slot, row)
-    shapes = (gate_up, down) if with_weights else ()
-    into = experts_loop.fresh_grads(shapes) if shapes else None
-    saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw, _ = _room(x, gate_up).backward(grad, *saved, into)
-    return dx, dw.to(weights.dtype), *(into[:2] if into else (x.new_empty(0), x.new_empty(0)))
+def _run_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    h, with_weights = operands[8:]
+    grad, saved, h = dense_backward("experts_backward", grad, Saved(*operands[:8]), h)
+    into = experts_loop.fresh_grads((saved.gate_up, saved.down)) if with_weights else None
+    room = _room(saved.x, saved.gate_up)
+    dx, dw, _ = room.backward(grad, *saved[:4], saved.rows, h, into)
+    grads = into[:2] if into else (saved.x.new_empty(0), saved.x.new_empty(0))
+    return dx, dw.to(saved.weights.dtype), *grads
 
 
-def _fake_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights):
+def _fake_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    saved, (h, with_weights) = Saved(*operands[:8]), operands[8:]
+    check_backward("experts_backward", grad, saved, h)
+    x, weights, gate_up, down = saved[:4]
     grads = (t.new_empty(t.shape if with_weights else (0,)) for t in (gate_up, down))
     return x.new_empty(x.shape), weights.new_empty(weights.shape), *grads
 
 
-def _run_backward_into(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, gate_up_grad, down_grad, add
-):
-    into = WeightGrads(gate_up_grad, down_grad, add)
-    if into.gate_up.shape != gate_up.shape or into.down.shape != down.shape:
+def _check_into(into: WeightGrads, saved: Saved) -> None:
+    if into.gate_up.shape != saved.gate_up.shape or into.down.shape != saved.down.shape:
         raise ValueError(
             f"experts: gradients go to {list(into.gate_up.shape)} and {list(into.down.shape)}, "
-            f"the weights are {list(gate_up.shape)} and {list(down.shape)}"
+            f"the weights are {list(saved.gate_up.shape)} and {list(saved.down.shape)}"
         )
-    rows = Rows(offsets, token, slot, row)
-    saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw, _ = _room(x, gate_up).backward(grad, *saved, into)
-    return dx, dw.to(weights.dtype)
+    for name, target in (("gate_up", into.gate_up), ("down", into.down)):
+        check_operands(f"experts_backward_into: memory for {name}", {"it": target}, {})
+        if target.device != saved.x.device:
+            raise TypeError(
+                f"experts_backward_into: memory for {name} is on {target.device}, x on "
+                f"{saved.x.device}"
+            )
 
 
-def _fake_backward_into(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, gate_up_grad, down_grad, add
-):
-    return x.new_empty(x.shape), weights.new_empty(weights.shape)
+def _run_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+    h, into = operands[8], WeightGrads(*operands[9:])
+    refuse_gradient("experts_backward_into", grad, *operands[:4])
+    grad, saved, h = dense_backward("experts_backward_into", grad, Saved(*operands[:8]), h)
+    _check_into(into, saved)
+    room = _room(saved.x, saved.gate_up)
+    dx, dw, _ = room.backward(grad, *saved[:4], saved.rows, h, into)
+    return dx, dw.to(saved.weights.dtype)
+
+
+def _fake_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+    saved = Saved(*operands[:8])
+    check_backward("experts_backward_into", grad, saved, operands[8])
+    _check_into(WeightGrads(*operands[9:]), saved)
+    return saved.x.new_empty(saved.x.shape), saved.weights.new_empty(saved.weights.shape)
 
 
 _SAVED = (

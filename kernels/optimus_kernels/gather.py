@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import check_index, define
+from optimus_kernels.checks import check_index, check_operands
+from optimus_kernels.ops import define
 
 
 def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
@@ -29,18 +30,17 @@ def reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
     return copies.masked_fill((token < 0).unsqueeze(1), 0)
 
 
-def _check(x: Tensor, token: Tensor) -> None:
-    if x.dim() != 2 or token.dim() != 1 or token.dtype is not torch.int32:
+def _check(x: Tensor, token: Tensor, row: Tensor) -> None:
+    if (x.dim(), token.dim(), row.dim()) != (2, 1, 2):
         raise ValueError(
-            f"gather: x {list(x.shape)} must be [T, D], token {token.dtype} {list(token.shape)} "
-            "int32 [R]"
+            f"gather: x {list(x.shape)} must be [T, D], token {list(token.shape)} [R], row "
+            f"{list(row.shape)} [T, K]"
         )
-    if x.device != token.device:
-        raise ValueError(f"gather: x is on {x.device}, token on {token.device}")
+    check_operands("gather", {"x": x}, {"token": token, "row": row})
 
 
 def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    _check(x, token)
+    _check(x, token, row)
     check_index("gather", "token", token, x.shape[0])
     if library.native(x) is None:
         return reference(x, token, row)
@@ -65,7 +65,7 @@ def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = 
 
 
 def _fake(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    _check(x, token)
+    _check(x, token, row)
     return x.new_empty(token.shape[0], x.shape[1])
 
 

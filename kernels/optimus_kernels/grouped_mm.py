@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus_kernels.checks import check_offsets, check_operands
 from optimus_kernels.ops import define
 
 FORMS = ("auto", "torch", "loop")
@@ -151,15 +152,12 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
             "grouped_mm: rows [R, A], weights [E, A, B], offsets [E+1] do not match: "
             f"{list(rows.shape)}, {list(weights.shape)}, {list(offsets.shape)}"
         )
-    if rows.dtype != weights.dtype or offsets.dtype is not torch.int32:
-        raise TypeError(
-            f"grouped_mm: rows {rows.dtype} and weights {weights.dtype} must be of one dtype, "
-            f"offsets {offsets.dtype} int32"
-        )
+    check_operands("grouped_mm", {"rows": rows, "weights": weights}, {"offsets": offsets})
 
 
 def _run(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     _check(rows, weights, offsets)
+    check_offsets("grouped_mm", offsets, len(rows))
     widths = weights.shape[1:]
     return _products[form(rows, *widths)](rows, weights, offsets)
 
@@ -185,6 +183,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _run_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     _check_weight(a, b, offsets)
+    check_offsets("grouped_mm_weight", offsets, len(a))
     return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)
 
 
@@ -194,13 +193,13 @@ def _fake_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[0] or a.dtype != b.dtype:
+    fits = (a.dim(), b.dim(), offsets.dim()) == (2, 2, 1) and a.shape[0] == b.shape[0]
+    if not fits or not offsets.shape[0]:
         raise ValueError(
-            f"grouped_mm_weight: a {a.dtype} {list(a.shape)} and b {b.dtype} {list(b.shape)} must "
-            "be [R, A] and [R, B] of one dtype"
+            "grouped_mm_weight: a [R, A], b [R, B], offsets [E+1] do not match: "
+            f"{list(a.shape)}, {list(b.shape)}, {list(offsets.shape)}"
         )
-    if offsets.dtype is not torch.int32:
-        raise TypeError(f"grouped_mm_weight: offsets {offsets.dtype} must be int32")
+    check_operands("grouped_mm_weight", {"a": a, "b": b}, {"offsets": offsets})
 
 
 def _backward_weight(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -54,9 +54,9 @@ class Native:
             raise RuntimeError(f"optimus_{name} failed: {reason}")
 
 
-def native(tensor: Tensor) -> Native | None:
+def native(tensor: Tensor, whatever_dtype: bool = False) -> Native | None:
     """The compiled kernels for a tensor's device and dtype; None: compute the twin."""
-    if tensor.dtype not in DTYPES and tensor.dtype is not torch.int64:
+    if not whatever_dtype and tensor.dtype not in DTYPES:
         return None
     found = backend.active(tensor.device)
     return None if found.library is None else _bind(found.library, tensor.device.type)

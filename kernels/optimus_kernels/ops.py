@@ -6,7 +6,6 @@ Schemas are Python's, so the names exist whatever is compiled. An implementation
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,36 +25,38 @@ def define(
     """The op of a schema such as `gather(Tensor x) -> Tensor`.
 
     `fake` gives empty outputs of the right shape; `backward(ctx, *grads)` and
-    `save(ctx, inputs, output)` are register_autograd's. Without them there is no gradient.
+    `save(ctx, inputs, output)` are register_autograd's. Without them there is no gradient, and
+    asking for one is a NotImplementedError: autograd by itself would leave it out unsaid.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"optimus::{name}", fake, lib=_LIBRARY)
-    if backward is not None:
+    if "!" not in schema:  # what writes to its operands cannot have one registered
         torch.library.register_autograd(
-            f"optimus::{name}", backward, setup_context=save, lib=_LIBRARY
+            f"optimus::{name}", backward or _refusing(name), setup_context=save, lib=_LIBRARY
         )
     return getattr(torch.ops.optimus, name).default
 
 
-def debug() -> bool:
-    """Whether indices are looked at before they are used (OPTIMUS_KERNELS_DEBUG=1): on an
-    accelerator the host waits for each look."""
-    return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
+def refuse_gradient(name: str, *operands: Tensor) -> None:
+    """For ops that write to their operands, where autograd has nowhere to refuse later."""
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise _no_gradient(name)
 
 
-def check_index(op: str, name: str, index: Tensor, size: int) -> None:
-    """In debug mode, ValueError for an index that is neither -1 nor below `size`."""
-    if not debug():
-        return
-    wrong = ((index < -1) | (index >= size)).flatten().nonzero().flatten()
-    if len(wrong):
-        at = int(wrong[0])
-        raise ValueError(
-            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers out of -1 to {size - 1}, "
-            f"the first {int(index.flatten()[at])} in place {at}"
-        )
+def _refusing(name: str) -> Callable:
+    def backward(ctx, *grads):
+        raise _no_gradient(name)
+
+    return backward
+
+
+def _no_gradient(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.ops.optimus.{name} has no gradient: it is a part of optimus_kernels.experts, "
+        "or itself a gradient; leave out create_graph, or compute in plain torch"
+    )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

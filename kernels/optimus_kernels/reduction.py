@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import check_index, compute_dtype, define
+from optimus_kernels.checks import check_index, check_operands, shapes
+from optimus_kernels.ops import compute_dtype, define
 
 
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
@@ -56,21 +57,21 @@ def reference_backward(
     return dy.to(y.dtype), dweights.view(weights.shape)
 
 
-def _check(y: Tensor, weights: Tensor | None, row: Tensor) -> None:
-    if y.dim() != 2 or row.dim() != 2 or row.dtype is not torch.int32:
+def _check(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> None:
+    if (y.dim(), row.dim(), slot.dim()) != (2, 2, 1):
         raise ValueError(
-            f"reduce_rows: y {list(y.shape)} must be [R, D], row {row.dtype} {list(row.shape)} "
-            "int32 [T, K]"
+            f"reduce_rows: y {list(y.shape)} must be [R, D], row {list(row.shape)} [T, K], slot "
+            f"{list(slot.shape)} [R]"
         )
-    if weights is not None and (weights.shape != row.shape or weights.dtype != y.dtype):
+    if weights is not None and weights.shape != row.shape:
         raise ValueError(
-            f"reduce_rows: weights {weights.dtype} {list(weights.shape)} must be {y.dtype} "
-            f"{list(row.shape)}, as y and row are"
+            f"reduce_rows: weights {list(weights.shape)} must be {list(row.shape)}, as row is"
         )
+    check_operands("reduce_rows", {"y": y, "weights": weights}, {"row": row, "slot": slot})
 
 
 def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    _check(y, weights, row)
+    _check(y, weights, row, slot)
     check_index("reduce_rows", "row", row, y.shape[0])
     kernels = library.native(y)
     if kernels is None:
@@ -85,7 +86,7 @@ def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor
 
 
 def _fake(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    _check(y, weights, row)
+    _check(y, weights, row, slot)
     return y.new_empty(row.shape[0], y.shape[1])
 
 
@@ -105,16 +106,14 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _check_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> None:
-    if grad.shape != (weights.shape[0], y.shape[1]) or slot.shape != y.shape[:1]:
+    values = {"grad": grad, "y": y, "weights": weights}
+    fits = (y.dim(), weights.dim()) == (2, 2) and slot.shape == y.shape[:1]
+    if not fits or grad.shape != (weights.shape[0], y.shape[1]):
         raise ValueError(
             "reduce_rows_backward: grad [T, D], y [R, D], weights [T, K], slot [R] do not match: "
-            f"{list(grad.shape)}, {list(y.shape)}, {list(weights.shape)}, {list(slot.shape)}"
+            + shapes({**values, "slot": slot})
         )
-    if slot.dtype is not torch.int32 or not grad.dtype == y.dtype == weights.dtype:
-        raise TypeError(
-            "reduce_rows_backward: grad, y and weights share a dtype and slot is int32; given "
-            f"{grad.dtype}, {y.dtype}, {weights.dtype}, {slot.dtype}"
-        )
+    check_operands("reduce_rows_backward", values, {"slot": slot})
 
 
 def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

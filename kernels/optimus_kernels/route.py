@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import debug, define
+from optimus_kernels.checks import debug
+from optimus_kernels.ops import define
 
 
 class Rows(NamedTuple):
@@ -32,9 +33,7 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
     """chosen int64 [T, K]: numbers of experts, of which first_expert to first_expert +
     num_experts - 1 are held here. Any other number, also one that no expert has, gets no row;
     given `of`, the number of all experts, the latter is a ValueError in debug mode."""
-    if of is not None and debug():
-        _check_chosen(chosen, of)
-    return Rows(*_route(chosen, first_expert, num_experts))
+    return Rows(*_route(chosen, first_expert, num_experts, of))
 
 
 def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
@@ -74,9 +73,13 @@ def _check(chosen: Tensor, num_experts: int) -> None:
         raise ValueError(f"route: {num_experts} experts")
 
 
-def _run(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, ...]:
+def _run(
+    chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
+) -> tuple[Tensor, ...]:
     _check(chosen, num_experts)
-    kernels = library.native(chosen)
+    if of is not None and debug():
+        _check_chosen(chosen, of)
+    kernels = library.native(chosen, whatever_dtype=True)
     if kernels is None:
         return tuple(reference(chosen, first_expert, num_experts))
     chosen = chosen.contiguous()
@@ -89,7 +92,9 @@ def _run(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, .
     return offsets, token, slot, row
 
 
-def _fake(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, ...]:
+def _fake(
+    chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
+) -> tuple[Tensor, ...]:
     _check(chosen, num_experts)
     slots = chosen.shape[0] * chosen.shape[1]
     shapes = ((num_experts + 1,), (slots,), (slots,), tuple(chosen.shape))
@@ -97,7 +102,7 @@ def _fake(chosen: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, 
 
 
 _route = define(
-    "route(Tensor chosen, SymInt first_expert, SymInt num_experts)"
+    "route(Tensor chosen, SymInt first_expert, SymInt num_experts, SymInt? of=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.ops import check_index, compute_dtype, define
+from optimus_kernels.checks import check_index, check_operands, shapes
+from optimus_kernels.ops import compute_dtype, define
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -60,6 +61,7 @@ def reference_backward(
 def _check(h: Tensor) -> None:
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"swiglu: h {list(h.shape)} must be [R, 2F]")
+    check_operands("swiglu", {"h": h}, {})
 
 
 def _run(h: Tensor) -> Tensor:
@@ -98,18 +100,14 @@ def _backward(ctx, grad: Tensor) -> Tensor:
 
 
 def _check_backward(h: Tensor, da: Tensor, weights: Tensor, slot: Tensor) -> None:
-    _check(h)
-    shapes = {"h": h, "da": da, "weights": weights, "slot": slot}
-    if da.shape != (h.shape[0], h.shape[1] // 2) or slot.shape != h.shape[:1]:
+    values = {"h": h, "da": da, "weights": weights}
+    fits = h.dim() == weights.dim() == 2 and h.shape[1] % 2 == 0
+    if not fits or da.shape != (h.shape[0], h.shape[1] // 2) or slot.shape != h.shape[:1]:
         raise ValueError(
-            "swiglu_backward: h [R, 2F], da [R, F], slot [R] do not match: "
-            + ", ".join(f"{name} {list(value.shape)}" for name, value in shapes.items())
+            "swiglu_backward: h [R, 2F], da [R, F], weights [T, K], slot [R] do not match: "
+            + shapes({**values, "slot": slot})
         )
-    if slot.dtype is not torch.int32 or not h.dtype == da.dtype == weights.dtype:
-        raise TypeError(
-            "swiglu_backward: h, da and weights share a dtype and slot is int32; given "
-            + ", ".join(f"{name} {value.dtype}" for name, value in shapes.items())
-        )
+    check_operands("swiglu_backward", values, {"slot": slot})
 
 
 def _run_backward(

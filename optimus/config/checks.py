@@ -237,10 +237,11 @@ def _recompute(config: Config) -> None:
         raise ConfigError(
             f"recompute.modules = {list(modules)} names one twice; name each at most once"
         )
-    if "moe" in modules and config.model.architecture == "olmo":
+    sparse = [name for name in modules if name in ("moe", "experts")]
+    if sparse and config.model.architecture == "olmo":
         raise ConfigError(
-            "recompute.modules names 'moe': architecture 'olmo' has no experts; use 'block', or "
-            "leave it out"
+            f"recompute.modules names '{sparse[0]}': architecture 'olmo' has no experts; use "
+            "'block', or leave it out"
         )
 
 

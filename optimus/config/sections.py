@@ -305,11 +305,12 @@ class RecomputeConfig(Section):
     """Selective activation checkpointing."""
 
     modules: Annotated[
-        tuple[Literal["norm", "attention", "moe", "block"], ...], Field(strict=False)
+        tuple[Literal["norm", "attention", "moe", "experts", "block"], ...], Field(strict=False)
     ] = ()
     """What is computed again in backward instead of being kept: in every block the outputs of the
-    `norm`s, all that `attention` or the `moe` makes of its input, or the whole `block`, which
-    includes the others. Bits do not change."""
+    `norm`s, all that `attention` or the `moe` makes of its input, of that the `experts`'
+    pre-activation alone (most of it, without the router and communication), or the whole `block`,
+    which includes the others. Bits do not change."""
 
 
 class KernelsConfig(Section):

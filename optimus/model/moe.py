@@ -54,7 +54,8 @@ class Experts(nn.Module):
         self.num_experts = experts
         self.first_expert = 0
         self.save_input_only = False
-        """Compute the pre-activation again in backward instead of keeping it."""
+        """Compute the pre-activation again in backward instead of keeping it
+        (`recompute.modules = ["experts"]`)."""
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, D], weights [T, K] of x's dtype, chosen int64 [T, K] -> [T, D].

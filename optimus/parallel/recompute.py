@@ -1,7 +1,8 @@
 """Selective activation checkpointing: what backward computes again instead of keeping.
 
-Chosen for every block: `attention` and `moe` keep their input alone, `norm` keeps none of its
-output, `block` keeps its input alone and so includes the others. A norm beside a chosen module is
+Chosen for every block: `attention` and `moe` keep their input alone, `experts` keeps its own and no
+pre-activation, `norm` keeps none of its output, `block` keeps its input alone; `moe` includes
+`experts`, and `block` all others. A norm beside a chosen module is
 computed again together with it. Communication inside what is chosen is repeated with it, in the
 same order on all ranks. Nothing here draws random numbers, and the same operations on the same
 values give the same bits, so gradients do not change by a bit.
@@ -27,7 +28,8 @@ watching: list[Callable[[Tensor], None]] = []
 
 
 def wire_recompute(model: nn.Module, modules: Collection[str]) -> None:
-    """Let every block compute `modules` ("norm", "attention", "moe", "block") again in backward."""
+    """Let every block compute `modules` ("norm", "attention", "moe", "experts", "block") again in
+    backward."""
     for block in model.modules():
         if not isinstance(block, Block):
             continue
@@ -35,9 +37,15 @@ def wire_recompute(model: nn.Module, modules: Collection[str]) -> None:
             block.forward = _again(block.forward)
             continue
         moe = isinstance(block.mlp, FastSparseMoE) and "moe" in modules
+        if isinstance(block.mlp, FastSparseMoE) and "experts" in modules and not moe:
+            block.mlp.experts.register_forward_pre_hook(_without_preactivation)
         norm = "norm" in modules
         block.attend = _half(block.attention_norm, block.attention, norm, "attention" in modules)
         block.feed_forward = _half(block.mlp_norm, block.mlp, norm, moe)
+
+
+def _without_preactivation(experts: nn.Module, arguments: tuple[Any, ...]) -> None:
+    experts.save_input_only = not _switched_off
 
 
 def _half(

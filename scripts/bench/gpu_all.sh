@@ -4,7 +4,8 @@
 #
 #   scripts/bench/gpu_all.sh [--out FOLDER] [--budget SECONDS] [--dry-run] [--rehearse]
 #
-# FOLDER (build/gpu_all) gets every part's output; the table goes to docs/benchmarks/DEVICE.md too.
+# FOLDER (build/gpu_all) gets every part's output, in place of an earlier one's, and what else lies
+# there stays; the table goes to docs/benchmarks/DEVICE.md too.
 # A part that fails or has no time left is named in the table, and the exit status is 1.
 # --dry-run prints the commands. --rehearse does a small version of it all on the CPU, table in FOLDER.
 # PYTHON names the interpreter (.venv/bin/python if it is there, else python3).
@@ -36,7 +37,7 @@ optimus=("$PYTHON" -m optimus.cli)
 
 if ((!dry_run)); then
   mkdir -p "$out"
-  rm -f "$out"/*.json "$out"/*.log "$out"/parts.tsv
+  rm -f "$out"/parts.tsv
   if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "gpu_all.sh: $PYTHON has no torch; name another in PYTHON, or run make setup" >&2
     exit 2
@@ -59,6 +60,7 @@ part() {
     printf '\n'
     return
   fi
+  rm -f "$out/$name".{json,log,err.log}
   left=$((budget - SECONDS))
   ((limit < left)) || limit=$left
   if ((limit < 5)); then

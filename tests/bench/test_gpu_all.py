@@ -46,6 +46,17 @@ def test_it_says_what_is_missing(tmp_path):
     assert run("--fast").returncode == 2
 
 
+def test_it_removes_its_own_files_alone(tmp_path):
+    """With no time for any part: what an earlier run left is gone, what is not ours is there."""
+    for name in ("notes.json", "train.log", "build.log", "step.json", "step.err.log", "parts.tsv"):
+        (tmp_path / name).write_text("old\n")
+    done = run("--rehearse", "--budget", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["notes.json", "parts.tsv", "table.md", "train.log"]
+    assert "old" not in (tmp_path / "parts.tsv").read_text()
+
+
 def test_the_table_names_parts_that_failed(tmp_path):
     (tmp_path / "parts.tsv").write_text("build\t9\tdone\ntests\t3\tfailed with status 1\n")
     (tmp_path / "tests.log").write_text("..F\n1 failed, 2 passed in 1 s\n\n")

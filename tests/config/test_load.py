@@ -106,6 +106,10 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
         ),
         ({"parallel__ep_dispatch": "alltoall"}, r"ep_dispatch = 'alltoall': .* 'allgather'"),
         (DENSE | {"recompute__modules": ["moe"]}, r"recompute.modules names 'moe': .* 'block'"),
+        (
+            DENSE | {"recompute__modules": ["experts"]},
+            r"recompute.modules names 'experts': .* 'block'",
+        ),
         (DENSE | {"model__router": "uniform"}, r"model.router = 'uniform': .* no router"),
     ],
 )

@@ -144,3 +144,18 @@ def test_ipexs_own_extension_takes_our_arguments(tmp_path, monkeypatch):
     assert made.name == sycl_build.NAME and "inc" in made.include_dirs
     assert made.extra_compile_args["cxx"].count("-fsycl") == 1
     assert "-fsycl-targets=spir64_gen" in made.extra_link_args
+
+
+@needs_gxx
+def test_a_compiler_too_old_for_avx_is_told_which_is_not(small_csrc, tmp_path, monkeypatch):
+    (small_csrc / "cpu" / "kernels_avx2.cpp").write_text("int x;\n")
+    script = (
+        '#!/bin/sh\ncase "$*" in *-march=x86-64-v*)\n'
+        "echo \"cc1plus: error: bad value ('x86-64-v3') for '-march=' switch\" >&2; exit 1;; esac\n"
+        'exec g++ "$@"\n'
+    )
+    monkeypatch.setenv("CXX", str(executable(tmp_path / "old", script)))
+    if not build._cpu_isas():
+        pytest.skip("no such instruction sets on this processor")
+    with pytest.raises(KernelError, match=r"bad value .*; AVX2 and AVX-512 want g\+\+ 11 or clang"):
+        build.build("cpu")

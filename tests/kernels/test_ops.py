@@ -209,7 +209,7 @@ def test_the_compiled_kernels_were_the_ones_tested():
 
 
 BAD = {
-    "gather": ((torch.zeros(3, 4), torch.zeros(2), torch.zeros(1, 2)), ValueError, "[3, 4]"),
+    "gather": ((torch.zeros(3, 4), torch.zeros(2, 1), torch.zeros(1, 2)), ValueError, "[3, 4]"),
     "swiglu": ((torch.zeros(3, 5),), ValueError, "[3, 5]"),
     "route": ((torch.zeros(3, dtype=torch.int64), 0, 2), ValueError, "[3]"),
     "grouped_mm": (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+
 import pytest
 import torch
 
@@ -55,6 +59,43 @@ def test_nan_stays_in_its_row_and_infinity_is_kept():
     product(a, b, out)
     assert out[7].isnan().all() and out[9].isinf().all()
     assert torch.equal(out[[6, 8, 10, 39]], torch.full((4, 34), 33.0).bfloat16())
+
+
+def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last that this process may touch there."""
+    pages = -(-values.nbytes // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    ours = torch.frombuffer(memory, dtype=torch.uint8)
+    libc, none = ctypes.CDLL(None), 0
+    end = ours.data_ptr() + pages * mmap.PAGESIZE
+    assert libc.mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, none) == 0
+    start = pages * mmap.PAGESIZE - values.nbytes
+    copy = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(), offset=start)
+    return copy.view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("b_transposed", [False, True])
+def test_nothing_beyond_the_operands_is_touched(a_transposed, b_transposed):
+    """In a process of its own, which the system ends if something is."""
+    generator = torch.Generator().manual_seed(0)
+    if own(torch.empty(1).bfloat16()) is None:
+        pytest.skip("no AMX here")
+    for m, n, k in ((1, 1, 1), (3, 5, 7), (33, 17, 65), (16, 31, 32), (17, 33, 33)):
+        a = before_forbidden_memory(operand(m, k, False, generator).contiguous())
+        b = before_forbidden_memory(operand(k, n, False, generator).contiguous())
+        a, b = (a.view(k, m).t() if a_transposed else a, b.view(n, k).t() if b_transposed else b)
+        outs = [
+            before_forbidden_memory(torch.zeros(m, n, dtype=kind))
+            for kind in (torch.bfloat16, torch.float32)
+        ]
+        child = os.fork()
+        if child == 0:
+            for out in outs:
+                for add in (False, True):
+                    product(a, b, out, add)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, (m, n, k)
 
 
 def test_no_depth_gives_zeros():

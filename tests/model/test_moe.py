@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -252,6 +253,18 @@ def test_compiled_blocks_take_another_number_of_tokens(dynamic):
         torch.testing.assert_close(compiled(x)[0], block(x)[0])
 
 
+def test_debug_mode_works_in_compiled_code(monkeypatch):
+    monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
+    torch.compiler.reset()
+    experts, chosen = make_experts(torch.float32), spread(12, 2)
+    x, weights = torch.randn(12, D), torch.rand(12, 2)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weights, chosen), experts(x, weights, chosen))
+    chosen[3, 1] = E
+    with pytest.raises(ValueError, match=f"none of the {E} experts has, the first {E} for token 3"):
+        compiled(x, weights, chosen)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
     """One after the other with one cache on disk: what an op returns may not depend on the form."""
@@ -303,7 +316,7 @@ BAD = {
     "tokens": (lambda x, w, c: (x[1:], w, c), ValueError, "x [5, 32]"),
     "slots": (lambda x, w, c: (x, w, c[:, :1]), ValueError, "routed slots [6, 1]"),
     "chosen": (lambda x, w, c: (x, w, c.int()), ValueError, "torch.int32 [6, 2]"),
-    "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x meta"),
+    "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x on meta"),
 }
 
 
@@ -384,3 +397,24 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
     assert int(routing.counts.sum()) == 8
     out.sum().backward()
     assert x.grad.isnan().any(dim=1).tolist() == [False, True, False, False]
+
+
+def test_experts_held_elsewhere_cost_no_memory(monkeypatch):
+    """As under expert parallelism: h is kept for the slots whose expert is here."""
+    experts, tokens, k, held = make_experts(torch.float32), 64, 2, 2
+    with torch.no_grad():
+        experts.gate_up = torch.nn.Parameter(experts.gate_up[:held].clone())
+        experts.down = torch.nn.Parameter(experts.down[:held].clone())
+    chosen = spread(tokens, k)
+    here = int((chosen < held).sum())
+    assert 0 < here < tokens * k
+    x = torch.randn(tokens, D, requires_grad=True)
+    weights = torch.rand(tokens, k, requires_grad=True)
+    kept = kept_for_backward(experts, x, weights, chosen)
+    indices = tokens * k + 2 * here + held + 1
+    assert kept == 4 * (tokens * (D + k) + here * 2 * INNER + indices)
+    x, weights = x.detach(), weights.detach()
+    everything = run(experts, x, weights, chosen, experts)
+    monkeypatch.setattr(importlib.import_module("optimus_kernels.experts"), "_held", lambda r: r)
+    for value, same in zip(run(experts, x, weights, chosen, experts), everything, strict=True):
+        assert torch.equal(value, same)

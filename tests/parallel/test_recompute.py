@@ -37,8 +37,11 @@ SPARSE = [
     ("norm",),
     ("attention",),
     ("moe",),
+    ("experts",),
     ("norm", "attention"),
     ("norm", "moe"),
+    ("norm", "attention", "experts"),
+    ("moe", "experts"),
     ("attention", "moe"),
     ("norm", "attention", "moe"),
     ("block",),
@@ -52,7 +55,7 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
     everything, expected = one_pass(make((), dtype, **overrides))
     kept = {}
     for modules in SPARSE:
-        if overrides and "moe" in modules:
+        if overrides and {"moe", "experts"} & set(modules):
             continue
         kept[modules], gradients = one_pass(make(modules, dtype, **overrides))
         different = [name for name in expected if not torch.equal(expected[name], gradients[name])]
@@ -63,8 +66,11 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
         (("norm", "attention"), ("norm",)),
         (("block",), ("norm", "attention")),
         (("block",), ("norm", "attention", "moe")),
+        (("moe",), ("experts",)),
+        (("norm", "attention", "experts"), ("norm", "attention")),
     ):
-        assert more not in kept or kept[fewer] < kept[more], (fewer, more)
+        if fewer in kept and more in kept:
+            assert kept[fewer] < kept[more], (fewer, more)
 
 
 def test_what_each_drops():
@@ -78,6 +84,10 @@ def test_what_each_drops():
     block, _ = one_pass(make(("block",)))
     rope = 2 * 32 * 16 * 4
     assert block - one_pass(make((), model__num_layers=1))[0] < elements * 4 + rope
+    experts, _ = one_pass(make(("experts",)))
+    config = tiny_config("d", "r").model
+    numbers = TOKENS.numel() * config.num_experts_per_tok * 2 * config.intermediate_size
+    assert everything - experts == layers * numbers * 4
 
 
 def test_a_norm_is_computed_once_more_for_all_who_use_its_output():
@@ -92,7 +102,7 @@ def test_a_norm_is_computed_once_more_for_all_who_use_its_output():
 
 def test_weight_gradients_that_are_put_off():
     expected = one_pass(make(()))[1]
-    for modules in (("norm",), ("norm", "attention", "moe"), ("block",)):
+    for modules in (("norm",), ("experts",), ("norm", "attention", "moe"), ("block",)):
         model = make(modules)
         split_linears(model)
         terms = model.losses(TOKENS)
@@ -105,9 +115,12 @@ def test_weight_gradients_that_are_put_off():
 
 def test_switched_off_and_without_gradient_nothing_is_computed_again():
     everything, _ = one_pass(make(()))
-    model = make(("norm", "attention", "moe"))
-    with switched_off():
-        assert one_pass(model)[0] == everything
+    for sparse in ("moe", "experts"):
+        model = make(("norm", "attention", sparse))
+        with switched_off():
+            assert one_pass(model)[0] == everything
+        model.zero_grad()
+        assert one_pass(model)[0] < everything
     with torch.no_grad():
         assert model.losses(TOKENS).ce_sum.grad_fn is None
 
