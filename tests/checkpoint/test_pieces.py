@@ -43,7 +43,7 @@ def assert_every_element_once(config, mesh, spans_of):
             counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
         for span in spans_of(holding, mesh.place(rank)):
             for piece, at in span.pieces:
-                assert 0 <= at and at + piece.stop - piece.start <= span.stop - span.start
+                assert at >= 0 and at + piece.stop - piece.start <= span.stop - span.start
                 paint(counts[piece.name], piece)
     assert len(counts) > 5
     wrong = [name for name, count in counts.items() if not (count == 1).all()]

@@ -1,0 +1,261 @@
+"""Saving and loading the full state of a run: every rank writes and reads its own part."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import manifest as manifests
+from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
+from optimus.checkpoint.index import INDEX, STATES, Index, Written, encode
+from optimus.checkpoint.manifest import Manifest
+from optimus.checkpoint.pieces import (
+    Box,
+    Held,
+    Piece,
+    Scatter,
+    Span,
+    spans_to_read,
+    spans_to_write,
+)
+from optimus.checkpoint.shards import Identity, shard_name
+from optimus.checkpoint.transfer import Want, read_wants, shard_size, write_shard
+from optimus.chunks.states import StateShard
+from optimus.dist.collectives import (
+    all_gather_objects,
+    all_reduce_max,
+    all_reduce_sum,
+    broadcast_object,
+    gather_objects,
+)
+from optimus.dist.groups import Groups
+from optimus.errors import CheckpointError, OptimusError
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What one rank holds of the states, and what that is of the model."""
+
+    groups: Groups
+    shards: Sequence[StateShard]
+    boxes: Mapping[str, Box]
+    """Of the parameters here."""
+    shapes: Mapping[str, Sequence[int]]
+    """Of all whole parameters."""
+    on_both_ends: tuple[str, ...] = ()
+    """What the first and the last of several pipeline stages hold both: tied embeddings."""
+
+    @property
+    def held(self) -> list[Held]:
+        return [
+            Held(one.chunk, one.first, one.home.copies, one.home.far_copy) for one in self.shards
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self.shards[0].states["master"].device
+
+    def memory(self, state: str, span: Span) -> Tensor:
+        """A state of a span, as it lies."""
+        return self.shards[span.held].states[state][span.start : span.stop]
+
+
+def save_full(
+    states: RankStates,
+    final: Path,
+    scatter: Scatter,
+    write_companions: Callable[[Path], None],
+    *,
+    step: int,
+    **facts: Any,
+) -> None:
+    """Write and seal the checkpoint `final`. A collective of all ranks.
+
+    The first rank makes a fresh directory, every rank writes its shard file there and makes it
+    durable, the first rank adds the index and `write_companions`, checks all files and seals them.
+    Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
+    """
+    groups, everyone = states.groups, states.groups.everyone
+    spans = spans_to_write(
+        states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
+    )
+    needed = torch.tensor([shard_size(spans) if spans else 0], device=states.device)
+    all_reduce_sum(needed, everyone)
+    opened = _begin(final, int(needed)) if everyone.rank == 0 else ("", "", "")
+    generation, directory, refused = broadcast_object(opened, everyone)
+    if refused:
+        raise OptimusError(refused, on_every_rank=True)
+    identity = Identity(generation, step, everyone.rank)
+    reports = gather_objects(_write(states, Path(directory), identity, spans), everyone)
+    failed = ""
+    if everyone.rank == 0:
+        failed = _seal(reports, Path(directory), final, generation, states, write_companions,
+                       facts | {"step": step})  # fmt: skip
+    if failed := broadcast_object(failed, everyone):
+        raise OptimusError(failed, on_every_rank=True)
+
+
+def _begin(final: Path, needed: int) -> tuple[str, str, str]:
+    """(a new generation's name, its directory, "") or a refusal as the third."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(final.parent).free
+        if free < needed:
+            refusal = (
+                f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it "
+                f"needs {needed / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
+            )
+            return "", "", refusal
+        return uuid.uuid4().hex, str(manifests.begin(final)), ""
+    except OSError as error:
+        return "", "", f"{final.name} not written: {final.parent}: {error.strerror}"
+
+
+def _write(
+    states: RankStates, directory: Path, identity: Identity, spans: Sequence[Span]
+) -> Written | str | None:
+    """This rank's shard file; or why it could not be written; None if nothing falls to it."""
+    if not spans:
+        return None
+
+    def bytes_of(state: str, span: Span) -> memoryview:
+        return _bytes(states.memory(state, span).cpu())
+
+    try:
+        return write_shard(directory, identity, spans, bytes_of)
+    except OSError as error:
+        return f"{shard_name(identity.writer)} not written: {error.strerror}"
+
+
+def _seal(
+    reports: Iterable[Written | str | None],
+    directory: Path,
+    final: Path,
+    generation: str,
+    states: RankStates,
+    write_companions: Callable[[Path], None],
+    facts: Mapping[str, Any],
+) -> str:
+    """The first rank's part once every writer has reported; why it failed, or nothing."""
+    written = [one for one in reports if one is not None]
+    failed = next((f"{final.name}/{one}" for one in written if isinstance(one, str)), "")
+    try:
+        if not failed:
+            index = encode(generation, facts["step"], written, states.shapes)
+            (directory / INDEX).write_bytes(index)
+            write_companions(directory)
+            names = {one.shard.name for one in written}
+            manifests.finish(directory, final, kind="full", shards=names, **facts)
+    except OSError as error:
+        failed = f"{final.name} not written: {error.filename or directory}: {error.strerror}"
+    except OptimusError as error:
+        failed = str(error)
+    if failed:
+        shutil.rmtree(directory, ignore_errors=True)
+    return failed
+
+
+def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
+    """Fill the states from a checkpoint of any layout; why that failed, the same on every rank, or
+    nothing. A collective of all ranks.
+
+    The first rank reads the index for all. Each rank reads its part of what it and its copies hold,
+    and every block is checked; then copies pass their parts on. After a failure the states hold
+    anything, until a checkpoint is loaded in whole.
+    """
+    everyone, problem, data = states.groups.everyone, "", b""
+    if everyone.rank == 0:
+        try:
+            data = manifest.index_bytes()
+        except CheckpointError as error:
+            problem = str(error)
+    problem, data = broadcast_object((problem, data), everyone)
+    if problem:
+        return problem
+    try:
+        _read(states, manifest, data)
+    except CheckpointError as error:
+        problem = str(error)
+    if problem := _first_told(problem, states):
+        return problem
+    for one, held in zip(states.shards, states.held, strict=True):
+        if not held.far:
+            pass_to_copies(held, one.states.values(), states.groups, how)
+    for name in states.on_both_ends:
+        pass_to_far_end(name, states.shards, states.groups, how)
+    return ""
+
+
+def _first_told(problem: str, states: RankStates) -> str:
+    """The first rank's problem of those that have one."""
+    everyone = states.groups.everyone
+    flag = torch.tensor([int(bool(problem))], device=states.device)
+    all_reduce_max(flag, everyone)
+    if not flag.item():
+        return ""
+    return next(one for one in all_gather_objects(problem, everyone) if one)
+
+
+def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
+    """This rank's part from disk. Host memory is filled in place, at once; other devices' through
+    host memory of the size of a span. Raises CheckpointError."""
+    index, groups = manifest.index(data), states.groups
+    check_shapes(manifest.path, index, states.shapes)
+    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
+    both = [(state, span) for state in STATES for span in spans]
+    if states.device.type == "cpu":
+        wants = []
+        for state, span in both:
+            wants.append(Want(state, span.pieces, _bytes(states.memory(state, span))))
+        read_wants(manifest.path, index, wants)
+        return
+    for state, span in both:
+        target = states.memory(state, span)
+        host = torch.empty(target.shape, dtype=target.dtype)
+        read_wants(manifest.path, index, [Want(state, span.pieces, _bytes(host))])
+        target.copy_(host)
+
+
+def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a checkpoint that does not hold just the parameters of these names and shapes.
+
+    Raises CheckpointError naming the first that is missing, superfluous or of another shape.
+    """
+    if odd := sorted(set(index.shapes) ^ set(shapes)):
+        is_stored = odd[0] in index.shapes
+        where = "has no place in this model, but is in" if is_stored else "is missing in"
+        raise CheckpointError(f"parameter {odd[0]} {where} {path}")
+    for name, shape in shapes.items():
+        if index.shapes[name] != tuple(shape):
+            raise CheckpointError(
+                f"{path}: parameter {name} has shape {list(index.shapes[name])}, this model's has "
+                f"{list(shape)}"
+            )
+
+
+def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "master") -> None:
+    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process.
+
+    Raises CheckpointError if they are not the checkpoint's, by name or shape, or it is damaged.
+    """
+    index = manifest.index()
+    shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
+    check_shapes(manifest.path, index, shapes)
+    wants = []
+    for name, tensor in into.items():
+        assert tensor.dtype is torch.float32 and tensor.is_contiguous()
+        box = tuple(((0, size),) for size in tensor.shape)
+        wants.append(Want(state, [(Piece(name, box, 0, tensor.numel()), 0)], _bytes(tensor)))
+    read_wants(manifest.path, index, wants)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, where they are."""
+    return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")
