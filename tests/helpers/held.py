@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from optimus.checkpoint.pieces import Box, Held
+from optimus.checkpoint.pieces import Box, Held, part_of
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
 from optimus.dist.mesh import Mesh
@@ -49,7 +49,7 @@ class Holdings:
         held = []
         for chunk in chunks:
             sharding, copies, far = chunk.key[1:]
-            number = mesh.group_of(rank, sharding).index(rank)
+            number = part_of(mesh, place, sharding).index
             held.append(Held(chunk, number * chunk.shard_length, copies, far))
         return Holding(held, boxes, shapes)
 
