@@ -69,7 +69,7 @@ def pass_to_far_end(
                 stripe[a - start : b - start] = own
             if not far:
                 all_reduce_sum(stripe, holder.home.shards)
-            _give(stripe, groups.ends, how)
+            give(stripe, groups.ends, how)
             if own is not None and far:
                 own.copy_(stripe[a - start : b - start])
 
@@ -78,8 +78,8 @@ def _end(shard: StateShard) -> int:
     return shard.first + shard.chunk.shard_length
 
 
-def _give(tensor: Tensor, group: Group, how: Distribute) -> None:
-    """The first rank's integers on every rank; by addition those of others are zeros."""
+def give(tensor: Tensor, group: Group, how: Distribute) -> None:
+    """The first rank's integers on every rank; to be added, those of the others must be zeros."""
     if how == "broadcast":
         broadcast(tensor, group)
     else:

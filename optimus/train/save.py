@@ -26,6 +26,7 @@ from optimus.errors import CheckpointError, NonFiniteError
 from optimus.model.hf import config_to_hf, write_hf
 from optimus.model.transformer import Transformer
 from optimus.parallel.layout import Layout
+from optimus.parallel.placement import whole_model
 from optimus.resilience import guards
 from optimus.train.preflight import Preflight, start_again
 from optimus.train.whole import WholeModel
@@ -48,6 +49,20 @@ def check_saves(config: Config, flight: Preflight) -> None:
         config_to_hf(config.model, "bfloat16")
 
 
+def states_of_rank(
+    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
+) -> RankStates:
+    """What this rank holds, as checkpoints see it."""
+    tied = config.model.tie_embeddings and groups.mesh.pp > 1
+    return RankStates(
+        groups,
+        states.shards(),
+        {name: one.intervals for name, one in layout.placements.items()},
+        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
+        on_both_ends=("embed.weight",) if tied else (),
+    )
+
+
 class SaveAndLoad:
     """The run's checkpoints: full ones of all ranks' shards, models from gathered weights."""
 
@@ -62,14 +77,7 @@ class SaveAndLoad:
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
         self._whole = WholeModel(config, layout, groups)
-        tied = config.model.tie_embeddings and groups.mesh.pp > 1
-        self._rank_states = RankStates(
-            groups,
-            states.shards(),
-            {name: one.intervals for name, one in layout.placements.items()},
-            self._whole.shapes,
-            on_both_ends=("embed.weight",) if tied else (),
-        )
+        self._rank_states = states_of_rank(config, layout, groups, states)
 
     def load(self) -> Preflight:
         """Fill the states of every rank from where the run starts, and say where that was.
@@ -93,7 +101,8 @@ class SaveAndLoad:
                 load_weights(model, start.path)
                 weights = {name: p.detach() for name, p in model.named_parameters()}
             source = weights.__getitem__ if self._world.is_first else _nothing
-            self._whole.spread(partial(self._states.put, "master"), source, self._world.device)
+            put, how = partial(self._states.put, "master"), self._config.checkpoint.distribute
+            self._whole.spread(put, source, self._world.device, how)
         self._states.publish()
         return self._flight
 
