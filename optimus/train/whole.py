@@ -24,10 +24,6 @@ class WholeModel:
         self._meta = whole_model(config.model)
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
-    def meta(self) -> dict[str, Tensor]:
-        """The whole parameters on the meta device, by name."""
-        return dict(self._meta.named_parameters())
-
     def spread(
         self,
         put: Callable[[str, Tensor], None],
