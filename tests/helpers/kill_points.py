@@ -1,6 +1,7 @@
 """Kills a save at every call that changes files and looks what is left; the shim is preloaded.
 
-`python -m tests.helpers.kill_points DIRECTORY MODE` prints the number of calls.
+`python -m tests.helpers.kill_points DIRECTORY MODE RANKS VICTIM STRIDE` prints how many calls the
+victim, one of RANKS, makes; it is killed at every STRIDE-th of them.
 """
 
 from __future__ import annotations
@@ -10,49 +11,55 @@ import os
 import shutil
 import signal
 import sys
+import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as distributed
 
 from optimus.checkpoint import manager
 from optimus.checkpoint.full import RankStates, load_full, read_whole, save_full
 from optimus.checkpoint.index import STATES
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
-from optimus.dist.collectives import ALONE
+from optimus.dist.collectives import ALONE, Group
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
+from optimus.errors import LostPeerError
 
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 
 
-def make_states(step: int) -> RankStates:
-    """States of which every element tells the step."""
-    chunks = lay_out([Parameter(name, shape) for name, shape in SHAPES.items()], 100).chunks
-    shards = [
-        StateShard(c, 0, Home(), {state: torch.full((c.length,), float(step)) for state in STATES})
-        for c in chunks
+def make_states(step: int, group: Group = ALONE) -> RankStates:
+    """States of which every element tells the step, divided over the group."""
+    parameters = [
+        Parameter(name, shape, adders=group.size, shards=group.size)
+        for name, shape in SHAPES.items()
     ]
+    chunks = lay_out(parameters, 100).chunks
+    home = Home(adders=group, shards=group)
+    shards = []
+    for chunk in chunks:
+        flat = torch.full((chunk.shard_length,), float(step))
+        first = group.rank * chunk.shard_length
+        shards.append(StateShard(chunk, first, home, {state: flat.clone() for state in STATES}))
     boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
-    groups = Groups(Mesh(), Mesh().place(0), ALONE)
+    mesh = Mesh(dp=group.size)
+    groups = Groups(mesh, mesh.place(group.rank), group, dp=group, data=group)
     return RankStates(groups, shards, boxes, SHAPES)
 
 
-def save(run_dir: Path, step: int) -> None:
+def save(run_dir: Path, step: int, group: Group = ALONE) -> None:
     """What a run does when a full checkpoint is due."""
 
     def write(directory: Path) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
 
-    save_full(
-        make_states(step),
-        manager.full_path(run_dir, step),
-        "balanced",
-        write,
-        step=step,
-        updates=step,
-    )
-    manager.forget_old(run_dir, keep_models=0)
+    path = manager.full_path(run_dir, step)
+    save_full(make_states(step, group), path, "balanced", write, step=step, updates=step)
+    if group.rank == 0:
+        manager.forget_old(run_dir, keep_models=0)
 
 
 def look(run_dir: Path, steps: tuple[int, ...]) -> int:
@@ -72,42 +79,73 @@ def look(run_dir: Path, steps: tuple[int, ...]) -> int:
     return newest.step
 
 
-def kill_once(base: Path, run_dir: Path, number: int, mode: int) -> bool:
-    """Whether the third save got to its end although it was to be killed at call `number`."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    shutil.copytree(base, run_dir)
-    child = os.fork()
-    if not child:
-        try:
-            shim = ctypes.CDLL(None)
-            shim.kill_points_arm(ctypes.c_long(number), mode, os.fsencode(run_dir))
-            save(run_dir, 3)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    ended = os.waitstatus_to_exitcode(status)
-    assert ended in (0, -signal.SIGKILL), ended
-    return ended == 0
+def join(rank: int, ranks: int, store: Path) -> Group:
+    """The group of all ranks, over a file."""
+    if ranks == 1:
+        return ALONE
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    return Group(ranks, rank, distributed.group.WORLD)
 
 
-def main(directory: Path, mode: int) -> None:
+def child(rank: int, ranks: int, run_dir: Path, kill: tuple[int, int] | None) -> int:
+    """One rank's third save; its exit status."""
+    group = join(rank, ranks, run_dir.parent / f"store-{run_dir.name}")
+    if kill is not None:
+        ctypes.CDLL(None).kill_points_arm(ctypes.c_long(kill[0]), kill[1], os.fsencode(run_dir))
+    try:
+        save(run_dir, 3, group)
+    except LostPeerError:
+        return LostPeerError.exit_code
+    return 0
+
+
+def kill_once(run_dir: Path, number: int, mode: int, ranks: int, victim: int) -> bool:
+    """Whether the third save got to its end though a rank was to be killed at call `number`."""
+    children = []
+    for rank in range(ranks):
+        children.append(os.fork())
+        if not children[-1]:
+            status = 1
+            try:
+                status = child(rank, ranks, run_dir, (number, mode) if rank == victim else None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    killed = [LostPeerError.exit_code] * ranks
+    killed[victim] = -signal.SIGKILL
+    assert ended in ([0] * ranks, killed), ended
+    return ended[0] == 0
+
+
+def main(directory: Path, mode: int, ranks: int, victim: int, stride: int) -> None:
     torch.set_num_threads(1)
-    base, run_dir = directory / "base", directory / "run"
+    base, number, left = directory / "base", 1, []
     for step in (1, 2):
         save(base, step)
-    number, left = 1, []
-    while not kill_once(base, run_dir, number, mode):
+    while True:
+        run_dir = directory / f"run-{number}"
+        shutil.copytree(base, run_dir)
+        if kill_once(run_dir, number, mode, ranks, victim):
+            break
         left.append(look(run_dir, (2, 3)))
         save(run_dir, 4)  # and the run can go on
         assert look(run_dir, (4,)) == 4
         names = sorted(path.name for path in manager.checkpoints_dir(run_dir).iterdir())
         assert names == [f"step-{step:08d}" for step in (left[-1], 4)], names
-        number += 1
-    assert left == sorted(left) and {2, 3} == set(left), left
+        number += stride
+    assert left == sorted(left), left
+    assert set(left) == ({2, 3} if victim == 0 else {2}), left
     assert look(run_dir, (3,)) == 3
     print(number - 1)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
