@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
-from optimus.checkpoint.index import INDEX, STATES, Index, Written, encode
+from optimus.checkpoint.index import INDEX, ITEMSIZE, STATES, Index, Written, encode
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import (
     Box,
@@ -37,6 +37,9 @@ from optimus.dist.collectives import (
 )
 from optimus.dist.groups import Groups
 from optimus.errors import CheckpointError, OptimusError
+
+HOST_BYTES = 1 << 30
+"""What loading may take of the host's memory for states on another device."""
 
 
 @dataclass(frozen=True)
@@ -88,34 +91,35 @@ def save_full(
     )
     needed = torch.tensor([shard_size(spans) if spans else 0], device=states.device)
     all_reduce_sum(needed, everyone)
-    opened = _begin(final, int(needed)) if everyone.rank == 0 else ("", "", "")
-    generation, directory, refused = broadcast_object(opened, everyone)
-    if refused:
-        raise OptimusError(refused, on_every_rank=True)
-    identity = Identity(generation, step, everyone.rank)
-    reports = gather_objects(_write(states, Path(directory), identity, spans), everyone)
+    opened = _begin(final, int(needed)) if everyone.rank == 0 else None
+    opened = broadcast_object(opened, everyone)
+    if isinstance(opened, str):
+        raise OptimusError(opened, on_every_rank=True)
+    identity = Identity(opened.name, step, everyone.rank)
+    reports = gather_objects(_write(states, opened.directory, identity, spans), everyone)
     failed = ""
     if everyone.rank == 0:
-        failed = _seal(reports, Path(directory), final, generation, states, write_companions,
-                       facts | {"step": step})  # fmt: skip
+        about = {"step": step, **facts}
+        failed = _seal(reports, opened, final, states.shapes, write_companions, about)
     if failed := broadcast_object(failed, everyone):
         raise OptimusError(failed, on_every_rank=True)
 
 
-def _begin(final: Path, needed: int) -> tuple[str, str, str]:
-    """(a new generation's name, its directory, "") or a refusal as the third."""
+class _Generation(NamedTuple):
+    """One save, and the directory that it fills."""
+
+    name: str
+    directory: Path
+
+
+def _begin(final: Path, needed: int) -> _Generation | str:
+    """A new generation, or why there is none."""
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(final.parent).free
-        if free < needed:
-            refusal = (
-                f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it "
-                f"needs {needed / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
-            )
-            return "", "", refusal
-        return uuid.uuid4().hex, str(manifests.begin(final)), ""
+        return _Generation(uuid.uuid4().hex, manifests.begin(final, needed))
     except OSError as error:
-        return "", "", f"{final.name} not written: {final.parent}: {error.strerror}"
+        return f"{final.name} not written: {final.parent}: {error.strerror}"
+    except OptimusError as error:
+        return str(error)
 
 
 def _write(
@@ -136,20 +140,19 @@ def _write(
 
 def _seal(
     reports: Iterable[Written | str | None],
-    directory: Path,
+    generation: _Generation,
     final: Path,
-    generation: str,
-    states: RankStates,
+    shapes: Mapping[str, Sequence[int]],
     write_companions: Callable[[Path], None],
     facts: Mapping[str, Any],
 ) -> str:
     """The first rank's part once every writer has reported; why it failed, or nothing."""
+    name, directory = generation
     written = [one for one in reports if one is not None]
     failed = next((f"{final.name}/{one}" for one in written if isinstance(one, str)), "")
     try:
         if not failed:
-            index = encode(generation, facts["step"], written, states.shapes)
-            (directory / INDEX).write_bytes(index)
+            (directory / INDEX).write_bytes(encode(name, facts["step"], written, shapes))
             write_companions(directory)
             names = {one.shard.name for one in written}
             manifests.finish(directory, final, kind="full", shards=names, **facts)
@@ -205,22 +208,37 @@ def _first_told(problem: str, states: RankStates) -> str:
 
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     """This rank's part from disk. Host memory is filled in place, at once; other devices' through
-    host memory of the size of a span. Raises CheckpointError."""
+    up to HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index, states.shapes)
     spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
     both = [(state, span) for state in STATES for span in spans]
-    if states.device.type == "cpu":
-        wants = []
-        for state, span in both:
-            wants.append(Want(state, span.pieces, _bytes(states.memory(state, span))))
+    for batch in [both] if states.device.type == "cpu" else _batches(both):
+        targets = [states.memory(*one) for one in batch]
+        hosts = [
+            t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in targets
+        ]
+        wants = [
+            Want(state, span.pieces, _bytes(host))
+            for (state, span), host in zip(batch, hosts, strict=True)
+        ]
         read_wants(manifest.path, index, wants)
-        return
+        for target, host in zip(targets, hosts, strict=True):
+            if host is not target:
+                target.copy_(host)
+
+
+def _batches(both: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
+    """Runs of states of spans that fit into HOST_BYTES, or are alone."""
+    batch, filled = [], 0
     for state, span in both:
-        target = states.memory(state, span)
-        host = torch.empty(target.shape, dtype=target.dtype)
-        read_wants(manifest.path, index, [Want(state, span.pieces, _bytes(host))])
-        target.copy_(host)
+        size = (span.stop - span.start) * ITEMSIZE
+        if batch and filled + size > HOST_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append((state, span))
+        filled += size
+    yield batch
 
 
 def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from optimus import files
 from optimus.checkpoint.index import INDEX, Index, decode
-from optimus.errors import CheckpointError, one_line
+from optimus.errors import CheckpointError, OptimusError, one_line
 
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
@@ -139,10 +139,16 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST}: not readable: {one_line(error)}") from None
 
 
-def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:
+def seal(
+    path: str | os.PathLike,
+    write_files: Callable[[Path], None],
+    *,
+    needed_bytes: int = 0,
+    **facts: Any,
+) -> Manifest:
     """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
     the `facts` that `finish` takes."""
-    temporary = begin(path)
+    temporary = begin(path, needed_bytes)
     try:
         write_files(temporary)
         return finish(temporary, path, **facts)
@@ -151,10 +157,19 @@ def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: 
         raise
 
 
-def begin(path: str | os.PathLike) -> Path:
-    """A fresh directory in which the checkpoint that will be at `path` is written."""
+def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
+    """A fresh directory in which the checkpoint that will be at `path` is written.
+
+    Raises OptimusError if there is less room than it will need, and OSError.
+    """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed_bytes:
+        raise OptimusError(
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
+            f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
+        )
     temporary = files.temporary_name(final)
     temporary.mkdir()
     return temporary

@@ -137,7 +137,9 @@ class SaveAndLoad:
             weights = self._whole.gather(self._states.whole("master"))
             if self._world.is_first:
                 write = partial(self._write_model, weights)
-                seal(manager.model_path(run_dir, step), write, kind="model", **self._facts(step))
+                size = 2 * sum(weight.numel() for weight in weights.values())
+                path = manager.model_path(run_dir, step)
+                seal(path, write, needed_bytes=size, kind="model", **self._facts(step))
         if full:
             path = manager.full_path(run_dir, step)
             write = self._write_companions
