@@ -190,12 +190,12 @@ def refused(tree: dict[str, Any]) -> tuple[int, str]:
 
 
 def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=2, checkpoint__interval=1)
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
     for step in (1, 2):
         flip(manager.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    longer = tree | {"train": tree["train"] | {"max_steps": 3}}
+    longer = tree | {"train": tree["train"] | {"stop_at_step": 3}}
     words = ranks(2, refused, longer, start_world=False)
     assert words[0] == words[1] and words[0][0] == 2
     assert "none of 2 full checkpoints is valid" in words[0][1]
