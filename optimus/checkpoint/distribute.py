@@ -38,7 +38,7 @@ def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Dis
         stride = 1
         for group, size in reversed(along):
             if how == "all_reduce":
-                all_reduce_sum(flat.view(torch.int32), group)
+                all_reduce_sum(_integers(flat), group)
                 continue
             base = part.index // (stride * size) * (stride * size)
             for source in range(size):
@@ -62,14 +62,14 @@ def pass_to_far_end(
     for flat in holder.states.values():
         for start in range(slot.start, slot.stop, STRIPE):
             stop = min(start + STRIPE, slot.stop)
-            stripe = torch.zeros(stop - start, dtype=torch.int32, device=flat.device)
+            stripe = flat.new_zeros(stop - start)
             a, b = max(low, start), min(high, stop)
-            own = flat[a - holder.first : b - holder.first].view(torch.int32) if a < b else None
+            own = flat[a - holder.first : b - holder.first] if a < b else None
             if own is not None and not far:
                 stripe[a - start : b - start] = own
             if not far:
-                all_reduce_sum(stripe, holder.home.shards)
-            give(stripe, groups.ends, how)
+                all_reduce_sum(_integers(stripe), holder.home.shards)
+            give(_integers(stripe), groups.ends, how)
             if own is not None and far:
                 own.copy_(stripe[a - start : b - start])
 
@@ -84,3 +84,9 @@ def give(tensor: Tensor, group: Group, how: Distribute) -> None:
         broadcast(tensor, group)
     else:
         all_reduce_sum(tensor, group)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers, of which zeros added change no bit. (Of two bytes gloo adds
+    none.)"""
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

@@ -65,6 +65,10 @@ class RankStates:
     def device(self) -> torch.device:
         return self.shards[0].states["master"].device
 
+    def parts(self, spans: Sequence[Span]) -> list[tuple[str, Span]]:
+        """The states that there are of these spans, state by state."""
+        return [(s, span) for s in STATES for span in spans if s in self.shards[span.held].states]
+
     def memory(self, state: str, span: Span) -> Tensor:
         """A state of a span, as it lies."""
         return self.shards[span.held].states[state][span.start : span.stop]
@@ -89,14 +93,15 @@ def save_full(
     spans = spans_to_write(
         states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
     )
-    needed = torch.tensor([shard_size(spans) if spans else 0], device=states.device)
+    parts = states.parts(spans)
+    needed = torch.tensor([shard_size(parts) if parts else 0], device=states.device)
     all_reduce_sum(needed, everyone)
     opened = _begin(final, int(needed)) if everyone.rank == 0 else None
     opened = broadcast_object(opened, everyone)
     if isinstance(opened, str):
         raise OptimusError(opened, on_every_rank=True)
     identity = Identity(opened.name, step, everyone.rank)
-    reports = gather_objects(_write(states, opened.directory, identity, spans), everyone)
+    reports = gather_objects(_write(states, opened.directory, identity, parts), everyone)
     failed = ""
     if everyone.rank == 0:
         about = {"step": step, **facts}
@@ -123,17 +128,17 @@ def _begin(final: Path, needed: int) -> _Generation | str:
 
 
 def _write(
-    states: RankStates, directory: Path, identity: Identity, spans: Sequence[Span]
+    states: RankStates, directory: Path, identity: Identity, parts: Sequence[tuple[str, Span]]
 ) -> Written | str | None:
     """This rank's shard file; or why it could not be written; None if nothing falls to it."""
-    if not spans:
+    if not parts:
         return None
 
     def bytes_of(state: str, span: Span) -> memoryview:
-        return _bytes(states.memory(state, span).cpu())
+        return _bytes(states.memory(state, span).to("cpu", torch.float32))
 
     try:
-        return write_shard(directory, identity, spans, bytes_of)
+        return write_shard(directory, identity, parts, bytes_of)
     except OSError as error:
         return f"{shard_name(identity.writer)} not written: {error.strerror}"
 
@@ -212,11 +217,11 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index, states.shapes)
     spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
-    both = [(state, span) for state in STATES for span in spans]
-    for batch in [both] if states.device.type == "cpu" else _batches(both):
+    parts = states.parts(spans)
+    for batch in [parts] if states.device.type == "cpu" else _batches(parts):
         targets = [states.memory(*one) for one in batch]
         hosts = [
-            t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in targets
+            t if t.is_cpu and t.dtype is torch.float32 else torch.empty(t.shape) for t in targets
         ]
         wants = [
             Want(state, span.pieces, _bytes(host))
@@ -228,10 +233,10 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
                 target.copy_(host)
 
 
-def _batches(both: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
+def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
     """Runs of states of spans that fit into HOST_BYTES, or are alone."""
     batch, filled = [], 0
-    for state, span in both:
+    for state, span in parts:
         size = (span.stop - span.start) * ITEMSIZE
         if batch and filled + size > HOST_BYTES:
             yield batch

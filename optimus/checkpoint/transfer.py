@@ -15,6 +15,7 @@ import numpy
 from optimus.checkpoint.index import ITEMSIZE, STATES, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardWriter, aligned
+from optimus.errors import CheckpointError
 
 
 class Want(NamedTuple):
@@ -25,37 +26,39 @@ class Want(NamedTuple):
     memory: memoryview
 
 
-def shard_size(spans: Sequence[Span]) -> int:
-    """Bytes of the file that holds all states of `spans`."""
-    return HEADER_BYTES + len(STATES) * sum(
-        aligned((span.stop - span.start) * ITEMSIZE) for span in spans
-    )
+def shard_size(parts: Sequence[tuple[str, Span]]) -> int:
+    """Bytes of the file that holds these states of spans."""
+    sizes = [aligned((span.stop - span.start) * ITEMSIZE) for _, span in parts]
+    return HEADER_BYTES + sum(sizes)
 
 
 def write_shard(
     directory: Path,
     identity: Identity,
-    spans: Sequence[Span],
+    parts: Sequence[tuple[str, Span]],
     bytes_of: Callable[[str, Span], memoryview],
 ) -> Written:
-    """Write the file of one writer, state by state, and make it durable. Raises OSError."""
-    begins = {}
-    with ShardWriter(directory, identity, shard_size(spans)) as file:
-        for state in STATES:
-            begins[state] = [file.write(bytes_of(state, span)) for span in spans]
+    """Write the file of one writer, these states of spans, and make it durable. Raises OSError."""
+    begins: dict[Span, dict[str, int]] = {}
+    with ShardWriter(directory, identity, shard_size(parts)) as file:
+        for state, span in parts:
+            begins.setdefault(span, {})[state] = file.write(bytes_of(state, span))
         shard = file.finish()
-    pieces = [
-        (piece, tuple(begins[state][number] + at * ITEMSIZE for state in STATES))
-        for number, span in enumerate(spans)
-        for piece, at in span.pieces
-    ]
+    pieces = []
+    for span, of_state in begins.items():
+        for piece, at in span.pieces:
+            begun = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
+            pieces.append((piece, tuple(begun)))
     return Written(shard, pieces)
 
 
 def read_wants(directory: Path, index: Index, wants: Sequence[Want]) -> None:
     """Fill the memory of every want; a file that holds some of them is opened once, and a block of
     it read once. Raises CheckpointError naming the file that is damaged or what is missing."""
-    runs = plan_reads(index, wants)
+    try:
+        runs = plan_reads(index, wants)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
     limits = [*numpy.flatnonzero(numpy.diff(runs[:, 0], prepend=-1)), len(runs)]
     targets = [want.memory for want in wants]
     for low, high in itertools.pairwise(limits):

@@ -60,7 +60,8 @@ def save(
 
         if spans:
             identity = Identity(f"generation {step}", step, rank)
-            written.append(write_shard(directory, identity, spans, bytes_of))
+            parts = [(state, span) for state in STATES for span in spans]
+            written.append(write_shard(directory, identity, parts, bytes_of))
     return decode(encode(f"generation {step}", step, written, all_shapes(holdings)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import resource
-import shutil
 import signal
 import zlib
 from pathlib import Path
@@ -23,11 +22,10 @@ from optimus.config import make_config
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
-from optimus.errors import CheckpointError, OptimusError
+from optimus.errors import OptimusError
 from optimus.train.batch import plan_batch
 from optimus.train.save import states_of_rank
 from optimus.train.shard import Shard
-from tests.helpers import kill_points
 from tests.helpers.runs import assert_same_run, run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 
@@ -221,23 +219,11 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    free = shutil.disk_usage(tmp_path)._replace(free=3000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(OptimusError, match=r"step-00000001 not written: .* 0.000 GB free.*room"):
-        kill_points.save(tmp_path, 1)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_slots_alternate_and_no_mixture_is_ever_read(tmp_path):
-    """Shard files of another step, of the same size, in their place."""
-    for step in (1, 2, 3):
-        kill_points.save(tmp_path, step)
-    names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
-    assert names == ["step-00000002", "step-00000003"]
-    kill_points.look(tmp_path, (3,))
-    old, new = (manager.full_path(tmp_path, step) / "shard-00000.bin" for step in (2, 3))
-    shutil.copyfile(old, new)
-    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
-        manager.read_manifest(new.parent).check()
-    assert kill_points.look(tmp_path, (2,)) == 2
+def test_a_model_reaches_all_ranks_by_either_way(ranks, tiny_data, tmp_path):
+    first = {"train__stop_at_step": 2, "checkpoint__model_interval": 2}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "first", **first))
+    load = str(manager.model_path(tmp_path / "first", 2))
+    for how in ("broadcast", "all_reduce"):
+        start = {"checkpoint__load": load, "checkpoint__distribute": how, "train__stop_at_step": 2}
+        train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / how, **start))
+    assert_same_run(tmp_path / "broadcast", tmp_path / "all_reduce")
