@@ -39,11 +39,10 @@ def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
         assert one.states.keys() == other.states.keys()
         for slot in one.chunk.slots:
             where = slice(slot.start, slot.stop)
-            assert all(
-                torch.equal(one.states[s][where], other.states[s][where]) for s in one.states
-            )
+            for state, flat in one.states.items():
+                assert torch.equal(flat[where], other.states[state][where])
     problem = load_full(kill_points.make_states(0), manifest, "broadcast")
-    assert problem == "the index holds not every state of parameter a"
+    assert problem == f"{tmp_path}/c: the index holds not every state of parameter a"
 
 
 def test_states_that_are_not_in_host_memory_come_in_bounded_batches(monkeypatch):
