@@ -77,7 +77,8 @@ class SaveAndLoad:
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
         self._whole = WholeModel(config, layout, groups)
-        self._rank_states = states_of_rank(config, layout, groups, states)
+        # Asked anew each time: where states lie may change.
+        self._rank_states = partial(states_of_rank, config, layout, groups, states)
 
     def load(self) -> Preflight:
         """Fill the states of every rank from where the run starts, and say where that was.
@@ -87,7 +88,7 @@ class SaveAndLoad:
         """
         damaged: dict[Path, str] = {}
         while (full := self._flight.start.full) is not None:
-            problem = load_full(self._rank_states, full, self._config.checkpoint.distribute)
+            problem = load_full(self._rank_states(), full, self._config.checkpoint.distribute)
             if not problem:
                 self._states.num_updates = full.updates
                 break
@@ -143,7 +144,7 @@ class SaveAndLoad:
         if full:
             path = manager.full_path(run_dir, step)
             write = self._write_companions
-            save_full(self._rank_states, path, settings.scatter, write, **self._facts(step))
+            save_full(self._rank_states(), path, settings.scatter, write, **self._facts(step))
         if self._world.is_first:
             manager.forget_old(run_dir, settings.keep_models)
 
