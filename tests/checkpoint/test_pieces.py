@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -56,7 +55,9 @@ def assert_every_element_once(config, mesh, spans_of):
 def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
     monkeypatch.setattr(pieces, "STRIPE", 512)
     models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
-    for model, length in itertools.product(models, (1, 3000, 1 << 24)):
+    lengths = (1, 3000, 1 << 24)
+    for number, model in enumerate(models):
+        length = lengths[(number + MESHES.index(mesh)) % 3]
         if model.get("model__num_experts") == 0 and mesh.ep > 1:
             continue
         model = {"model__num_layers": 4, "optim__chunk_length": length} | model

@@ -136,6 +136,8 @@ def main(directory: Path, mode: int, ranks: int, victim: int, stride: int) -> No
         shutil.copytree(base, run_dir)
         if kill_once(run_dir, number, mode, ranks, victim):
             break
+        for path in manager.checkpoints_dir(run_dir).glob("step-*"):
+            manager.read_manifest(path).verify()  # no name without all that belongs to it
         left.append(look(run_dir, (2, 3)))
         save(run_dir, 4)  # and the run can go on
         assert look(run_dir, (4,)) == 4

@@ -134,13 +134,15 @@ def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, tied)
         ranks(size, load, tree_of(other, tied), str(final), start_world=False)
 
 
-@pytest.mark.parametrize("distribute", ["broadcast", "all_reduce"])
+@pytest.mark.parametrize(
+    ("sharding", "distribute"),
+    [("none", "broadcast"), ("none", "all_reduce"), ("epso", "broadcast")],
+)
 @pytest.mark.parametrize(
     ("size", "sizes"),
     [(4, {"dp": 4}), (4, {"dp": 2, "ep": 2}), (4, {"pp": 2, "dp": 2}), (4, {"dp": 2, "tp": 2})],
     ids=["dp4", "dp2-ep2", "pp2-dp2", "dp2-tp2"],
 )
-@pytest.mark.parametrize("sharding", ["none", "epso"])
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
