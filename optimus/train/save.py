@@ -122,6 +122,7 @@ class SaveAndLoad:
         start, refused = broadcast_object((flight.start, refused), self._world.everyone)
         if refused:
             raise CheckpointError(refused, on_every_rank=True)
+        assert start.path is not None, "nothing has initialised the parameters"
         return replace(flight, start=start)
 
     def after(self, step: int, last: bool) -> None:
