@@ -144,7 +144,7 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
         sizes = [f"parallel.{axis}={size}" for axis, size in mesh.sizes._asdict().items()]
         return Holdings(load_config(path, [*sizes, f"optim.sharding={sharding}"]), mesh)
 
-    saved = holdings(Mesh(pp=8, dp=104, ep=12), "epso")
+    saved = holdings(Mesh(pp=2, dp=416, ep=12), "epso")
     assert saved.mesh.world_size == 9984
     shapes = all_shapes(saved)  # and lays out all chunks
     started = time.process_time()
