@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from optimus.checkpoint.full import check_shapes, read_whole
+from optimus.checkpoint.load import check_shapes, read_whole
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.tensors import MODEL, check_tensors, read_all_tensors, read_tensors
 from optimus.config import ModelConfig, load_config

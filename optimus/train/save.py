@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.full import RankStates, load_full, save_full
+from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import seal
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
 from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
 from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml

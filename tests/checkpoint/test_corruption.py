@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.full import load_full
+from optimus.checkpoint.load import load_full
 from tests.helpers import kill_points
 
 FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as distributed
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.full import RankStates, load_full, read_whole, save_full
 from optimus.checkpoint.index import STATES
+from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
 from optimus.dist.collectives import ALONE, Group

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from optimus.checkpoint import index as index_module
 from optimus.checkpoint import manager, shards
-from optimus.checkpoint.full import RankStates, load_full, save_full
 from optimus.checkpoint.index import STATES
+from optimus.checkpoint.load import load_full
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
 from optimus.config import make_config
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus.checkpoint import full, manager
-from optimus.checkpoint.full import load_full, read_whole, save_full
+from optimus.checkpoint import load, manager
+from optimus.checkpoint.load import load_full, read_whole
 from optimus.checkpoint.pieces import Span
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import kill_points
 
 
-def with_a_master_alone(step: int) -> full.RankStates:
+def with_a_master_alone(step: int) -> RankStates:
     """The first chunk has no moments, and its master is of two bytes: frozen parameters."""
     states = kill_points.make_states(step)
     first, *others = states.shards
@@ -25,7 +27,7 @@ def with_a_master_alone(step: int) -> full.RankStates:
     return replace(states, shards=[frozen, *others])
 
 
-def save(states: full.RankStates, path: Path) -> None:
+def save(states: RankStates, path: Path) -> None:
     save_full(states, path, "balanced", lambda directory: None, step=1)
 
 
@@ -47,8 +49,8 @@ def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
 
 def test_states_that_are_not_in_host_memory_come_in_bounded_batches(monkeypatch):
     spans = [("master", Span(0, 0, size, ())) for size in (10, 20, 30, 5)]
-    monkeypatch.setattr(full, "HOST_BYTES", 120)
-    assert [len(batch) for batch in full._batches(spans)] == [2, 1, 1]
+    monkeypatch.setattr(load, "HOST_BYTES", 120)
+    assert [len(batch) for batch in load._batches(spans)] == [2, 1, 1]
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
