@@ -6,13 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from torch import Tensor
-
 from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
-from optimus.checkpoint.tensors import MODEL, read_all_tensors, write_tensors
-from optimus.checkpoint.weights import CONFIG, model_config_of
+from optimus.checkpoint.tensors import MODEL, write_tensors
+from optimus.checkpoint.weights import CONFIG, model_config_of, weights_of
 from optimus.config import Config, dump_toml
 from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, load_hf_model, read_hf_config, write_hf
@@ -48,18 +46,12 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(out)
     try:
-        write_hf(temporary, model_config_of(source), _weights_of(source), dtype)
+        write_hf(temporary, model_config_of(source), weights_of(source), dtype)
         _copy_tokenizer(source, temporary)
         files.commit(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _weights_of(source: Path) -> dict[str, Tensor]:
-    if is_hf_directory(source):
-        return load_hf_model(source).state_dict()
-    return read_all_tensors(source / MODEL)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -10,14 +10,17 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from optimus import files
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
+NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
 def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
@@ -32,29 +35,43 @@ def model_path(run_dir: str | os.PathLike, step: int) -> Path:
     return checkpoints_dir(run_dir) / f"model-{step:08d}"
 
 
-def newest_valid(run_dir: str | os.PathLike) -> Manifest | None:
-    """The full checkpoint of the highest step whose every byte is right; tells what it skips."""
+def newest_valid(
+    run_dir: str | os.PathLike, thorough: bool = True, but: Mapping[Path, str] = NOTHING
+) -> Manifest | None:
+    """The full checkpoint of the highest step that is right; tells what it skips.
+
+    `thorough`: every byte is read. Otherwise those of the states are left to whoever loads them and
+    finds damage; he then asks again for any `but` those paths.
+    """
     for path in reversed(_of_kind(run_dir, "step")):
+        if path in but:
+            continue
         try:
             manifest = read_manifest(path)
-            manifest.verify()
+            manifest.verify() if thorough else manifest.check()
             return manifest
         except CheckpointError as error:
             print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
     return None
 
 
-def resolve(path: str | os.PathLike) -> Path:
+def resolve(
+    path: str | os.PathLike, thorough: bool = True, but: Mapping[Path, str] = NOTHING
+) -> Path:
     """The checkpoint that a CKPT argument means: itself, or the newest valid one of a run.
 
-    Its every byte is checked. Any other directory is returned as it is, perhaps a Hugging Face one.
+    `thorough` and `but` as in `newest_valid`; by default its every byte is checked. Any other
+    directory is returned as it is, perhaps a Hugging Face one.
     """
     path = Path(path)
     if is_checkpoint(path):
-        read_manifest(path).verify()
+        if path in but:
+            raise CheckpointError(but[path])
+        manifest = read_manifest(path)
+        manifest.verify() if thorough else manifest.check()
         return path
     if checkpoints_dir(path).is_dir():
-        if newest := newest_valid(path):
+        if newest := newest_valid(path, thorough, but):
             return newest.path
         raise CheckpointError(f"{path}: a run directory without a valid checkpoint")
     if not path.exists():
@@ -73,13 +90,14 @@ class Start:
     full: Manifest | None = None
 
 
-def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
-    """What `checkpoint.load` means here and now.
+def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] = NOTHING) -> Start:
+    """What `checkpoint.load` means here and now, `but` for checkpoints found damaged: why, by path.
 
     The same command given again after a failure goes on from the run's own newest checkpoint: a
-    checkpoint remembers the `origin` that its run was started with.
+    checkpoint remembers the `origin` that its run was started with. The states of a full one are
+    checked only as they are loaded.
     """
-    own = newest_valid(run_dir) if load != "none" else None
+    own = newest_valid(run_dir, False, but) if load != "none" else None
     if load == "auto":
         if own is None and (damaged := _of_kind(run_dir, "step")):
             raise CheckpointError(
@@ -93,7 +111,7 @@ def decide_start(run_dir: str | os.PathLike, load: str) -> Start:
         return _resume(own)
     if load.startswith("model@"):
         return _start_from_model(run_dir, load)
-    path = resolve(load)
+    path = resolve(load, False, but)
     if not is_checkpoint(path):
         return Start(load, path=path)
     manifest = read_manifest(path)
@@ -148,10 +166,17 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
 def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
     """After a seal: keep the newest two full checkpoints and the newest `keep_models` models."""
     for path in _of_kind(run_dir, "step")[:-KEPT_FULL]:
-        shutil.rmtree(path)
+        _remove(path)
     if keep_models:
         for path in _of_kind(run_dir, "model")[:-keep_models]:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A name of ours is there with all its files or not at all, whenever this is cut short."""
+    aside = files.temporary_name(path)
+    files.commit(path, aside)
+    shutil.rmtree(aside)
 
 
 def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:

@@ -1,9 +1,9 @@
 """What a checkpoint directory holds, readable without torch.
 
 A checkpoint is a directory whose `manifest.json` was written last, under a temporary name that is
-renamed when everything in it is durable. `kind` is "full" (masters, moments, step) or "model"
-(weights alone). A directory without a readable manifest, or with a file of another size or hash
-than its manifest says, is not a checkpoint.
+renamed when everything in it is durable. `kind` is "full" (masters, moments, step: an index and the
+shard files it names) or "model" (weights alone). A directory without a readable manifest, or with a
+file of another size or hash than it says, is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from optimus import files
-from optimus.errors import CheckpointError, one_line
+from optimus.checkpoint.index import INDEX, Index, decode
+from optimus.errors import CheckpointError, OptimusError, one_line
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
 MANIFEST = "manifest.json"
 _FIELDS = ("kind", "step", "tokens", "updates", "origin", "settings")
 
@@ -49,20 +51,65 @@ class Manifest:
     files: tuple[FileEntry, ...]
     path: Path
 
-    def verify(self) -> None:
-        """Compare files with sizes and hashes; CheckpointError names the first that differs."""
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its states lie in shard files, as those of every full checkpoint do."""
+        return any(entry.name == INDEX for entry in self.files)
+
+    def check(self) -> None:
+        """Compare small files with their hashes, shard files with their sizes and headers: what can
+        be done at once. The bytes of shard files are compared when they are read. CheckpointError
+        names the first that differs."""
         for entry in self.files:
-            path = self.path / entry.name
-            try:
-                size = path.stat().st_size
-                if size != entry.size:
-                    raise CheckpointError(
-                        f"{path}: {size} bytes, but its manifest says {entry.size}"
-                    )
-                if files.xxh3_file(path) != entry.xxh3:
-                    raise CheckpointError(f"{path}: its content does not match its checksum")
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from None
+            _read_checked(self.path / entry.name, entry)
+        self.check_shards()
+
+    def check_shards(self) -> None:
+        """Compare sizes and headers of the shard files, if any; raises CheckpointError."""
+        if self.is_sharded:
+            index = self.index()
+            for number in range(len(index.shards)):
+                index.open(self.path, number).close()
+
+    def verify(self) -> None:
+        """The same, and every byte of the shard files."""
+        self.check()
+        if self.is_sharded:
+            index = self.index()
+            for number in range(len(index.shards)):
+                with index.open(self.path, number) as file:
+                    file.verify()
+
+    def index(self, data: bytes | None = None) -> Index:
+        """Where the states lie; `data`: the index file's content, if another rank has read it."""
+        if data is None:
+            data = self.index_bytes()
+        try:
+            index = decode(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if index.step != self.step:
+            raise CheckpointError(f"{self.path}: its index is of step {index.step}")
+        return index
+
+    def index_bytes(self) -> bytes:
+        """The index file's content. Raises CheckpointError."""
+        entry = next(one for one in self.files if one.name == INDEX)
+        return _read_checked(self.path / INDEX, entry, wanted=True)
+
+
+def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
+    """Compare a file with its size and hash; its content, if that is `wanted`."""
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            raise CheckpointError(f"{path}: {size} bytes, but its manifest says {entry.size}")
+        content = path.read_bytes() if wanted else b""
+        if (files.xxh3_bytes(content) if wanted else files.xxh3_file(path)) != entry.xxh3:
+            raise CheckpointError(f"{path}: its content does not match its checksum")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    return content
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
@@ -74,10 +121,14 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     """The manifest of a checkpoint directory; CheckpointError if there is no usable one."""
     path = Path(path)
     try:
-        raw = json.loads((path / MANIFEST).read_text())
-        if raw["format"] != FORMAT:
+        data = (path / MANIFEST).read_bytes()
+        raw = json.loads(data)
+        if raw["format"] == FORMAT:
+            files.parse_checked_json(data)
+        elif raw["format"] != 1 or raw["kind"] != "model":
             raise CheckpointError(
-                f"{path}: checkpoint format {raw['format']}, this version reads {FORMAT}"
+                f"{path}: {raw.get('kind')} checkpoint of format {raw['format']}, this version "
+                f"reads {FORMAT}"
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
@@ -92,50 +143,83 @@ def seal(
     path: str | os.PathLike,
     write_files: Callable[[Path], None],
     *,
+    needed_bytes: int = 0,
+    **facts: Any,
+) -> Manifest:
+    """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
+    the `facts` that `finish` takes."""
+    temporary = begin(path, needed_bytes)
+    try:
+        write_files(temporary)
+        return finish(temporary, path, **facts)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
+    """A fresh directory in which the checkpoint that will be at `path` is written.
+
+    Raises OptimusError if there is less room than it will need, and OSError.
+    """
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed_bytes:
+        raise OptimusError(
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
+            f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
+        )
+    temporary = files.temporary_name(final)
+    temporary.mkdir()
+    return temporary
+
+
+def finish(
+    temporary: Path,
+    path: str | os.PathLike,
+    *,
     kind: str,
     step: int = 0,
     tokens: int = 0,
     updates: int = 0,
     origin: str = "none",
     settings: Mapping[str, Any] | None = None,
+    shards: Collection[str] = (),
 ) -> Manifest:
-    """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them."""
+    """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
+    are files that their writers have made durable and that the index describes."""
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.temporary_name(final)
-    temporary.mkdir()
-    try:
-        write_files(temporary)
-        entries = _make_durable(temporary)
-        manifest = {
-            "format": FORMAT,
-            "kind": kind,
-            "step": step,
-            "tokens": tokens,
-            "updates": updates,
-            "origin": origin,
-            "settings": dict(settings or {}),
-            "files": [asdict(entry) for entry in entries],
-        }
-        files.write_json(temporary / MANIFEST, manifest)
-        if final.exists():
-            raise CheckpointError(f"{final} exists already; remove it or choose another place")
-        files.commit(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    entries = _make_durable(temporary, shards)
+    manifest = {
+        "format": FORMAT,
+        "kind": kind,
+        "step": step,
+        "tokens": tokens,
+        "updates": updates,
+        "origin": origin,
+        "settings": dict(settings or {}),
+        "files": [asdict(entry) for entry in entries],
+    }
+    files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
+    read_manifest(temporary).check_shards()
+    if final.exists():
+        raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    files.commit(temporary, final)
     return read_manifest(final)
 
 
-def _make_durable(directory: Path) -> list[FileEntry]:
-    """fsync all that lies below, and describe the files."""
+def _make_durable(directory: Path, shards: Collection[str]) -> list[FileEntry]:
+    """fsync all that lies below but for `shards`, and describe the files."""
     entries = []
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
             files.fsync_dir(path)
             continue
+        name = path.relative_to(directory).as_posix()
+        if name in shards:
+            continue
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())
-        name = path.relative_to(directory).as_posix()
         entries.append(FileEntry(name, path.stat().st_size, files.xxh3_file(path)))
     return entries

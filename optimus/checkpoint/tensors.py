@@ -1,4 +1,4 @@
-"""Writing and reading tensors of checkpoints."""
+"""Whole tensors in safetensors files: of models alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from optimus.errors import CheckpointError, OptimusError, one_line
 
 MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -75,8 +74,3 @@ def read_all_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
-
-
-def moments(names: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """Tensor names of one AdamW moment in the optimizer file."""
-    return {f"{kind}.{name}": tensor for name, tensor in names.items()}

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from optimus.checkpoint.manifest import is_checkpoint
-from optimus.checkpoint.tensors import MODEL, check_tensors, read_tensors
+from optimus.checkpoint.load import check_shapes, read_whole
+from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.tensors import MODEL, check_tensors, read_all_tensors, read_tensors
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError
 from optimus.model.hf import (
     check_hf_weights,
     is_hf_directory,
+    load_hf_model,
     load_hf_weights,
     read_hf_config,
 )
@@ -45,14 +47,41 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         )
     if is_hf_directory(path):
         check_hf_weights(config, path)
+        return
+    with torch.device("meta"):
+        expected = dict(Transformer(config).named_parameters())
+    if full := _sharded(path):
+        check_shapes(path, full.index(), {name: p.shape for name, p in expected.items()})
     else:
-        with torch.device("meta"):
-            check_tensors(path / MODEL, dict(Transformer(config).named_parameters()))
+        check_tensors(path / MODEL, expected)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Fill the parameters of `model` from a directory that `check_weights` has passed."""
+    parameters = dict(model.named_parameters())
     if is_hf_directory(path):
         load_hf_weights(model, path)
+    elif full := _sharded(path):
+        whole = {name: torch.empty(p.shape) for name, p in parameters.items()}
+        read_whole(full, whole)
+        for name, parameter in parameters.items():
+            parameter.data.copy_(whole.pop(name))
     else:
-        read_tensors(path / MODEL, dict(model.named_parameters()))
+        read_tensors(path / MODEL, parameters)
+
+
+def weights_of(path: Path) -> dict[str, Tensor]:
+    """Every weight of a directory, in its own dtype, masters of a full checkpoint in fp32."""
+    if is_hf_directory(path):
+        return load_hf_model(path).state_dict()
+    if full := _sharded(path):
+        whole = {name: torch.empty(shape) for name, shape in full.index().shapes.items()}
+        read_whole(full, whole)
+        return whole
+    return read_all_tensors(path / MODEL)
+
+
+def _sharded(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint whose weights lie in shard files."""
+    manifest = read_manifest(path) if is_checkpoint(path) else None
+    return manifest if manifest is not None and manifest.is_sharded else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.reduce import FastReduction, OrderedReduction
-from optimus.chunks.states import ChunkStates, Home
+from optimus.chunks.states import ChunkStates, Home, StateShard
 from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_sum
 from optimus.dist.exact import sum_of_squares
 
@@ -229,7 +229,14 @@ class ChunkEngine:
         for one in self.chunks:
             all_gather(one.params, one.params[one.own], one.home.shards)
 
-    # -- whole states, for checkpoints -----------------------------------------------------------
+    # -- states, for checkpoints -----------------------------------------------------------------
+
+    def shards(self) -> list[StateShard]:
+        """What this rank holds of the states, chunk by chunk, as it lies in memory."""
+        return [
+            StateShard(one.chunk, one.own.start, one.home, {s: getattr(one, s) for s in STATES})
+            for one in self.chunks
+        ]
 
     def put(self, state: str, name: str, whole: Tensor) -> None:
         """Set this rank's part of a state (of STATES) of a parameter from all of its elements."""

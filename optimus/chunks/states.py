@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,17 @@ class Home:
     def counts(self) -> bool:
         """Whether what this rank holds counts in the norm: one of all copies does."""
         return self.first_copy and not self.far_copy
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """This rank's part of the states of one chunk, for checkpoints: from its element `first` on."""
+
+    chunk: Chunk
+    first: int
+    home: Home
+    states: Mapping[str, Tensor]
+    """Flat fp32 [L / shards], by name: the memory that AdamW updates."""
 
 
 class ChunkStates:

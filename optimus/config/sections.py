@@ -333,6 +333,11 @@ class CheckpointConfig(Section):
     """Updates between persistent model-only checkpoints; 0: none."""
     keep_models: CountOrZero = 0
     """How many model-only checkpoints to keep, newest first; 0: all."""
+    scatter: Literal["balanced", "paper"] = "balanced"
+    """Who writes what several ranks hold: all of them equal parts; or, of model-parallel shard m,
+    data-parallel index m mod dp all of it."""
+    distribute: Literal["broadcast", "all_reduce"] = "broadcast"
+    """How what one rank has read reaches those that hold the same."""
     async_save: bool = False
     """Write checkpoints in the background."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -215,6 +215,18 @@ def all_gather_objects(value: Value, group: Group) -> list[Value]:
 
 
 @_collective
+def gather_objects(value: Value, group: Group) -> list[Value]:
+    """Every rank's small picklable `value`, in rank order, on the group's first rank; [] on others."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    distributed.gather_object(
+        value, values, distributed.get_global_rank(group.handle, 0), group=group.handle
+    )
+    return values or []
+
+
+@_collective
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:

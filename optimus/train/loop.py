@@ -29,7 +29,6 @@ from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
-from optimus.train.whole import WholeModel
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -96,10 +95,9 @@ class Run:
             initialise_(self.model, config.train.seed, layout.placements)
         self.states = self.shard.make_states()
         config, flight, news = settle_dispatch(config, flight, self.groups, self.shard)
-        self.config, self.flight = config, flight
-        whole = WholeModel(config, layout, self.groups)
-        self.saves = SaveAndLoad(config, world, flight, self.states, whole)
-        self.saves.load()
+        self.config = config
+        self.saves = SaveAndLoad(config, world, self.groups, layout, flight, self.states)
+        self.flight = flight = self.saves.load()
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:

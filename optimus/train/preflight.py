@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,13 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
         start = decide_start(config.train.run_dir, config.checkpoint.load)
         differences = _compare(config, settings, start)
     return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+
+
+def start_again(config: Config, flight: Preflight, damaged: Mapping[Path, str]) -> Preflight:
+    """The same where checkpoints proved `damaged` (why, by path) as they were loaded: from the next
+    one that `checkpoint.load` allows. Raises CheckpointError."""
+    start = decide_start(config.train.run_dir, config.checkpoint.load, damaged)
+    return replace(flight, start=start, differences=_compare(config, flight.settings, start))
 
 
 def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:

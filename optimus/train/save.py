@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimus.checkpoint import manager
+from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import seal
-from optimus.checkpoint.tensors import (
-    MODEL,
-    OPTIMIZER,
-    check_tensors,
-    moments,
-    open_tensors,
-    write_tensors,
-)
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
 from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
 from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml
-from optimus.dist.collectives import all_gather_objects, all_reduce_max
+from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
+from optimus.dist.groups import Groups
 from optimus.dist.world import World
-from optimus.errors import NonFiniteError
+from optimus.errors import CheckpointError, NonFiniteError
 from optimus.model.hf import config_to_hf, write_hf
 from optimus.model.transformer import Transformer
+from optimus.parallel.layout import Layout
+from optimus.parallel.placement import whole_model
 from optimus.resilience import guards
-from optimus.train.preflight import Preflight
+from optimus.train.preflight import Preflight, start_again
 from optimus.train.whole import WholeModel
 
-MOMENTS = STATES[1:]
 _TOLD = ("parameter", "first moment of", "second moment of")
 
 
@@ -51,55 +51,81 @@ def check_saves(config: Config, flight: Preflight) -> None:
         config_to_hf(config.model, "bfloat16")
 
 
+def states_of_rank(
+    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
+) -> RankStates:
+    """What this rank holds, as checkpoints see it."""
+    tied = config.model.tie_embeddings and groups.mesh.pp > 1
+    return RankStates(
+        groups,
+        states.shards(),
+        {name: one.intervals for name, one in layout.placements.items()},
+        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
+        on_both_ends=("embed.weight",) if tied else (),
+    )
+
+
 class SaveAndLoad:
-    """The run's checkpoints: whole tensors, written by the first rank and read by it alone."""
+    """The run's checkpoints: full ones of all ranks' shards, models from gathered weights."""
 
     def __init__(
         self,
         config: Config,
         world: World,
+        groups: Groups,
+        layout: Layout,
         flight: Preflight,
         states: ChunkEngine,
-        whole: WholeModel,
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole = whole
+        self._whole = WholeModel(config, layout, groups)
+        # Asked anew each time: where states lie may change.
+        self._rank_states = partial(states_of_rank, config, layout, groups, states)
 
-    def load(self) -> None:
-        """Fill the states of every rank from where the run starts: one rank reads, all receive.
+    def load(self) -> Preflight:
+        """Fill the states of every rank from where the run starts, and say where that was.
 
-        Without a start the states keep what they were made with.
+        A checkpoint that proves damaged is passed over for the one before, on all ranks alike.
+        Without a start the states keep what they were made with. Raises CheckpointError.
         """
-        states, start = self._states, self._flight.start
-        if start.full is not None:
-            path = start.full.path
-            states.num_updates = start.full.updates
-            self._spread_file(path / MODEL, "master")
-            for kind in MOMENTS:
-                self._spread_file(path / OPTIMIZER, kind, f"{kind}.")
-        elif start.path is not None:
+        damaged: dict[Path, str] = {}
+        while (full := self._flight.start.full) is not None:
+            problem = load_full(self._rank_states(), full, self._config.checkpoint.distribute)
+            if not problem:
+                self._states.num_updates = full.updates
+                break
+            damaged[full.path] = problem
+            self._flight = self._fall_back(damaged)
+        start = self._flight.start
+        if full is None and start.path is not None:
             weights = {}
             if self._world.is_first:
                 model = Transformer(self._config.model)
                 load_weights(model, start.path)
                 weights = {name: p.detach() for name, p in model.named_parameters()}
-            self._spread("master", weights.__getitem__)
-        states.publish()
+            source = weights.__getitem__ if self._world.is_first else _nothing
+            put, how = partial(self._states.put, "master"), self._config.checkpoint.distribute
+            self._whole.spread(put, source, self._world.device, how)
+        self._states.publish()
+        return self._flight
 
-    def _spread(self, state: str, source: Callable[[str], Tensor]) -> None:
-        self._whole.spread(partial(self._states.put, state), source, self._world.device)
-
-    def _spread_file(self, path: Path, state: str, prefix: str = "") -> None:
-        """Give every rank its parts of the tensors in a file, whose names begin with `prefix`."""
-        if not self._world.is_first:
-            self._spread(state, _nothing)
-            return
-        expected = self._whole.meta()
-        if prefix:
-            expected = {f"{kind}.{n}": t for kind in MOMENTS for n, t in expected.items()}
-        check_tensors(path, expected)
-        with open_tensors(path) as file:
-            self._spread(state, lambda name: file.get_tensor(prefix + name))
+    def _fall_back(self, damaged: Mapping[Path, str]) -> Preflight:
+        """The start that is left; the first rank decides and says so."""
+        flight, refused = self._flight, ""
+        if self._world.is_first:
+            problem = list(damaged.values())[-1]
+            print(f"optimus: passing over a damaged checkpoint: {problem}", file=sys.stderr)
+            try:
+                flight = start_again(self._config, flight, damaged)
+                start = flight.start
+                print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
+            except CheckpointError as error:
+                refused = str(error)
+        start, refused = broadcast_object((flight.start, refused), self._world.everyone)
+        if refused:
+            raise CheckpointError(refused, on_every_rank=True)
+        assert start.path is not None, "nothing has initialised the parameters"
+        return replace(flight, start=start)
 
     def after(self, step: int, last: bool) -> None:
         """Save what is due after `step`; the last step of a run always leaves a full checkpoint."""
@@ -110,22 +136,20 @@ class SaveAndLoad:
             self._refuse_nonfinite(step)
         if not (model or full):
             return
-        states = self._states
-        weights = self._whole.gather(states.whole("master"))
-        both = {}
-        if full:
-            for kind in MOMENTS:
-                both |= moments(self._whole.gather(states.whole(kind)), kind)
-        if not self._world.is_first:
-            return
         run_dir = self._config.train.run_dir
         if model:
-            write = partial(self._write_model, weights)
-            self._save(step, "model", manager.model_path(run_dir, step), write)
+            weights = self._whole.gather(self._states.whole("master"))
+            if self._world.is_first:
+                write = partial(self._write_model, weights)
+                size = 2 * sum(weight.numel() for weight in weights.values())
+                path = manager.model_path(run_dir, step)
+                seal(path, write, needed_bytes=size, kind="model", **self._facts(step))
         if full:
-            write = partial(self._write_full, weights, both)
-            self._save(step, "full", manager.full_path(run_dir, step), write)
-        manager.forget_old(self._config.train.run_dir, settings.keep_models)
+            path = manager.full_path(run_dir, step)
+            write = self._write_companions
+            save_full(self._rank_states(), path, settings.scatter, write, **self._facts(step))
+        if self._world.is_first:
+            manager.forget_old(run_dir, settings.keep_models)
 
     def _refuse_nonfinite(self, step: int) -> None:
         """An update can overflow though every gradient was finite. All ranks agree on whose."""
@@ -144,25 +168,16 @@ class SaveAndLoad:
                 on_every_rank=True,
             )
 
-    def _save(self, step: int, kind: str, path: Path, write: Callable[[Path], None]) -> None:
+    def _facts(self, step: int) -> dict[str, Any]:
+        """What a manifest says of the run after `step`."""
         flight = self._flight
-        seal(
-            path,
-            write,
-            kind=kind,
-            step=step,
-            tokens=flight.tokens_after(step),
-            updates=self._states.num_updates,
-            origin=flight.start.origin,
-            settings=flight.settings,
-        )
-
-    def _write_full(
-        self, weights: Mapping[str, Tensor], both: Mapping[str, Tensor], directory: Path
-    ) -> None:
-        write_tensors(directory / MODEL, weights)
-        write_tensors(directory / OPTIMIZER, both)
-        self._write_companions(directory)
+        return {
+            "step": step,
+            "tokens": flight.tokens_after(step),
+            "updates": self._states.num_updates,
+            "origin": flight.start.origin,
+            "settings": flight.settings,
+        }
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         write_hf(directory, self._config.model, weights, "bf16")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.distribute import Distribute, give
 from optimus.config import Config
-from optimus.dist.collectives import broadcast, receive, send
+from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Place
 from optimus.parallel.layout import Layout, stage_parameters
@@ -23,24 +24,21 @@ class WholeModel:
         self._meta = whole_model(config.model)
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
-    def meta(self) -> dict[str, Tensor]:
-        """The whole parameters on the meta device, by name."""
-        return dict(self._meta.named_parameters())
-
     def spread(
         self,
         put: Callable[[str, Tensor], None],
         source: Callable[[str], Tensor],
         device: torch.device,
+        how: Distribute = "broadcast",
     ) -> None:
         """Give every rank what it holds of whole tensors, one by one, which the first rank alone
         asks `source` for: `put(name, part)`. A collective of all ranks."""
         everyone = self._groups.everyone
         for name, shape in self.shapes.items():
-            whole = torch.empty(shape, dtype=torch.float32, device=device)
+            whole = torch.zeros(shape, dtype=torch.float32, device=device)
             if everyone.rank == 0:
                 whole.copy_(source(name))
-            broadcast(whole, everyone)
+            give(whole.view(torch.int32), everyone, how)
             if name in self._layout.placements:
                 put(name, self._layout.placements[name].take(whole))
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, OptimusError
 
 
 def write_two_files(directory):
@@ -65,3 +65,29 @@ def test_an_existing_place_is_refused_and_kept(sealed):
         seal(sealed.path, write_two_files, kind="full")
     assert json.loads((sealed.path / MANIFEST).read_text()) == before
     sealed.verify()
+
+
+@pytest.mark.parametrize("kind", ["model", "full"])
+def test_of_format_1_models_alone_are_read(tmp_path, kind):
+    sealed = seal(tmp_path / "c", write_two_files, kind=kind, step=3)
+    raw = json.loads((sealed.path / MANIFEST).read_text())
+    del raw["self_xxh3"]
+    (sealed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1}))
+    if kind == "model":
+        assert read_manifest(sealed.path) == sealed
+    else:
+        with pytest.raises(
+            CheckpointError, match="full checkpoint of format 1, this version reads"
+        ):
+            read_manifest(sealed.path)
+    (sealed.path / MANIFEST).write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="not readable: damaged"):
+        read_manifest(sealed.path)
+
+
+def test_a_seal_needs_room(tmp_path):
+    with pytest.raises(
+        OptimusError, match=r"c not written: .* GB free, but it needs 1000000000.000"
+    ):
+        seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
+    assert list(tmp_path.iterdir()) == []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from optimus.checkpoint import manager
+from optimus.checkpoint.index import STATES
+from optimus.checkpoint.load import read_whole
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
@@ -31,9 +32,13 @@ def metrics_of(run_dir: Path) -> list[dict]:
 
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    newest = manager.newest_valid(run_dir)
-    tensors = load_file(newest.path / "model.safetensors")
-    return tensors | load_file(newest.path / "optimizer.safetensors")
+    """Every state of the newest checkpoint."""
+    newest, tensors = manager.newest_valid(run_dir), {}
+    for state in STATES:
+        whole = {name: torch.empty(shape) for name, shape in newest.index().shapes.items()}
+        read_whole(newest, whole, state)
+        tensors |= {f"{state}.{name}": tensor for name, tensor in whole.items()}
+    return tensors
 
 
 def assert_same_run(one: Path, other: Path) -> None:

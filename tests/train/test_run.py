@@ -116,8 +116,9 @@ def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_d
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken"))
     run_dir = tmp_path / "killed"
     train_on(ranks, 1, tiny_tree(tiny_data, run_dir, train__stop_at_step=16))
-    damaged = manager.full_path(run_dir, 16) / "model.safetensors"
-    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])  # back to the one before
+    damaged = manager.full_path(run_dir, 16) / "shard-00000.bin"
+    content = damaged.read_bytes()  # back to the one before
+    damaged.write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
     assert manager.newest_valid(run_dir).step == 12
     train_on(ranks, 1, tiny_tree(tiny_data, run_dir))
     assert_same_run(tmp_path / "unbroken", run_dir)

@@ -1,0 +1,106 @@
+"""The index of a full checkpoint: its shard files with their hashes, and where each parameter lies.
+
+Lines of JSON: the first tells of files and shapes, every other where the pieces of one parameter
+lie, so that a rank parses only those lines that it wants. The hash of the whole stands in the
+manifest. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+
+from optimus.checkpoint.pieces import Piece
+from optimus.checkpoint.reshard import Stored
+from optimus.checkpoint.shards import BLOCK_BYTES, Identity, ShardFile, ShardReader
+from optimus.errors import CheckpointError, one_line
+
+INDEX = "index.jsonl"
+STATES = ("master", "exp_avg", "exp_avg_sq")
+"""The states of a parameter, in the order of their columns."""
+DTYPE = "float32"
+ITEMSIZE = 4
+
+
+class Written(NamedTuple):
+    """What one writer put where."""
+
+    shard: ShardFile
+    pieces: list[tuple[Piece, tuple[int, ...]]]
+    """Each with the byte where each of STATES begins, -1 where it has none."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checkpoint's index. `lines` are parsed when their parameter is asked for."""
+
+    generation: str
+    step: int
+    block_bytes: int
+    shards: tuple[ShardFile, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole parameters, by name."""
+    lines: Mapping[str, str]
+
+    def stored(self, name: str) -> Stored:
+        """Where a parameter lies; CheckpointError if the checkpoint has none of that name."""
+        if name not in self.lines:
+            raise CheckpointError(f"the checkpoint has no parameter {name}")
+        raw = json.loads(self.lines[name])
+        boxes = tuple(tuple(tuple((a, b) for a, b in dim) for dim in box) for box in raw["boxes"])
+        rows = numpy.array(raw["rows"], dtype=numpy.int64).reshape(-1, 4 + len(STATES))
+        return Stored(name, boxes, rows)
+
+    def open(self, directory: Path, number: int) -> ShardReader:
+        """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""
+        shard = self.shards[number]
+        identity = Identity(self.generation, self.step, shard.writer)
+        return ShardReader(directory, identity, shard, self.block_bytes)
+
+
+def encode(
+    generation: str, step: int, writers: Sequence[Written], shapes: Mapping[str, Sequence[int]]
+) -> bytes:
+    """The index of what `writers` wrote of parameters of these whole `shapes`."""
+    head = {
+        "generation": generation,
+        "step": step,
+        "block_bytes": BLOCK_BYTES,
+        "states": STATES,
+        "dtype": DTYPE,
+        "shards": [list(one.shard) for one in writers],
+    }
+    rows: dict[str, list[list[int]]] = {}
+    boxes: dict[str, dict] = {}
+    for number, one in enumerate(writers):
+        for piece, offsets in one.pieces:
+            known = boxes.setdefault(piece.name, {})
+            box = known.setdefault(piece.box, len(known))
+            row = [number, box, piece.start, piece.stop, *offsets]
+            rows.setdefault(piece.name, []).append(row)
+    lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
+    for name, found in rows.items():
+        found.sort(key=lambda row: row[1:3])
+        table = {"name": name, "boxes": list(boxes[name])}
+        lines.append(json.dumps({**table, "rows": found}, separators=(",", ":")))
+    return "\n".join([*lines, ""]).encode()
+
+
+def decode(data: bytes) -> Index:
+    """What `encode` made, from bytes whose hash has been compared. Raises CheckpointError."""
+    try:
+        head, *lines = data.decode().splitlines()
+        raw = json.loads(head)
+        if (raw["states"], raw["dtype"]) != (list(STATES), DTYPE):
+            raise CheckpointError(f"states {raw['states']} of {raw['dtype']} are unknown here")
+        by_name = {line.split('"', 4)[3]: line for line in lines}
+        shards = tuple(ShardFile(*one) for one in raw["shards"])
+        shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
+        return Index(raw["generation"], raw["step"], raw["block_bytes"], shards, shapes, by_name)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{INDEX}: not readable: {one_line(error)}") from None

@@ -1,0 +1,130 @@
+"""Loading full states: every rank reads its own part, and copies pass on what they have read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
+from optimus.checkpoint.index import ITEMSIZE, Index
+from optimus.checkpoint.manifest import Manifest
+from optimus.checkpoint.pieces import Piece, Span, spans_to_read
+from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.transfer import Want, read_wants
+from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
+from optimus.errors import CheckpointError
+
+HOST_BYTES = 1 << 30
+"""What loading may take of the host's memory for states on another device."""
+
+
+def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
+    """Fill the states from a checkpoint of any layout; why that failed, the same on every rank, or
+    nothing. A collective of all ranks.
+
+    The first rank reads the index for all. Each rank reads its part of what it and its copies hold,
+    and every block is checked; then copies pass their parts on. After a failure the states hold
+    anything, until a checkpoint is loaded in whole.
+    """
+    everyone, problem, data = states.groups.everyone, "", b""
+    if everyone.rank == 0:
+        try:
+            data = manifest.index_bytes()
+        except CheckpointError as error:
+            problem = str(error)
+    problem, data = broadcast_object((problem, data), everyone)
+    if problem:
+        return problem
+    try:
+        _read(states, manifest, data)
+    except CheckpointError as error:
+        problem = str(error)
+    if problem := _first_told(problem, states):
+        return problem
+    for one, held in zip(states.shards, states.held, strict=True):
+        if not held.far:
+            pass_to_copies(held, one.states.values(), states.groups, how)
+    for name in states.on_both_ends:
+        pass_to_far_end(name, states.shards, states.groups, how)
+    return ""
+
+
+def _first_told(problem: str, states: RankStates) -> str:
+    """The first rank's problem of those that have one."""
+    everyone = states.groups.everyone
+    flag = torch.tensor([int(bool(problem))], device=states.device)
+    all_reduce_max(flag, everyone)
+    if not flag.item():
+        return ""
+    return next(one for one in all_gather_objects(problem, everyone) if one)
+
+
+def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
+    """This rank's part from disk. Host memory is filled in place, at once; other devices' through
+    up to HOST_BYTES of host memory. Raises CheckpointError."""
+    index, groups = manifest.index(data), states.groups
+    check_shapes(manifest.path, index, states.shapes)
+    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
+    parts = states.parts(spans)
+    for batch in [parts] if states.device.type == "cpu" else _batches(parts):
+        targets = [states.memory(*one) for one in batch]
+        hosts = [
+            t if t.is_cpu and t.dtype is torch.float32 else torch.empty(t.shape) for t in targets
+        ]
+        wants = [
+            Want(state, span.pieces, as_bytes(host))
+            for (state, span), host in zip(batch, hosts, strict=True)
+        ]
+        read_wants(manifest.path, index, wants)
+        for target, host in zip(targets, hosts, strict=True):
+            if host is not target:
+                target.copy_(host)
+
+
+def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
+    """Runs of states of spans that fit into HOST_BYTES, or are alone."""
+    batch, filled = [], 0
+    for state, span in parts:
+        size = (span.stop - span.start) * ITEMSIZE
+        if batch and filled + size > HOST_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append((state, span))
+        filled += size
+    yield batch
+
+
+def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a checkpoint that does not hold just the parameters of these names and shapes.
+
+    Raises CheckpointError naming the first that is missing, superfluous or of another shape.
+    """
+    if odd := sorted(set(index.shapes) ^ set(shapes)):
+        is_stored = odd[0] in index.shapes
+        where = "has no place in this model, but is in" if is_stored else "is missing in"
+        raise CheckpointError(f"parameter {odd[0]} {where} {path}")
+    for name, shape in shapes.items():
+        if index.shapes[name] != tuple(shape):
+            raise CheckpointError(
+                f"{path}: parameter {name} has shape {list(index.shapes[name])}, this model's has "
+                f"{list(shape)}"
+            )
+
+
+def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "master") -> None:
+    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process.
+
+    Raises CheckpointError if they are not the checkpoint's, by name or shape, or it is damaged.
+    """
+    index = manifest.index()
+    shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
+    check_shapes(manifest.path, index, shapes)
+    wants = []
+    for name, tensor in into.items():
+        assert tensor.dtype is torch.float32 and tensor.is_contiguous()
+        box = tuple(((0, size),) for size in tensor.shape)
+        wants.append(Want(state, [(Piece(name, box, 0, tensor.numel()), 0)], as_bytes(tensor)))
+    read_wants(manifest.path, index, wants)

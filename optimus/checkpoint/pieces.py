@@ -1,0 +1,189 @@
+"""Which rank writes, and reads, which part of the model states: values, made from places alone.
+
+Of a chunk's shard some ranks hold the same copy; they divide it among themselves, so that the
+states are written once and by all. A stretch of a shard is a `Span`: one run of memory, in which
+pieces of parameters lie one behind the other. A `Piece` says by itself what it is of the model.
+Lengths and offsets are in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from optimus.chunks.layout import ALIGNMENT, Chunk
+from optimus.dist.mesh import AXES, Mesh, Place
+
+Scatter = Literal["balanced", "paper"]
+Intervals = tuple[tuple[int, int], ...]
+Box = tuple[Intervals, ...]
+"""What a rank holds of a whole parameter: ranges [start, stop) of every dim."""
+
+STRIPE = 1 << 20
+"""In which turns the two end stages write what they both hold: 4 MiB of fp32."""
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the flattened part of parameter `name` that lies in `box`."""
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of this rank's shard of a chunk (its number among those held)."""
+
+    held: int
+    start: int
+    stop: int
+    pieces: tuple[tuple[Piece, int], ...]
+    """Each with the place of its first element in the span; between them lies padding."""
+
+
+class Held(NamedTuple):
+    """A rank's shard of a chunk: it begins at element `first`."""
+
+    chunk: Chunk
+    first: int
+    copies: tuple[str, ...] = ()
+    """Axes along which ranks hold the same shard."""
+    far: bool = False
+    """Whether it is a copy of what the first stage holds, cut into other shards perhaps."""
+
+
+class Part(NamedTuple):
+    """One of `count` about equal parts."""
+
+    index: int
+    count: int
+
+
+WHOLE = Part(0, 1)
+
+
+def part_of(mesh: Mesh, place: Place, copies: Collection[str]) -> Part:
+    """Which part of a shard falls to the rank at `place`, of those that hold the same."""
+    index, count = 0, 1
+    for axis in AXES:
+        if axis in copies:
+            size = getattr(mesh, axis)
+            index, count = index * size + getattr(place, axis), count * size
+    return Part(index, count)
+
+
+def bounds(held: Held, count: int) -> list[int]:
+    """Where the `count` parts of a shard begin, and where the last ends: what holds parameters is
+    divided, padding behind and before them is not."""
+    low, high = _used(held)
+    units = (high - low) // ALIGNMENT
+    return [low + units * index // count * ALIGNMENT for index in range(count)] + [high]
+
+
+def spans_to_write(
+    held: Sequence[Held],
+    boxes: Mapping[str, Box],
+    mesh: Mesh,
+    place: Place,
+    scatter: Scatter = "balanced",
+    on_both_ends: Collection[str] = (),
+) -> list[Span]:
+    """What the rank at `place` writes; over all ranks every element once.
+
+    `balanced`: all that hold a copy of a shard write equal parts of it; what is `on_both_ends` of
+    the pipeline (tied embeddings) goes to them in turns of STRIPE. `paper`: of the copies of
+    model-parallel shard m, data-parallel index m mod dp writes it whole, the first stage alone.
+    """
+    spans = []
+    for number, one in enumerate(held):
+        turns = {name: Part(int(one.far), 2) for name in on_both_ends}
+        part = part_of(mesh, place, one.copies)
+        if scatter == "paper":
+            if one.far or not _writes_in_paper(mesh, place, one.copies):
+                continue
+            turns, part = {}, WHOLE
+        limits = bounds(one, part.count)[part.index : part.index + 2]
+        spans += _spans(number, one, boxes, *limits, turns)
+    return spans
+
+
+def spans_to_read(
+    held: Sequence[Held], boxes: Mapping[str, Box], mesh: Mesh, place: Place
+) -> list[Span]:
+    """What the rank at `place` reads: an equal part of each shard, the other parts of which come
+    from the ranks that hold the same. A far copy comes whole from the first stage."""
+    spans = []
+    for number, one in enumerate(held):
+        if not one.far:
+            part = part_of(mesh, place, one.copies)
+            limits = bounds(one, part.count)[part.index : part.index + 2]
+            spans += _spans(number, one, boxes, *limits, {})
+    return spans
+
+
+def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:
+    if any(getattr(place, axis) for axis in copies if axis != "dp"):
+        return False
+    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
+    return "dp" not in copies or place.dp == shard % mesh.dp
+
+
+def _used(held: Held) -> tuple[int, int]:
+    """From the first to behind the last element of the shard that belongs to a parameter."""
+    first, last = held.first, held.first + held.chunk.shard_length
+    met = [slot for slot in held.chunk.slots if slot.start < last and slot.stop > first]
+    if not met:
+        return 0, 0
+    return max(met[0].start, first) - first, min(met[-1].stop, last) - first
+
+
+def _spans(
+    number: int,
+    held: Held,
+    boxes: Mapping[str, Box],
+    start: int,
+    stop: int,
+    turns: Mapping[str, Part],
+) -> Iterator[Span]:
+    """[start, stop) of the shard but for others' turns; a gap of a turn begins a new span."""
+    pieces: list[tuple[Piece, int]] = []
+    begun = end = start
+    for piece, at in _pieces(held, boxes, start, stop, turns):
+        if pieces and at - end >= ALIGNMENT:
+            yield Span(number, begun, end, tuple(pieces))
+            pieces = []
+        if not pieces:
+            begun = at
+        pieces.append((piece, at - begun))
+        end = at + piece.stop - piece.start
+    if pieces:
+        yield Span(number, begun, end, tuple(pieces))
+
+
+def _pieces(
+    held: Held, boxes: Mapping[str, Box], start: int, stop: int, turns: Mapping[str, Part]
+) -> Iterator[tuple[Piece, int]]:
+    """Each piece and its place in the shard."""
+    for slot in held.chunk.slots:
+        low = max(slot.start, held.first + start) - slot.start
+        high = min(slot.stop, held.first + stop) - slot.start
+        turn = turns.get(slot.name, WHOLE)
+        for a, b in _in_turn(low, high, turn):
+            yield Piece(slot.name, boxes[slot.name], a, b), slot.start + a - held.first
+
+
+def _in_turn(low: int, high: int, turn: Part) -> Iterator[tuple[int, int]]:
+    """The parts of [low, high) that lie in every `count`-th stripe from the `index`-th on."""
+    if turn.count == 1:
+        if low < high:
+            yield low, high
+        return
+    for stripe in range(low // STRIPE, math.ceil(high / STRIPE)):
+        if stripe % turn.count == turn.index:
+            a, b = max(low, stripe * STRIPE), min(high, (stripe + 1) * STRIPE)
+            if a < b:
+                yield a, b

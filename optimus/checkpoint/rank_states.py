@@ -1,0 +1,51 @@
+"""What one rank holds of the states of a run, as checkpoints see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint.index import STATES
+from optimus.checkpoint.pieces import Box, Held, Span
+from optimus.chunks.states import StateShard
+from optimus.dist.groups import Groups
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What one rank holds of the states, and what that is of the model."""
+
+    groups: Groups
+    shards: Sequence[StateShard]
+    boxes: Mapping[str, Box]
+    """Of the parameters here."""
+    shapes: Mapping[str, Sequence[int]]
+    """Of all whole parameters."""
+    on_both_ends: tuple[str, ...] = ()
+    """What the first and the last of several pipeline stages hold both: tied embeddings."""
+
+    @property
+    def held(self) -> list[Held]:
+        return [
+            Held(one.chunk, one.first, one.home.copies, one.home.far_copy) for one in self.shards
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self.shards[0].states["master"].device
+
+    def parts(self, spans: Sequence[Span]) -> list[tuple[str, Span]]:
+        """The states that there are of these spans, state by state."""
+        return [(s, span) for s in STATES for span in spans if s in self.shards[span.held].states]
+
+    def memory(self, state: str, span: Span) -> Tensor:
+        """A state of a span, as it lies."""
+        return self.shards[span.held].states[state][span.start : span.stop]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, where they are."""
+    return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")

@@ -1,0 +1,225 @@
+"""One writer's file of a full checkpoint: raw bytes, hashed in blocks while they are written.
+
+A fixed header says what the file belongs to: one save of one step by one writer, so that a swapped
+or stale file is none of this checkpoint's. Stretches of state follow, little-endian, each from a
+multiple of 64 bytes on. The hashes of its blocks (of the whole file, header included) stand in the
+checkpoint's index; whoever reads a byte compares the block that it is in. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import xxhash
+
+from optimus.errors import CheckpointError
+
+BLOCK_BYTES = 4 << 20
+HEADER_BYTES = 4096
+ALIGNED_BYTES = 64
+HASH_CHARS = 16
+_MAGIC = "optimus shard"
+
+traffic = {"opens": 0, "bytes": 0}
+"""Of reading, since the process began or they were set to 0: shard files opened, bytes read."""
+
+
+class Identity(NamedTuple):
+    """What a shard file belongs to."""
+
+    generation: str
+    """One save's own random name."""
+    step: int
+    writer: int
+
+
+class ShardFile(NamedTuple):
+    """A finished shard file as the index of its checkpoint knows it."""
+
+    writer: int
+    size: int
+    hashes: str
+    """xxh3-64 of each block in hexadecimal, one behind the other."""
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.writer)
+
+
+def shard_name(writer: int) -> str:
+    return f"shard-{writer:05d}.bin"
+
+
+def header(identity: Identity, size: int) -> bytes:
+    """The first HEADER_BYTES of a file of `size` bytes."""
+    text = json.dumps({"format": _MAGIC, **identity._asdict(), "size": size})
+    return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def aligned(size: int) -> int:
+    """The next multiple of ALIGNED_BYTES."""
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+class ShardWriter:
+    """Writes one shard file from memory as it lies, without a copy."""
+
+    def __init__(self, directory: Path, identity: Identity, size: int) -> None:
+        """`size`: of the whole file. Raises OSError, as `write` and `finish` do."""
+        self._identity, self._size, self._written = identity, size, 0
+        self._hashes: list[str] = []
+        self._block = xxhash.xxh3_64()
+        path = directory / shard_name(identity.writer)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            self._put(memoryview(header(identity, size)))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: memoryview) -> int:
+        """Append bytes and what fills them up to a multiple of 64; where they begin in the file."""
+        begun = self._written
+        self._put(data)
+        if padding := aligned(self._written) - self._written:
+            self._put(memoryview(bytes(padding)))
+        return begun
+
+    def finish(self) -> ShardFile:
+        """Make the file durable and describe it."""
+        assert self._written == self._size, (self._written, self._size)
+        if self._written % BLOCK_BYTES:
+            self._hashes.append(self._block.hexdigest())
+        os.fsync(self._fd)
+        return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            part = data[: BLOCK_BYTES - self._written % BLOCK_BYTES]
+            self._block.update(part)
+            self._written += len(part)
+            data = data[len(part) :]
+            if self._written % BLOCK_BYTES == 0:
+                self._hashes.append(self._block.hexdigest())
+                self._block.reset()
+            while part:
+                part = part[os.write(self._fd, part) :]
+
+
+def check_shard(directory: Path, identity: Identity, size: int) -> None:
+    """Compare a shard file's size and header with what they must be; raises CheckpointError."""
+    ShardReader(directory, identity, ShardFile(identity.writer, size, "")).close()
+
+
+class ShardReader:
+    """Reads stretches of one shard file into memory; every block it touches is checked."""
+
+    def __init__(
+        self, directory: Path, identity: Identity, shard: ShardFile, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        """Raises CheckpointError if the file is missing, of another size or of another save."""
+        self.path, self._shard, self._block_bytes = directory / shard.name, shard, block_bytes
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        traffic["opens"] += 1
+        try:
+            self._check_header(identity)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_header(self, identity: Identity) -> None:
+        size = os.fstat(self._fd).st_size
+        if size != self._shard.size:
+            raise CheckpointError(f"{self.path}: {size} bytes, not {self._shard.size} as written")
+        found = bytearray(HEADER_BYTES)
+        self._read(memoryview(found), 0)
+        if found != header(identity, size):
+            raise CheckpointError(
+                f"{self.path}: belongs to another checkpoint or writer, or its header is damaged"
+            )
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, runs: numpy.ndarray, targets: Sequence[memoryview]) -> None:
+        """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset
+        there, length; in bytes, by ascending offset in the file. Raises CheckpointError."""
+        scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
+        for block, parts in _by_block(runs, self._block_bytes):
+            start = block * self._block_bytes
+            size = min(self._block_bytes, self._shard.size - start)
+            assert size > 0, "the index leads behind the end of a shard file"
+            if len(parts) == 1 and parts[0][3] == size:
+                _, number, at, _ = parts[0]
+                self._read_block(block, targets[number][at : at + size])
+                continue
+            data = scratch[:size]
+            self._read_block(block, data)
+            for offset, number, at, length in parts:
+                targets[number][at : at + length] = data[offset - start : offset - start + length]
+
+    def verify(self) -> None:
+        """Compare every block with its hash; raises CheckpointError."""
+        scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
+        for block in range(-(-self._shard.size // self._block_bytes)):
+            left = self._shard.size - block * self._block_bytes
+            self._read_block(block, scratch[: min(left, self._block_bytes)])
+
+    def _read_block(self, block: int, into: memoryview) -> None:
+        self._read(into, block * self._block_bytes)
+        expected = self._shard.hashes[block * HASH_CHARS : (block + 1) * HASH_CHARS]
+        if xxhash.xxh3_64_hexdigest(into) != expected:
+            raise CheckpointError(f"{self.path}: block {block} does not match its checksum")
+
+    def _read(self, into: memoryview, offset: int) -> None:
+        traffic["bytes"] += len(into)
+        try:
+            while into:
+                count = os.preadv(self._fd, [into], offset)
+                if not count:
+                    raise CheckpointError(f"{self.path}: ends before byte {offset + len(into)}")
+                into, offset = into[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+
+
+def _by_block(runs: numpy.ndarray, block_bytes: int) -> Iterator[tuple[int, list[list[int]]]]:
+    """Runs cut at the blocks of the file: (number of the block, the runs in it)."""
+    first = runs[:, 0] // block_bytes
+    count = (runs[:, 0] + runs[:, 3] - 1) // block_bytes - first + 1
+    which = numpy.repeat(numpy.arange(len(runs)), count)
+    nth = numpy.arange(len(which)) - numpy.repeat(numpy.cumsum(count) - count, count)
+    block = first[which] + nth
+    begun, ended = runs[which, 0], runs[which, 0] + runs[which, 3]
+    start = numpy.maximum(begun, block * block_bytes)
+    stop = numpy.minimum(ended, (block + 1) * block_bytes)
+    cut = numpy.stack([start, runs[which, 1], runs[which, 2] + start - begun, stop - start], 1)
+    limits = [*numpy.flatnonzero(numpy.diff(block, prepend=-1)), len(block)]
+    for low, high in itertools.pairwise(limits):
+        yield int(block[low]), cut[low:high].tolist()

@@ -1,0 +1,96 @@
+"""Damage to any file of the newest checkpoint is found and told, and the other slot is loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from optimus.checkpoint import manager
+from optimus.checkpoint.load import load_full
+from tests.helpers import kill_points
+
+FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    for step in (1, 2):
+        kill_points.save(tmp_path, step)
+    return tmp_path
+
+
+def flip(content: bytearray, generator: random.Random) -> None:
+    content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+
+
+def truncate(content: bytearray, generator: random.Random) -> None:
+    del content[generator.randrange(len(content)) :]
+
+
+def zero(content: bytearray, generator: random.Random) -> None:
+    """A stretch that holds something; of the shard files' headers most is spaces."""
+    at = generator.randrange(max(1, len(content) - 512))
+    content[at : at + 512] = bytes(len(content[at : at + 512]))
+
+
+def load_as_a_run_does(run_dir: Path) -> int:
+    """The step that is loaded; every element of the states is of it."""
+    damaged = {}
+    while True:
+        start = manager.decide_start(run_dir, "auto", damaged)
+        states = kill_points.make_states(0)
+        if not (problem := load_full(states, start.full, "broadcast")):
+            break
+        damaged[start.full.path] = problem
+    for shard in states.shards:
+        for slot in shard.chunk.slots:
+            for flat in shard.states.values():
+                assert (flat[slot.start : slot.stop] == start.step).all()
+    return start.step
+
+
+@pytest.mark.parametrize(
+    ("damage", "times"), [(flip, FLIPS), (truncate, 100), (zero, 100)], ids=["flip", "cut", "zero"]
+)
+def test_any_damage_to_any_file_leads_to_the_other_slot(run_dir, capsys, damage, times):
+    newest, generator = manager.full_path(run_dir, 2), random.Random(damage.__name__)
+    files = sorted(newest.iterdir())
+    assert {path.name for path in files} == {
+        "manifest.json",
+        "index.jsonl",
+        "shard-00000.bin",
+        "config.toml",
+    }
+    for _ in range(times):
+        path = generator.choice(files)
+        whole = path.read_bytes()
+        content = bytearray(whole)
+        damage(content, generator)
+        path.write_bytes(content)
+        assert manager.newest_valid(run_dir).step == 1, path.name
+        assert "step-00000002" in capsys.readouterr().err
+        # Not read by a run: what fills up the header's block, and stretches, to their ends.
+        assert load_as_a_run_does(run_dir) == 1 or path.name == "shard-00000.bin"
+        capsys.readouterr()
+        path.write_bytes(whole)
+    assert manager.newest_valid(run_dir).step == 2 == load_as_a_run_does(run_dir)
+
+
+def test_a_missing_file_is_damage_too(run_dir):
+    for path in sorted(manager.full_path(run_dir, 2).iterdir()):
+        whole = path.read_bytes()
+        path.unlink()
+        assert manager.newest_valid(run_dir).step == 1 == load_as_a_run_does(run_dir)
+        path.write_bytes(whole)
+
+
+def test_files_of_the_other_slot_are_found_out(run_dir):
+    old, new = (manager.full_path(run_dir, step) for step in (1, 2))
+    for path in sorted(new.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes((old / path.name).read_bytes())
+        assert manager.newest_valid(run_dir).step == 1, path.name
+        path.write_bytes(whole)

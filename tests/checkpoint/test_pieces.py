@@ -1,0 +1,139 @@
+"""Who writes what: every element once, and everybody about as much."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+
+from optimus.checkpoint import pieces
+from optimus.checkpoint.pieces import Part, part_of, spans_to_read, spans_to_write
+from optimus.config import load_config
+from optimus.dist.mesh import Mesh
+from tests.helpers.held import Holdings, layout_config
+from tests.helpers.tiny import DENSE
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MESHES = [
+    Mesh(),
+    Mesh(dp=3),
+    Mesh(tp=2),
+    Mesh(ep=2, tp=2),
+    Mesh(pp=2, dp=2, ep=2, tp=2),
+    Mesh(pp=2, dp=3, ep=4),
+    Mesh(pp=4, dp=2, tp=2),
+]
+
+
+def paint(counts, piece):
+    """Count each element of a whole parameter that a piece holds."""
+    indices = [numpy.concatenate([numpy.arange(*one) for one in dim]) for dim in piece.box]
+    flat = numpy.ravel_multi_index(numpy.ix_(*indices), counts.shape).reshape(-1)
+    numpy.add.at(counts.reshape(-1), flat[piece.start : piece.stop], 1)
+
+
+def assert_every_element_once(config, mesh, spans_of):
+    holdings, counts = Holdings(config, mesh), {}
+    for rank in range(mesh.world_size):
+        holding = holdings.of(rank)
+        for name, shape in holding.shapes.items():
+            counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
+        for span in spans_of(holding, mesh.place(rank)):
+            for piece, at in span.pieces:
+                assert at >= 0 and at + piece.stop - piece.start <= span.stop - span.start
+                paint(counts[piece.name], piece)
+    assert len(counts) > 5
+    wrong = [name for name, count in counts.items() if not (count == 1).all()]
+    assert not wrong
+
+
+@pytest.mark.parametrize("scatter", ["balanced", "paper"])
+@pytest.mark.parametrize("sharding", ["none", "so", "epso"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
+    monkeypatch.setattr(pieces, "STRIPE", 512)
+    models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
+    lengths = (1, 3000, 1 << 24)
+    for number, model in enumerate(models):
+        length = lengths[(number + MESHES.index(mesh)) % 3]
+        if model.get("model__num_experts") == 0 and mesh.ep > 1:
+            continue
+        model = {"model__num_layers": 4, "optim__chunk_length": length} | model
+        config = layout_config(mesh, optim__sharding=sharding, **model)
+        ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
+        assert_every_element_once(
+            config,
+            mesh,
+            lambda one, place: spans_to_write(
+                one.held,
+                one.boxes,
+                mesh,
+                place,
+                scatter,
+                ends,  # noqa: B023
+            ),
+        )
+
+
+@pytest.mark.parametrize("sharding", ["none", "epso"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_element_is_read_once(mesh, sharding):
+    """A far copy of tied embeddings comes from the first stage."""
+    config = layout_config(
+        mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
+    )
+    read = lambda one, place: spans_to_read(one.held, one.boxes, mesh, place)  # noqa: E731
+    assert_every_element_once(config, mesh, read)
+
+
+def test_copies_are_numbered_as_ranks_are():
+    mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
+    for rank in range(mesh.world_size):
+        for axes in (("dp",), ("ep", "dp"), ("dp", "ep", "tp"), ("ep", "tp")):
+            group = mesh.group_of(rank, axes)
+            assert part_of(mesh, mesh.place(rank), axes) == Part(group.index(rank), len(group))
+
+
+def written(config, mesh, scatter="balanced"):
+    """Bytes of a state that each rank writes, by rank."""
+    holdings = Holdings(config, mesh)
+    ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
+    for rank in range(mesh.world_size):
+        one = holdings.of(rank)
+        spans = spans_to_write(one.held, one.boxes, mesh, mesh.place(rank), scatter, ends)
+        yield sum(span.stop - span.start for span in spans) * 4
+
+
+@pytest.mark.parametrize("sharding", ["none", "so", "epso"])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("olmoe-1b-7b", Mesh(dp=8, ep=8)),
+        ("olmoe-1b-7b", Mesh(dp=4, ep=4, tp=2)),
+        ("olmoe-1b-7b", Mesh(pp=2, dp=12, ep=2)),
+        ("olmo-1b", Mesh(dp=24)),
+        ("olmo-1b", Mesh(pp=2, dp=6, tp=2)),
+    ],
+    ids=str,
+)
+def test_writers_and_nodes_of_a_stage_write_about_as_much(model, mesh, sharding):
+    """Stages differ in size, and nobody else holds what is theirs."""
+    path = CONFIGS / "model" / f"{model}.toml"
+    sizes = [f"parallel.{axis}={size}" for axis, size in mesh.sizes._asdict().items()]
+    config = load_config(path, [*sizes, f"optim.sharding={sharding}"])
+    writes = numpy.array(list(written(config, mesh))).reshape(mesh.pp, -1)
+    nodes = writes.reshape(mesh.pp, -1, 4).sum(-1)
+    for amounts in (writes, nodes):
+        assert (amounts.max(1) <= 1.1 * amounts.mean(1)).all(), amounts
+
+
+def test_the_rule_of_the_paper_names_the_writer():
+    mesh = Mesh(pp=2, dp=3, tp=2)
+    config = layout_config(mesh, model__num_layers=4, model__intermediate_size=16)
+    amounts = list(written(config, mesh, "paper"))
+    most = sorted(range(12), key=amounts.__getitem__)[-4:]
+    places = [mesh.place(rank) for rank in sorted(most)]
+    assert all(place.dp == (place.pp * mesh.tp + place.tp) % mesh.dp for place in places)
+    assert math.fsum(amounts) == math.fsum(written(config, mesh))

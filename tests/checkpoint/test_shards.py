@@ -1,0 +1,135 @@
+"""Shard files: hashed as they are written, and no damage goes unseen when they are read."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy
+import pytest
+import xxhash
+
+from optimus.checkpoint import shards
+from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
+from optimus.errors import CheckpointError
+
+OURS = Identity("g", 3, 0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+
+
+def write(directory, parts, identity=OURS):
+    size = shards.HEADER_BYTES + sum(shards.aligned(len(part)) for part in parts)
+    with ShardWriter(directory, identity, size) as file:
+        begins = [file.write(memoryview(part)) for part in parts]
+        return file.finish(), begins
+
+
+def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path):
+    parts = [os.urandom(size) for size in (7000, 64, 1, 12345)]
+    shard, begins = write(tmp_path, parts)
+    content = (tmp_path / shard.name).read_bytes()
+    assert len(content) == shard.size and content.startswith(header(OURS, shard.size))
+    for part, begun in zip(parts, begins, strict=True):
+        assert begun % 64 == 0 and content[begun : begun + len(part)] == part
+    blocks = [content[at : at + 5000] for at in range(0, len(content), 5000)]
+    assert shard.hashes == "".join(map(xxhash.xxh3_64_hexdigest, blocks))
+
+
+def test_a_file_that_ends_with_a_block_has_no_empty_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 4096 + 64)
+    shard, _ = write(tmp_path, [b"x" * 64])
+    assert len(shard.hashes) == shards.HASH_CHARS
+
+
+def test_stretches_are_read_to_where_they_are_wanted(tmp_path):
+    part = os.urandom(40_000)
+    shard, (begun,) = write(tmp_path, [part])
+    generator = random.Random(1)
+    cuts = sorted(generator.sample(range(len(part)), 40))
+    targets = [memoryview(bytearray(len(part))) for _ in range(2)]
+    kept = [(a, b, n % 2) for n, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=True))]
+    runs = numpy.array([[begun + a, number, a, b - a] for a, b, number in kept])
+    with ShardReader(tmp_path, OURS, shard, 5000) as file:
+        file.read(runs, targets)
+    for number, target in enumerate(targets):
+        expected = bytearray(len(part))
+        for a, b, which in kept:
+            if which == number:
+                expected[a:b] = part[a:b]
+        assert target == expected
+
+
+def damaged(content: bytearray, how: str, generator: random.Random) -> bytes:
+    if how == "flip":
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    elif how == "truncated":
+        del content[generator.randrange(len(content)) :]
+    elif how == "longer":
+        content += b"\0"
+    elif how == "zeroed":
+        at = generator.randrange(4096, len(content) - 600)
+        content[at : at + 512] = bytes(512)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncated", "longer", "zeroed"])
+def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, how):
+    shard, (begun,) = write(tmp_path, [os.urandom(30_000)])
+    path, target = tmp_path / shard.name, memoryview(bytearray(30_000))
+    whole = path.read_bytes()
+    everything = numpy.array([[begun, 0, 0, 30_000]])
+    generator = random.Random(how)
+    for _ in range(1000 if how == "flip" else 50):
+        path.write_bytes(damaged(bytearray(whole), how, generator))
+        refused = pytest.raises(CheckpointError, match=shard.name)
+        with refused, ShardReader(tmp_path, OURS, shard, 5000) as file:
+            file.verify()
+        refused = pytest.raises(CheckpointError, match=shard.name)
+        with refused, ShardReader(tmp_path, OURS, shard, 5000) as file:
+            file.read(everything, [target])
+    path.write_bytes(whole)
+    with ShardReader(tmp_path, OURS, shard, 5000) as file:
+        file.verify()
+
+
+def test_damage_elsewhere_is_not_in_the_way(tmp_path):
+    part = os.urandom(30_000)
+    shard, (begun,) = write(tmp_path, [part])
+    path, target = tmp_path / shard.name, memoryview(bytearray(100))
+    content = bytearray(path.read_bytes())
+    content[20_000] ^= 1
+    path.write_bytes(content)
+    with ShardReader(tmp_path, OURS, shard, 5000) as file:
+        file.read(numpy.array([[begun + 50, 0, 0, 100]]), [target])
+    assert target == part[50:150]
+
+
+@pytest.mark.parametrize(
+    "other", [OURS._replace(generation="h"), OURS._replace(step=4)], ids=["stale", "step"]
+)
+def test_a_file_of_another_save_is_none_of_ours(tmp_path, other):
+    shard, _ = write(tmp_path, [b"x" * 1000], other)
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        ShardReader(tmp_path, OURS, shard)
+
+
+def test_swapped_files_are_found(tmp_path):
+    one, _ = write(tmp_path, [b"x" * 1000])
+    other, _ = write(tmp_path, [b"x" * 1000], OURS._replace(writer=1))
+    (tmp_path / one.name).rename(tmp_path / "aside")
+    (tmp_path / other.name).rename(tmp_path / one.name)
+    (tmp_path / "aside").rename(tmp_path / other.name)
+    for shard in (one, other):
+        with pytest.raises(CheckpointError, match="belongs to another checkpoint or writer"):
+            ShardReader(tmp_path, OURS._replace(writer=shard.writer), shard)
+
+
+def test_a_file_that_is_missing_or_no_file(tmp_path):
+    shard, _ = write(tmp_path, [b"x"])
+    (tmp_path / shard.name).unlink()
+    with pytest.raises(CheckpointError, match=r"shard-00000.bin: No such file"):
+        ShardReader(tmp_path, OURS, shard)

@@ -1,0 +1,156 @@
+"""Kills a save at every call that changes files and looks what is left; the shim is preloaded.
+
+`python -m tests.helpers.kill_points DIRECTORY MODE RANKS VICTIM STRIDE` prints how many calls the
+victim, one of RANKS, makes; it is killed at every STRIDE-th of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+
+from optimus.checkpoint import manager
+from optimus.checkpoint.index import STATES
+from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
+from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.states import Home, StateShard
+from optimus.dist.collectives import ALONE, Group
+from optimus.dist.groups import Groups
+from optimus.dist.mesh import Mesh
+from optimus.errors import LostPeerError
+
+SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
+
+
+def make_states(step: int, group: Group = ALONE) -> RankStates:
+    """States of which every element tells the step, divided over the group."""
+    parameters = [
+        Parameter(name, shape, adders=group.size, shards=group.size)
+        for name, shape in SHAPES.items()
+    ]
+    chunks = lay_out(parameters, 100).chunks
+    home = Home(adders=group, shards=group)
+    shards = []
+    for chunk in chunks:
+        flat = torch.full((chunk.shard_length,), float(step))
+        first = group.rank * chunk.shard_length
+        shards.append(StateShard(chunk, first, home, {state: flat.clone() for state in STATES}))
+    boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
+    mesh = Mesh(dp=group.size)
+    groups = Groups(mesh, mesh.place(group.rank), group, dp=group, data=group)
+    return RankStates(groups, shards, boxes, SHAPES)
+
+
+def save(run_dir: Path, step: int, group: Group = ALONE) -> None:
+    """What a run does when a full checkpoint is due."""
+
+    def write(directory: Path) -> None:
+        (directory / "config.toml").write_text(f"step = {step}\n")
+
+    path = manager.full_path(run_dir, step)
+    save_full(make_states(step, group), path, "balanced", write, step=step, updates=step)
+    if group.rank == 0:
+        manager.forget_old(run_dir, keep_models=0)
+
+
+def look(run_dir: Path, steps: tuple[int, ...]) -> int:
+    """The step of the newest valid checkpoint, one of `steps`, all of whose bytes are its own."""
+    newest = manager.newest_valid(run_dir)
+    assert newest is not None, "no valid checkpoint is left"
+    assert newest.step in steps, newest.step
+    for state in STATES:
+        whole = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+        read_whole(newest, whole, state)
+        assert all((tensor == newest.step).all() for tensor in whole.values()), "a mixture"
+    start = manager.decide_start(run_dir, "auto")
+    assert start.step == newest.step and start.full is not None
+    states = make_states(0)
+    assert load_full(states, start.full, "broadcast") == ""
+    manager.prepare_directory(run_dir, start)
+    return newest.step
+
+
+def join(rank: int, ranks: int, store: Path) -> Group:
+    """The group of all ranks, over a file."""
+    if ranks == 1:
+        return ALONE
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    return Group(ranks, rank, distributed.group.WORLD)
+
+
+def child(rank: int, ranks: int, run_dir: Path, kill: tuple[int, int] | None) -> int:
+    """One rank's third save; its exit status."""
+    group = join(rank, ranks, run_dir.parent / f"store-{run_dir.name}")
+    if kill is not None:
+        ctypes.CDLL(None).kill_points_arm(ctypes.c_long(kill[0]), kill[1], os.fsencode(run_dir))
+    try:
+        save(run_dir, 3, group)
+    except LostPeerError:
+        return LostPeerError.exit_code
+    return 0
+
+
+def kill_once(run_dir: Path, number: int, mode: int, ranks: int, victim: int) -> bool:
+    """Whether the third save got to its end though a rank was to be killed at call `number`."""
+    children = []
+    for rank in range(ranks):
+        children.append(os.fork())
+        if not children[-1]:
+            status = 1
+            try:
+                status = child(rank, ranks, run_dir, (number, mode) if rank == victim else None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    died = ended.pop(victim)
+    assert died in (0, -signal.SIGKILL), died
+    # Behind the last word of the first rank the others have done all that is theirs.
+    assert all(one in (0, LostPeerError.exit_code) for one in ended), ended
+    return died == 0
+
+
+def main(directory: Path, mode: int, ranks: int, victim: int, stride: int) -> None:
+    torch.set_num_threads(1)
+    base, number, left = directory / "base", 1, []
+    for step in (1, 2):
+        save(base, step)
+    while True:
+        run_dir = directory / f"run-{number}"
+        shutil.copytree(base, run_dir)
+        if kill_once(run_dir, number, mode, ranks, victim):
+            break
+        for path in manager.checkpoints_dir(run_dir).glob("step-*"):
+            manager.read_manifest(path).verify()  # no name without all that belongs to it
+        left.append(look(run_dir, (2, 3)))
+        save(run_dir, 4)  # and the run can go on
+        assert look(run_dir, (4,)) == 4
+        names = sorted(path.name for path in manager.checkpoints_dir(run_dir).iterdir())
+        assert names == [f"step-{step:08d}" for step in (left[-1], 4)], names
+        number += stride
+    assert left == sorted(left), left
+    assert set(left) == ({2, 3} if victim == 0 else {2}), left
+    assert look(run_dir, (3,)) == 3
+    print(number - 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

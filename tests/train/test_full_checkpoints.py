@@ -1,0 +1,233 @@
+"""Full checkpoints on real ranks: any layout to any other to the bit, read once, never half."""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+import signal
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import index as index_module
+from optimus.checkpoint import manager, shards
+from optimus.checkpoint.index import STATES
+from optimus.checkpoint.load import load_full
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import save_full
+from optimus.config import make_config
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.errors import OptimusError
+from optimus.train.batch import plan_batch
+from optimus.train.save import states_of_rank
+from optimus.train.shard import Shard
+from tests.helpers.runs import assert_same_run, run_tree, train_on
+from tests.helpers.tiny import tiny_tree
+
+BLOCK = 10_000
+
+
+class Built(NamedTuple):
+    """A rank's states, and the parts of whole tensors that they are."""
+
+    states: RankStates
+    shard: Shard
+
+
+def build(tree: dict[str, Any]) -> Built:
+    shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK  # so that there are many
+    torch.set_num_threads(1)
+    config, world = make_config(tree), start_world(device="cpu")
+    parallel = config.parallel
+    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    groups = join_groups(mesh, world)
+    shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
+    for parameter in shard.model.parameters():
+        parameter.data.zero_()
+    engine = shard.make_states()
+    return Built(states_of_rank(config, shard.layout, groups, engine), shard)
+
+
+def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values that only this tensor has; among them those that addition may change."""
+    seed = zlib.crc32(f"{state}.{name}".encode())
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
+    return tensor
+
+
+def pieces(built: Built):
+    """(state, this rank's memory of a parameter, what should be there) of all it holds."""
+    for one in built.states.shards:
+        for slot in one.chunk.slots:
+            low = max(slot.start, one.first)
+            high = min(slot.stop, one.first + one.chunk.shard_length)
+            placement = built.shard.layout.placements[slot.name]
+            for state in STATES:
+                part = placement.take(whole(state, slot.name, placement.shape)).reshape(-1)
+                memory = one.states[state]
+                if low < high:
+                    here = memory[low - one.first : high - one.first]
+                    yield state, here, part[low - slot.start : high - slot.start]
+
+
+def save(tree: dict[str, Any], final: str) -> None:
+    built = build(tree)
+    for _, memory, value in pieces(built):
+        memory.copy_(value)
+    config = make_config(tree)
+    save_full(built.states, Path(final), config.checkpoint.scatter, lambda directory: None, step=1)
+
+
+def load(tree: dict[str, Any], final: str) -> dict[str, int]:
+    """What this rank opened and read, after a look at every bit."""
+    built, manifest = build(tree), manager.read_manifest(final)
+    for one in built.states.shards:
+        for memory in one.states.values():
+            memory.fill_(math.nan)
+    shards.traffic.update(opens=0, bytes=0)
+    how = make_config(tree).checkpoint.distribute
+    assert load_full(built.states, manifest, how) == ""
+    for state, memory, value in pieces(built):
+        assert torch.equal(memory.view(torch.int32), value.view(torch.int32)), state
+    return dict(shards.traffic)
+
+
+def layout(size: int, generator: random.Random, **fixed: int) -> tuple[int, dict[str, Any]]:
+    """A random layout of `size` ranks."""
+    while True:
+        sizes = {axis: generator.choice((1, 2, 4)) for axis in ("pp", "dp", "ep", "tp")} | fixed
+        if math.prod(sizes.values()) == size:
+            break
+    schedule = generator.choice(("1f1b", "interleaved")) if sizes["pp"] == 2 else "1f1b"
+    return size, {
+        **{f"parallel__{axis}": count for axis, count in sizes.items()},
+        "parallel__schedule": schedule,
+        "parallel__virtual_stages": 2 if schedule == "interleaved" else 1,
+        "optim__sharding": generator.choice(("none", "so", "epso")),
+        "optim__chunk_length": generator.choice((700, 20_000, 1 << 24)),
+        "checkpoint__scatter": generator.choice(("balanced", "balanced", "paper")),
+        "checkpoint__distribute": generator.choice(("broadcast", "all_reduce")),
+        "train__dtype": generator.choice(("fp32", "bf16")),
+    }
+
+
+def tree_of(layout: dict[str, Any], tied: bool) -> dict[str, Any]:
+    model = {"model__num_layers": 4, "model__num_attention_heads": 4, "model__tie_embeddings": tied}
+    return tiny_tree("d", "r", **model, **layout)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, tied):
+    generator = random.Random(f"layouts {tied}")
+    chain = [layout(size, generator) for size in (4, 1, 4, 2, 4, 4, 2)]
+    chain += [layout(4, generator, pp=2, tp=1), layout(4, generator, pp=2, dp=1)]
+    for number, (size, one) in enumerate(chain):
+        final = tmp_path / f"{number}"
+        ranks(size, save, tree_of(one, tied), str(final), start_world=False)
+        size, other = chain[(number + 1) % len(chain)]
+        ranks(size, load, tree_of(other, tied), str(final), start_world=False)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "distribute"),
+    [("none", "broadcast"), ("none", "all_reduce"), ("epso", "broadcast")],
+)
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [(4, {"dp": 4}), (4, {"dp": 2, "ep": 2}), (4, {"pp": 2, "dp": 2}), (4, {"dp": 2, "tp": 2})],
+    ids=["dp4", "dp2-ep2", "pp2-dp2", "dp2-tp2"],
+)
+def test_each_byte_is_read_once_by_the_whole_job(
+    ranks, tmp_path, size, sizes, sharding, distribute
+):
+    """Many ranks hold a byte, one opens its file and reads it."""
+    settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
+    settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
+    tree = tiny_tree("d", "r", **settings)
+    ranks(size, save, tree, str(tmp_path / "c"), start_world=False)
+    read = ranks(size, load, tree, str(tmp_path / "c"), start_world=False)
+    index = manager.read_manifest(tmp_path / "c").index()
+    assert sum(one["opens"] for one in read) == len(index.shards) == size
+    headers = size * shards.HEADER_BYTES
+    total = sum(shard.size for shard in index.shards)
+    assert sum(one["bytes"] for one in read) == total + headers
+    assert max(one["bytes"] for one in read) < 1.1 * sum(one["bytes"] for one in read) / size
+
+
+def flip(path: Path, at: float) -> None:
+    """One bit of a file, `at` a share of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 16
+    path.write_bytes(content)
+
+
+def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tmp_path):
+    """On one rank of two; the reason is told, and the run is that without damage."""
+    few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
+    run = tmp_path / "run"
+    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
+    flip(manager.full_path(run, 3) / "shard-00001.bin", 0.5)
+    train_on(ranks, 2, tiny_tree(tiny_data, run, **few))
+    assert_same_run(tmp_path / "unbroken", run)
+    aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
+    assert len(aside) == 1 and aside[0].startswith("step-00000003")
+
+
+def refused(tree: dict[str, Any]) -> tuple[int, str]:
+    try:
+        run_tree(tree)
+    except OptimusError as error:
+        assert error.on_every_rank
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
+    train_on(ranks, 1, tree)
+    for step in (1, 2):
+        flip(manager.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
+    before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    longer = tree | {"train": tree["train"] | {"stop_at_step": 3}}
+    words = ranks(2, refused, longer, start_world=False)
+    assert words[0] == words[1] and words[0][0] == 2
+    assert "none of 2 full checkpoints is valid" in words[0][1]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
+
+
+def save_on_a_full_disk(tree: dict[str, Any], final: str) -> str:
+    """The second rank cannot write its file; what this rank is told."""
+    built = build(tree)
+    if built.states.groups.everyone.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    with pytest.raises(OptimusError) as failed:
+        save_full(built.states, Path(final), "balanced", lambda directory: None, step=1)
+    assert failed.value.on_every_rank
+    return str(failed.value)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
+    tree = tiny_tree("d", "r", optim__sharding="so")
+    words = ranks(2, save_on_a_full_disk, tree, str(tmp_path / "step-1"), start_world=False)
+    assert words == ["step-1/shard-00001.bin not written: File too large"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_reaches_all_ranks_by_either_way(ranks, tiny_data, tmp_path):
+    first = {"train__stop_at_step": 2, "checkpoint__model_interval": 2}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "first", **first))
+    load = str(manager.model_path(tmp_path / "first", 2))
+    for how in ("broadcast", "all_reduce"):
+        start = {"checkpoint__load": load, "checkpoint__distribute": how, "train__stop_at_step": 2}
+        train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / how, **start))
+    assert_same_run(tmp_path / "broadcast", tmp_path / "all_reduce")
