@@ -20,7 +20,7 @@ SHORT = {
 
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
-    """One update; with a seed, of parameters that are rounded otherwise: times 1 + 6e-8 * normal."""
+    """One update; with a seed, of parameters rounded otherwise: times 1 + 6e-8 * normal."""
     layouts.STEPS, length, plain = 1, tree["train"]["seq_len"], layouts.initialise_
 
     def tokens(number: int) -> torch.Tensor:
