@@ -112,6 +112,19 @@ class Case(NamedTuple):
         return tiny_tree("d", "r", **model, **batch)
 
 
+def gently(tree: dict[str, Any]) -> dict[str, Any]:
+    """The run with an AdamW that makes no whole steps of rounding.
+
+    What a case is held to where a token turned at a gap above NEAR_TIE after the first update. Why:
+    pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8 turns one token of step 3 at a gap of 2.2e-6, and its losses
+    are then off by 1.2e-5. Its gradients before the first update are within 9.1e-7, but AdamW
+    divides by sqrt(v) + eps, so that where a gradient is near eps = 1e-8 its rounding moves a
+    parameter by up to lr. With eps = 1e-5 and nothing else changed the same layout turns no token
+    and its losses are within 3.1e-7 in all five steps: no fault of the layout.
+    """
+    return tree | {"optim": tree["optim"] | {"eps": 1e-5}}
+
+
 def all_cases() -> list[Case]:
     """Every legal case: all factorisations of 1, 2, 4 and 8 ranks and every choice beside."""
     shapes = [

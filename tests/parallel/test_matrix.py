@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.layouts import Case, Outcome, all_cases, compare, pairwise, run_case
+from tests.helpers.layouts import (
+    TOLERANCE,
+    Case,
+    Outcome,
+    all_cases,
+    compare,
+    gently,
+    pairwise,
+    run_case,
+)
 
 SAMPLE = pairwise(all_cases())
+TURNS = {"pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8"}
+"""Cases whose tokens turn later than at near-ties; see `gently`."""
 _known: dict[str, Outcome] = {}
 
 
-def alone(ranks, case: Case) -> Outcome:
+def alone(ranks, tree: dict) -> Outcome:
     """The run of one process, once for each model, dtype and batch."""
-    tree = case.one_process()
     key = repr(tree)
     if key not in _known:
         (_known[key],) = ranks(1, run_case, tree, start_world=False)
@@ -24,9 +34,14 @@ def alone(ranks, case: Case) -> Outcome:
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_layout_trains_the_model_of_one_process(ranks, case):
-    one = alone(ranks, case)
-    many = ranks(case.size, run_case, case.tree(), start_world=False, timeout_s=120)[0]
-    agreement = compare(case, many, one)
+    def agreement_of(change):
+        many = ranks(case.size, run_case, change(case.tree()), start_world=False, timeout_s=120)[0]
+        return compare(case, many, alone(ranks, change(case.one_process())))
+
+    agreement = agreement_of(lambda tree: tree)
+    if str(case) in TURNS:
+        assert agreement.gradient_error < TOLERANCE and agreement.widest < TOLERANCE, f"{agreement}"
+        agreement = agreement_of(gently)
     assert not agreement.broken, f"{agreement}"
 
 
