@@ -43,16 +43,23 @@ class Home:
 class ChunkStates:
     """What a rank keeps of a chunk of L elements, with its shard of L / shards.
 
-    `params` [L] in the training dtype; `grads` [L] fp32, where backward adds; `master`, `exp_avg`,
-    `exp_avg_sq`, `grad` [L / shards] fp32. In fp32 training the master is the rank's part of
-    `params`; undivided, `grad` is `grads`.
+    `params` [L] in the training dtype; `grads` [L] in the gradients', where backward adds;
+    `master`, `exp_avg`, `exp_avg_sq`, `grad` [L / shards] fp32. In fp32 training the master is the
+    rank's part of `params`; undivided, `grad` is `grads`.
     """
 
-    def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        home: Home,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.chunk, self.home = chunk, home
         length, shard = chunk.length, chunk.shard_length
         self.params = torch.zeros(length, dtype=dtype, device=device)
-        self.grads = torch.zeros(length, dtype=torch.float32, device=device)
+        self.grads = torch.zeros(length, dtype=grad_dtype, device=device)
         self.grad = self.grads
         if home.shards.size > 1:
             self.grad = torch.zeros(shard, dtype=torch.float32, device=device)

@@ -219,6 +219,17 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+    if config.optim.grad_dtype != "fp32":
+        if config.train.deterministic:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds sums of microbatches; "
+                "train.deterministic needs 'fp32'"
+            )
+        if config.train.dtype != config.optim.grad_dtype:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} goes with train.dtype = 'bf16', "
+                f"not {config.train.dtype!r}; leave it at 'fp32'"
+            )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
             "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"

@@ -298,6 +298,12 @@ class OptimConfig(Section):
     """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients travel between ranks."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which a rank adds up the gradients of its microbatches: `bf16` (the paper's) takes
+    half the memory and rounds every sum; it needs train.dtype = "bf16"."""
+    overlap: bool = True
+    """Let gradients travel while backward goes on (never if deterministic) and updated parameters
+    while the next forward does, which changes no bits; false: wait for each."""
 
 
 class RecomputeConfig(Section):

@@ -21,6 +21,8 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._work: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.weights: list[Tensor] = []
+        """Whose gradients are put off."""
 
     def __enter__(self) -> WeightGradients:
         _in_force.append(self)
@@ -38,6 +40,7 @@ class WeightGradients:
 
     def put_off(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         self._work.append((weight, gradient))
+        self.weights.append(weight)
 
 
 def later_or_now(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
@@ -42,17 +44,16 @@ class Watch:
         self._config, self._groups, self._shard, self._states = config, groups, shard, states
         self._device = next(iter(states.parameters().values())).device
         self._step, self._bad_gradient = 0, ""
+        states.look_with(self.look)
 
     def start(self, step: int) -> None:
         self._step, self._bad_gradient = step, ""
 
-    def look_at_gradients(self, stage: int) -> None:
-        """Before a sum over ranks hides whose they are."""
-        states = self._states
-        if self._bad_gradient or all(map(guards.is_finite, states.buffers_of(stage))):
-            return
-        last_first = reversed(list(states.gradients_of(stage)))
-        self._bad_gradient = guards.first_nonfinite(last_first) or ""
+    def look(self, flat: Tensor, named: Iterable[tuple[str, Tensor]]) -> None:
+        """At gradients before a sum over ranks hides whose they are. What backward makes first
+        comes first, buffer by buffer and in each: a NaN spreads from there."""
+        if not self._bad_gradient and not guards.is_finite(flat):
+            self._bad_gradient = guards.first_nonfinite(named) or ""
 
     def agree(self, microbatches: list[Microbatch]) -> None:
         """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.

@@ -81,12 +81,16 @@ class Shard:
             chunk_length=config.optim.chunk_length,
             deterministic=config.train.deterministic,
             reduce_dtype=dtype_of(config.optim.grad_reduce_dtype),
+            grad_dtype=dtype_of(config.optim.grad_dtype),
             everyone=self._groups.everyone,
             compiled=config.train.compile,
+            overlap=config.optim.overlap,
         )
         self.model.separate_tied_uses()
         for name, leaf in self.model.tied_uses().items():
             engine.add_use(Use(name, leaf, "embed.weight"))
+        if config.optim.overlap:
+            engine.wait_in(self.model.readers())
         return engine
 
     def home_of(self, name: str) -> Home:
