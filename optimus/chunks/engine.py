@@ -6,16 +6,22 @@ Serves any torch module: it is given parameters by name and told whose their gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from optimus.chunks.follow import Follower, check_slots
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.optimizer import AdamW
+from optimus.chunks.pieces import Buffer, PieceReduction
+from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.reduce import FastReduction, OrderedReduction
+from optimus.chunks.residency import Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home
+from optimus.chunks.storage import Memory
+from optimus.chunks.units import Unit
+from optimus.chunks.uses import Use, UseInPieces, WholeUse
 from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_sum
 from optimus.dist.exact import sum_of_squares
 
@@ -23,16 +29,6 @@ _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: f
 _NORM_BLOCK = 1 << 16
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, each an attribute of ChunkStates."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """A further use of a parameter, with a leaf of its own over the same storage, such as the
-    output head's of tied embeddings: one accumulator for each use (CONTRACT.md)."""
-
-    name: str
-    leaf: Tensor
-    owner: str
 
 
 class ChunkEngine:
@@ -50,11 +46,12 @@ class ChunkEngine:
         reduce_dtype: torch.dtype = torch.float32,
         everyone: Group = ALONE,
         compiled: bool = False,
+        residency: Residency = Residency(),
     ) -> None:
         """`named` parameters come in order of first use, with their values; they become views of
         chunks of about `chunk_length` elements in `dtype`. `compiled`: torch.compile will trace the
         model; it takes no parameter whose gradient is of another dtype, so that each is widened in
-        a hook as on older torch."""
+        a hook as on older torch. What is not always whole under `residency` waits for `follow`."""
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
         homes = {name: home_of(name) for name in named}
@@ -67,31 +64,120 @@ class ChunkEngine:
             chunk_length,
         )
         device = next(iter(named.values())).device
-        self.chunks = [ChunkStates(chunk, chunk.key, dtype, device) for chunk in self.layout.chunks]
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        for name, parameter in named.items():
-            self.put("master", name, parameter.data)
-            view = self._view(name, "params")
-            view.copy_(parameter.data)
-            parameter.data = view
-        self._uses: list[_UseStates] = []
+        self.residency, self._memory = residency, Memory(residency.poison)
+        self._follower: Follower | None = None
+        self.cache: ChunkCache | None = None
+        self.chunks: list[ChunkStates] = []
+        for chunk in self.layout.chunks:
+            one = ChunkStates(chunk, chunk.key, dtype, device, residency.divides_parameters)
+            self.chunks.append(one)
+            self._take_values(one)
+        self._uses: list[WholeUse | UseInPieces] = []
+        self.before_sum: Callable[[Buffer], None] = lambda one: None
+        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
         self._accumulates_natively = dtype is torch.float32 or (_WIDENS_NATIVELY and not compiled)
         for name, parameter in named.items():
             self._accumulate(name, parameter, self._view(name, "grads"))
         together = any(one.home.adders.size > 1 for one in self.chunks)
-        self._reduction = (
-            OrderedReduction(self.chunks)
-            if deterministic and together
-            else FastReduction(self.chunks, reduce_dtype)
+        if residency.divides_gradients:
+            self._reduction = PieceReduction(
+                self.chunks, deterministic, reduce_dtype, self._memory
+            )
+        elif deterministic and together:
+            self._reduction = OrderedReduction(self.chunks)
+        else:
+            self._reduction = FastReduction(self.chunks, reduce_dtype)
+
+    def _take_values(self, one: ChunkStates) -> None:
+        """From the parameters, which become views of the chunk."""
+        for slot in one.chunk.slots:
+            parameter = self._named[slot.name]
+            self.put("master", slot.name, parameter.data)
+            view = one.view(one.params, slot)
+            view.copy_(parameter.data)
+            parameter.data = view
+        if one.divided:
+            one.shard.copy_(one.params[one.own])
+            self._memory.free(one.params)
+
+    # -- residency -------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        units: Sequence[Unit],
+        passes: Sequence[Pass],
+        early: bool = True,
+        regions: Sequence[range] = (),
+    ) -> None:
+        """Give units what they need whenever they compute, where states are not always whole.
+
+        `units` in order of first use, with every parameter and use in one of them; `passes`: this
+        rank's in a training step; `early`: as for Follower; `regions`: units that are recomputed
+        together. Raises ConfigError where the slots are too few for some unit.
+        """
+        if not self.residency.divides_gradients:
+            return
+        chunk_of = {name: self.chunks[slot.chunk] for name, slot in self.slots.items()}
+        chunk_of |= {use.use.name: chunk_of[use.use.owner] for use in self._uses}
+        needs = [
+            frozenset(c.chunk.number for c in map(chunk_of.get, unit.parameters) if c.divided)
+            for unit in units
+        ]
+        divided = [one for one in self.chunks if one.divided]
+        if divided:
+            slots = check_slots(units, needs, self.residency.slots or len(divided))
+            leaves = self._named | {use.use.name: use.use.leaf for use in self._uses}
+            learning = [any(leaves[name].requires_grad for name in u.parameters) for u in units]
+            learns = [unit.stage > 0 or any(learning[: n + 1]) for n, unit in enumerate(units)]
+            stages = [unit.stage for unit in units]
+            visits = visit_order(passes, stages, needs, learns, regions)
+            self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
+        buffers = chunk_of | {use.use.name: use for use in self._uses}
+        self._follower = Follower(
+            units,
+            buffers.__getitem__,
+            self._reduction,
+            self.cache,
+            lambda one: self.before_sum(one),
+            early,
         )
+
+    def before_backward(self, stage: int) -> None:
+        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
+        if self._follower is not None:
+            self._follower.before_backward(stage)
+
+    def gather(self, names: Collection[str]) -> None:
+        """Make parameters whole for a use that is no visit of a unit, until the next visit. A
+        collective of the ranks that divide them."""
+        if self.cache is not None:
+            numbers = {self.slots[name].chunk for name in names}
+            self.cache.hold({n for n in numbers if self.chunks[n].divided})
+
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
+        flats = {
+            "params": [one.params for one in self.chunks],
+            "grads": [one.grads for one in (*self.chunks, *self._uses)],
+        }
+        return {
+            kind: sum(flat.untyped_storage().nbytes() for flat in every)
+            for kind, every in flats.items()
+        }
 
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
         """Give a further use of a parameter a gradient buffer of its own."""
-        states = _UseStates(use, self._home_of(use.name), self._deterministic)
+        home = self._home_of(use.name)
+        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic)
+        if isinstance(self._reduction, PieceReduction):
+            states = UseInPieces(use, home)
+            self._reduction.add(states)
         self._uses.append(states)
-        self._accumulate(use.name, use.leaf, states.grads)
+        self._accumulate(use.name, use.leaf, states.target)
 
     def _accumulate(self, name: str, leaf: Tensor, target: Tensor) -> None:
         """Let backward add into `target`, fp32."""
@@ -112,25 +198,27 @@ class ChunkEngine:
         self._reduction.start()
         for use in self._uses:
             use.start()
+        if self._follower is not None:
+            self._follower.start()
 
     def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """What backward has added for a stage on this rank, by name, before any reduction."""
-        for one in self.chunks:
-            if one.home.stage == stage:
-                for slot in one.chunk.slots:
-                    yield slot.name, one.view(one.grads, slot)
-        for use in self._uses:
-            if use.home.stage == stage:
-                yield use.use.name, use.grads
+        for one in self._held(stage):
+            yield from one.named_grads()
 
-    def buffers_of(self, stage: int) -> Iterator[Tensor]:
-        """The memory behind `gradients_of`, in large pieces."""
-        yield from (one.grads for one in self.chunks if one.home.stage == stage)
-        yield from (use.grads for use in self._uses if use.home.stage == stage)
+    def _held(self, stage: int) -> list[Buffer]:
+        """Gradients of a stage that have memory."""
+        every: list[Buffer] = [*self.chunks, *self._uses]
+        return [one for one in every if one.home.stage == stage and self._memory.holds(one.grads)]
 
     def reduce(self, stage: int) -> None:
         """Behind a backward of the stage: every one in deterministic mode, else a step's last."""
         self._check_gradients_in_place()
+        if self._follower is not None:
+            self._follower.reduce(stage)
+            return
+        for one in reversed(self._held(stage)):
+            self.before_sum(one)
         for one in self.chunks:
             if one.home.stage == stage:
                 self._reduction.after(one)
@@ -141,6 +229,8 @@ class ChunkEngine:
     def finish(self, far_ends: Mapping[str, Group] | None = None) -> None:
         """Complete all gradients before the update. `far_ends` names parameters of which other
         ranks of a group hold further uses: theirs are added too."""
+        if self._follower is not None:
+            self._follower.finish()
         self._reduction.finish()
         far_ends = far_ends or {}
         for name, group in far_ends.items():
@@ -186,7 +276,7 @@ class ChunkEngine:
             return
         for name, leaf in self._named.items():
             target = self._view(name, "grads")
-            in_place = leaf.grad is not None and leaf.grad.data_ptr() == target.data_ptr()
+            in_place = leaf.grad is not None and _same_memory(leaf.grad, target)
             assert in_place, f"the gradient of {name} was replaced; it must accumulate in place"
 
     # -- the update ------------------------------------------------------------------------------
@@ -208,19 +298,24 @@ class ChunkEngine:
         """One AdamW update of this rank's shards from the gradients times `grad_scale` (clipping),
         then of all parameters."""
         self._optimizer.step(self.chunks, lr, grad_scale)
+        if self._follower is not None:
+            self._reduction.release()
         self._gather_parameters()
 
     def publish(self) -> None:
         """Make the parameters what the masters say, on all ranks."""
         for one in self.chunks:
-            own = one.params[one.own]
+            own = one.shard
             if own.data_ptr() != one.master.data_ptr():
                 own.copy_(one.master)
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
+        if self.cache is not None:
+            self.cache.drop()  # whole chunks are out of date; their next visit gathers them
         for one in self.chunks:
-            all_gather(one.params, one.params[one.own], one.home.shards)
+            if not one.divided:
+                all_gather(one.params, one.shard, one.home.shards)
 
     # -- whole states, for checkpoints -----------------------------------------------------------
 
@@ -255,9 +350,15 @@ class ChunkEngine:
                         return slot.name
         return ""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Views of the parameters, by name."""
-        return {name: self._view(name, "params") for name in self._named}
+    def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
+        """The first parameter that is bad as the model computes with it; "" if none is. A collective
+        of the ranks that divide parameters."""
+        bad = set()
+        for one in self.chunks:
+            names = [slot.name for slot in one.chunk.slots]
+            self.gather(names)
+            bad |= {name for name in names if is_bad(self._view(name, "params"))}
+        return next((name for name in self._named if name in bad), "")
 
     @property
     def num_updates(self) -> int:
@@ -274,28 +375,10 @@ class ChunkEngine:
         return one.view(getattr(one, buffer), slot)
 
 
-class _UseStates:
-    """The gradient of a further use, kept whole on every rank that adds it."""
-
-    def __init__(self, use: Use, home: Home, ordered: bool) -> None:
-        self.use, self.home, self._ordered = use, home, ordered and home.adders.size > 1
-        self.grads = torch.zeros(use.leaf.shape, dtype=torch.float32, device=use.leaf.device)
-        self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
-
-    def start(self) -> None:
-        self.grads.zero_()
-        self.total.zero_()
-
-    def after(self) -> None:
-        group = self.home.adders
-        if not self._ordered:
-            all_reduce_sum(self.grads, group)
-            return
-        every = self.grads.new_empty(group.size * len(self.grads), *self.grads.shape[1:])
-        all_gather(every, self.grads, group)
-        for contribution in every.chunk(group.size):
-            self.total.add_(contribution)
-        self.grads.zero_()
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage, which may be freed."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
 
 
 def _square_sum(flat: Tensor) -> Tensor:

@@ -100,6 +100,17 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
 
 
 @_collective
+def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
+    """`all_gather` that does not wait: `out` is filled once the transfer has been waited for."""
+    if group.size == 1:
+        all_gather(out, shard, group)
+        return Transfer(out, None, group, "all_gather")
+    _count("all_gather", group, out)
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return Transfer(out, gather(out, shard, group=group.handle, async_op=True), group, "all_gather")
+
+
+@_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
     """Equal pieces: piece r of `out` is piece `rank` of rank r's `sent` (both 1-D, size * n)."""
     if group.size == 1:
@@ -177,7 +188,7 @@ def barrier(group: Group) -> None:
 
 
 class Transfer:
-    """A message on its way between two ranks. Its tensor lives as long as it does."""
+    """A tensor on its way between ranks. It lives as long as the transfer does."""
 
     def __init__(self, tensor: torch.Tensor, work: Any, group: Group, what: str) -> None:
         self.tensor, self._work, self._group, self._what = tensor, work, group, what

@@ -179,8 +179,9 @@ class Outcome(NamedTuple):
     and fp32 [T] the gap between the last chosen probability and the next."""
 
 
-def run_case(tree: dict[str, Any]) -> Outcome | None:
-    """A run of STEPS updates on tokens made from their numbers; the first rank tells of it."""
+def run_case(tree: dict[str, Any], poison: bool = False) -> Outcome | None:
+    """A run of STEPS updates on tokens made from their numbers; the first rank tells of it.
+    `poison`: what is freed of chunks becomes NaN instead."""
     torch.set_num_threads(1)
     config = make_config(tree)
     world, parallel = start_world(device="cpu"), config.parallel
@@ -189,7 +190,7 @@ def run_case(tree: dict[str, Any]) -> Outcome | None:
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     routes = _Routes(shard, groups.data.rank, groups.data.size)
-    states = shard.make_states()
+    states = shard.make_states(poison)
     updater = Updater(config, groups, shard, states, plan, world.device)
     whole = WholeModel(config, shard.layout, groups)
     initial = _digests(whole.gather(states.whole("master")))

@@ -1,0 +1,94 @@
+"""Parameters and gradients that are whole only while they are needed: the same bits, the planned
+fetches, the bytes of the papers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.helpers.tower import CHUNK, Case, train_tower, use_with_silent_trigger
+
+FP32, BF16 = torch.float32, torch.bfloat16
+WHOLE = {"gradients": False, "parameters": False}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("slots", "microbatches", "region"),
+    [(1, 1, 0), (2, 3, 0), (0, 2, 0), (1, 2, 3), (2, 1, 3), (3, 2, 3)],
+)
+def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
+    case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
+    whole = ranks(2, train_tower, case._replace(**WHOLE))
+    for change in ({}, {"poison": True}, {"parameters": False}, {"parameters": False, "poison": 1}):
+        divided = ranks(2, train_tower, case._replace(**change))
+        for one, other in zip(divided, whole, strict=True):
+            assert one.losses == other.losses and one.weights == other.weights
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_losses_without_the_mode(ranks, dtype):
+    case = Case(5, 2, microbatches=3, dtype=dtype, deterministic=False, steps=5)
+    whole = ranks(2, train_tower, case._replace(**WHOLE))[0].losses
+    for parameters in (False, True):
+        divided = ranks(2, train_tower, case._replace(parameters=parameters))[0].losses
+        assert divided == pytest.approx(whole, abs=1e-6 if dtype is FP32 else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(n, slots) for n, slots in itertools.product((1, 4), (1, 2, 4, 5))]
+    + [Case(4, slots, microbatches=3) for slots in (1, 2, 4)]
+    + [Case(6, slots, region=3) for slots in (1, 3, 5)]
+    + [Case(6, 2, microbatches=2, region=2)],
+    ids=lambda case: f"n{case.n}-B{case.slots}-k{case.microbatches}-m{case.region}",
+)
+def test_fetches_and_reductions_are_the_formulas(ranks, case):
+    n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
+    fetches = 2 * k * n - (2 * k - 1) * slots
+    if m and slots < m:
+        fetches = 3 * n - 1
+    for one in ranks(2, train_tower, case):
+        size = 4 * CHUNK
+        assert one.traffic["all_gather"] == [fetches, fetches * size]
+        assert one.traffic["all_to_all"] == [k * n, k * n * size]
+        assert one.planned == fetches
+        assert one.trace == one.plan  # visits, and the bytes that are resident in each
+        assert max(held for *_, held in one.trace) <= slots * size
+
+
+@pytest.mark.parametrize("region", [0, 2])
+def test_table_1_of_the_second_elixir_paper(ranks, region):
+    """Payload bytes between GPUs, L_c = 2, S = n*C: 2 L_c S with rCache-max, at most 4 L_c S with
+    rCache-min."""
+    case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
+    largest, least = (
+        sum(size for _, size in ranks(2, train_tower, case._replace(slots=slots))[0].traffic.values())
+        for slots in (0, 1)
+    )
+    whole = 2 * 6 * CHUNK
+    assert largest == 2 * whole
+    assert least == ((3 if region else 2) * 6 - 1) * 2 * CHUNK + whole <= 4 * whole
+
+
+def test_a_rank_keeps_its_shard_between_updates(ranks):
+    size = 4 * 4 * CHUNK
+    for change, params, grads in (
+        (WHOLE, size, size),
+        ({"parameters": False}, size, 0),
+        ({}, 0, 0),
+    ):
+        for one in ranks(2, train_tower, Case(4, 2)._replace(**change)):
+            assert one.between == {"params": params, "grads": grads}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("region", [0, 3])
+def test_a_use_of_an_evicted_chunk_shows(ranks, region, backward):
+    case = Case(6, 1, region=region, poison=True)
+    arguments = (2, use_with_silent_trigger, case)
+    assert ranks(*arguments, (-1, False))[0] == (True, True)
+    finite = ranks(*arguments, (1, backward))[0]
+    assert finite == (backward, False)
