@@ -17,7 +17,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.reduce import FastReduction, OrderedReduction
-from optimus.chunks.residency import Pass, Residency, visit_order
+from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Memory
 from optimus.chunks.units import Unit
@@ -46,7 +46,7 @@ class ChunkEngine:
         reduce_dtype: torch.dtype = torch.float32,
         everyone: Group = ALONE,
         compiled: bool = False,
-        residency: Residency = Residency(),
+        residency: Residency = ALL_RESIDENT,
     ) -> None:
         """`named` parameters come in order of first use, with their values; they become views of
         chunks of about `chunk_length` elements in `dtype`. `compiled`: torch.compile will trace the
@@ -77,13 +77,13 @@ class ChunkEngine:
         self.before_sum: Callable[[Buffer], None] = lambda one: None
         """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
         self._accumulates_natively = dtype is torch.float32 or (_WIDENS_NATIVELY and not compiled)
+        # Freed storage takes no new views.
+        self._targets = {name: self._view(name, "grads") for name in named}
         for name, parameter in named.items():
-            self._accumulate(name, parameter, self._view(name, "grads"))
+            self._accumulate(name, parameter, self._targets[name])
         together = any(one.home.adders.size > 1 for one in self.chunks)
         if residency.divides_gradients:
-            self._reduction = PieceReduction(
-                self.chunks, deterministic, reduce_dtype, self._memory
-            )
+            self._reduction = PieceReduction(self.chunks, deterministic, reduce_dtype, self._memory)
         elif deterministic and together:
             self._reduction = OrderedReduction(self.chunks)
         else:
@@ -275,8 +275,7 @@ class ChunkEngine:
         if not self._accumulates_natively:
             return
         for name, leaf in self._named.items():
-            target = self._view(name, "grads")
-            in_place = leaf.grad is not None and _same_memory(leaf.grad, target)
+            in_place = leaf.grad is not None and _same_memory(leaf.grad, self._targets[name])
             assert in_place, f"the gradient of {name} was replaced; it must accumulate in place"
 
     # -- the update ------------------------------------------------------------------------------
@@ -351,8 +350,8 @@ class ChunkEngine:
         return ""
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """The first parameter that is bad as the model computes with it; "" if none is. A collective
-        of the ranks that divide parameters."""
+        """The first parameter that is bad as the model computes with it; "" if none is. A
+        collective of the ranks that divide parameters."""
         bad = set()
         for one in self.chunks:
             names = [slot.name for slot in one.chunk.slots]

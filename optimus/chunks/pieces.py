@@ -53,7 +53,9 @@ class PieceReduction:
         self._buffers.append(one)
         if (count := one.home.adders.size) > 1:
             is_shard = one.home.spread.size == 1
-            self._pieces[one] = one.grad if is_shard else one.grads.new_zeros(len(one.grads) // count)
+            self._pieces[one] = (
+                one.grad if is_shard else one.grads.new_zeros(len(one.grads) // count)
+            )
             self._memory.free(one.grads)
 
     def start(self) -> None:

@@ -1,8 +1,8 @@
 """Which chunks are whole in memory when: a pure function of the order in which they are needed.
 
-A training step visits the units of a model (embedding, blocks, head) in an order that the pipeline's
-schedule gives before the run: forward through a stage's units, backward through them in reverse. A
-chunk whose parameters are divided over ranks is gathered before a visit that needs it and found
+A training step visits the units of a model (embedding, blocks, head) in an order that the schedule
+of the pipeline gives before the run: forward through a stage's units, backward in reverse. A chunk
+whose parameters are divided over ranks is gathered before a visit that needs it and finds it
 missing, and freed to make room: the room is a number of slots, a chunk in each (the rCache of the
 Elixir papers). What goes is what is needed again last (Belady 1966), which fetches least.
 
@@ -44,6 +44,9 @@ class Residency:
 
     def __post_init__(self) -> None:
         assert self.divides_gradients or not self.divides_parameters, self
+
+
+ALL_RESIDENT = Residency()
 
 
 class Pass(NamedTuple):

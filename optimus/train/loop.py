@@ -92,9 +92,7 @@ class Run:
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
         self.states = self.shard.make_states()
-        config, flight, news = settle_dispatch(
-            config, flight, self.groups, self.shard, self.states
-        )
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config, self.flight = config, flight
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)

@@ -8,9 +8,15 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.tower import CHUNK, Case, train_tower, use_with_silent_trigger
+from tests.helpers.tower import CHUNK, Case, Outcome, train_tower, use_with_silent_trigger
 
 FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def two(ranks, case: Case) -> list[Outcome]:
+    return ranks(2, train_tower, case, start_world=False)
+
+
 WHOLE = {"gradients": False, "parameters": False}
 
 
@@ -21,9 +27,9 @@ WHOLE = {"gradients": False, "parameters": False}
 )
 def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
-    whole = ranks(2, train_tower, case._replace(**WHOLE))
+    whole = two(ranks, case._replace(**WHOLE))
     for change in ({}, {"poison": True}, {"parameters": False}, {"parameters": False, "poison": 1}):
-        divided = ranks(2, train_tower, case._replace(**change))
+        divided = two(ranks, case._replace(**change))
         for one, other in zip(divided, whole, strict=True):
             assert one.losses == other.losses and one.weights == other.weights
 
@@ -31,9 +37,9 @@ def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_losses_without_the_mode(ranks, dtype):
     case = Case(5, 2, microbatches=3, dtype=dtype, deterministic=False, steps=5)
-    whole = ranks(2, train_tower, case._replace(**WHOLE))[0].losses
+    whole = two(ranks, case._replace(**WHOLE))[0].losses
     for parameters in (False, True):
-        divided = ranks(2, train_tower, case._replace(parameters=parameters))[0].losses
+        divided = two(ranks, case._replace(parameters=parameters))[0].losses
         assert divided == pytest.approx(whole, abs=1e-6 if dtype is FP32 else 1e-2)
 
 
@@ -50,7 +56,7 @@ def test_fetches_and_reductions_are_the_formulas(ranks, case):
     fetches = 2 * k * n - (2 * k - 1) * slots
     if m and slots < m:
         fetches = 3 * n - 1
-    for one in ranks(2, train_tower, case):
+    for one in two(ranks, case):
         size = 4 * CHUNK
         assert one.traffic["all_gather"] == [fetches, fetches * size]
         assert one.traffic["all_to_all"] == [k * n, k * n * size]
@@ -65,7 +71,7 @@ def test_table_1_of_the_second_elixir_paper(ranks, region):
     rCache-min."""
     case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
     largest, least = (
-        sum(size for _, size in ranks(2, train_tower, case._replace(slots=slots))[0].traffic.values())
+        sum(size for _, size in two(ranks, case._replace(slots=slots))[0].traffic.values())
         for slots in (0, 1)
     )
     whole = 2 * 6 * CHUNK
@@ -80,7 +86,7 @@ def test_a_rank_keeps_its_shard_between_updates(ranks):
         ({"parameters": False}, size, 0),
         ({}, 0, 0),
     ):
-        for one in ranks(2, train_tower, Case(4, 2)._replace(**change)):
+        for one in two(ranks, Case(4, 2)._replace(**change)):
             assert one.between == {"params": params, "grads": grads}
 
 
@@ -88,7 +94,8 @@ def test_a_rank_keeps_its_shard_between_updates(ranks):
 @pytest.mark.parametrize("region", [0, 3])
 def test_a_use_of_an_evicted_chunk_shows(ranks, region, backward):
     case = Case(6, 1, region=region, poison=True)
-    arguments = (2, use_with_silent_trigger, case)
-    assert ranks(*arguments, (-1, False))[0] == (True, True)
-    finite = ranks(*arguments, (1, backward))[0]
-    assert finite == (backward, False)
+    noticed, finite = (
+        ranks(2, use_with_silent_trigger, case, silent, start_world=False)[0]
+        for silent in ((-1, False), (1, backward))
+    )
+    assert noticed == (True, True) and finite == (backward, False)

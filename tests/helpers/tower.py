@@ -19,7 +19,7 @@ from optimus.chunks.residency import Pass, Residency
 from optimus.chunks.states import Home
 from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
-from optimus.dist.collectives import traffic
+from optimus.dist.collectives import Group, traffic
 from optimus.dist.world import start_world
 
 WIDTH = 32
@@ -112,10 +112,9 @@ def _watch_half(layer: nn.Module, without_backward: bool, forward: Any, backward
 
 
 def make_engine(
-    tower: Tower, case: Case, silent: tuple[int, bool] = (-1, False)
+    tower: Tower, case: Case, world: Group, silent: tuple[int, bool] = (-1, False)
 ) -> ChunkEngine:
     """All ranks of the world add gradients and divide states."""
-    world = start_world(device="cpu").everyone
     home = Home(adders=replace(world, axes="dp"), shards=replace(world, axes="dp"))
     engine = ChunkEngine(
         dict(tower.named_parameters()),
@@ -142,7 +141,7 @@ def train_tower(case: Case) -> Outcome:
     torch.set_num_threads(1)
     world = start_world(device="cpu").everyone
     tower = Tower(case.n, case.region)
-    engine = make_engine(tower, case)
+    engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
     losses = []
     for step in range(case.steps):
@@ -176,7 +175,7 @@ def train_tower(case: Case) -> Outcome:
 def use_with_silent_trigger(case: Case, silent: tuple[int, bool]) -> tuple[bool, bool]:
     """Whether the output and the input's gradient are finite, outside of a training step."""
     tower = Tower(case.n, case.region)
-    make_engine(tower, case, silent)
+    make_engine(tower, case, start_world(device="cpu").everyone, silent)
     x = batch(0, case.dtype).requires_grad_()
     out = tower(x)
     (grad,) = torch.autograd.grad(out.float().sum(), x)
