@@ -20,8 +20,8 @@ from optimus.chunks.reduce import FastReduction, OrderedReduction
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Memory
+from optimus.chunks.tied import Use, UseInPieces, WholeUse
 from optimus.chunks.units import Unit
-from optimus.chunks.uses import Use, UseInPieces, WholeUse
 from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_sum
 from optimus.dist.exact import sum_of_squares
 
@@ -63,7 +63,7 @@ class ChunkEngine:
             ],
             chunk_length,
         )
-        device = next(iter(named.values())).device
+        self._device = device = next(iter(named.values())).device
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency, self._memory = residency, Memory(residency.poison)
         self._follower: Follower | None = None
@@ -114,29 +114,31 @@ class ChunkEngine:
 
         `units` in order of first use, with every parameter and use in one of them; `passes`: this
         rank's in a training step; `early`: as for Follower; `regions`: units that are recomputed
-        together. Raises ConfigError where the slots are too few for some unit.
+        together. A collective of `everyone`; raises the same ConfigError on all where some rank's
+        unit needs more slots than there are.
         """
         if not self.residency.divides_gradients:
             return
         chunk_of = {name: self.chunks[slot.chunk] for name, slot in self.slots.items()}
+        buffer_of: dict[str, Buffer] = chunk_of | {use.use.name: use for use in self._uses}
         chunk_of |= {use.use.name: chunk_of[use.use.owner] for use in self._uses}
-        needs = [
-            frozenset(c.chunk.number for c in map(chunk_of.get, unit.parameters) if c.divided)
-            for unit in units
-        ]
+        needed = [[chunk_of[name] for name in u.parameters if name in chunk_of] for u in units]
+        needs = [frozenset(c.chunk.number for c in chunks if c.divided) for chunks in needed]
         divided = [one for one in self.chunks if one.divided]
+        slots = self.residency.slots or len(divided)
+        check_slots(needs, slots, self._everyone, self._device)
         if divided:
-            slots = check_slots(units, needs, self.residency.slots or len(divided))
-            leaves = self._named | {use.use.name: use.use.leaf for use in self._uses}
-            learning = [any(leaves[name].requires_grad for name in u.parameters) for u in units]
-            learns = [unit.stage > 0 or any(learning[: n + 1]) for n, unit in enumerate(units)]
-            stages = [unit.stage for unit in units]
-            visits = visit_order(passes, stages, needs, learns, regions)
+            visits = visit_order(
+                passes,
+                [unit.stage for unit in units],
+                needs,
+                [unit.stage > 0 or any(needed[: n + 1]) for n, unit in enumerate(units)],
+                regions,
+            )
             self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
-        buffers = chunk_of | {use.use.name: use for use in self._uses}
         self._follower = Follower(
             units,
-            buffers.__getitem__,
+            [[buffer_of[name] for name in u.parameters if name in buffer_of] for u in units],
             self._reduction,
             self.cache,
             lambda one: self.before_sum(one),

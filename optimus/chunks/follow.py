@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.residency import fewest_slots
 from optimus.chunks.units import Unit
+from optimus.dist.collectives import Group, all_reduce_max
 from optimus.errors import ConfigError
 
 
@@ -18,13 +21,14 @@ class Follower:
     Before a unit's backward the gradients of all units behind it are complete: buffers that no unit
     from it on adds to are reduced and freed, and its own are given memory. Unless `early`, where
     weight gradients come later than a unit's backward or its passes cannot be seen, buffers of a
-    stage last from its backward to its reduction. `cache`: parameters are divided, too.
+    stage last from its backward to its reduction. `buffers`: what each unit adds to. `cache`:
+    parameters are divided, too.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        buffers_of: Callable[[str], Buffer],
+        buffers: Sequence[Sequence[Buffer]],
         reduction: PieceReduction,
         cache: ChunkCache | None,
         before_sum: Callable[[Buffer], None],
@@ -33,12 +37,10 @@ class Follower:
         self._reduction, self._cache, self._early = reduction, cache, early
         self._before_sum = before_sum
         self._stage_of = [unit.stage for unit in units]
-        self._buffers: list[list[Buffer]] = []
+        self._buffers = [tuple(dict.fromkeys(own)) for own in buffers]
         self._first_unit: dict[Buffer, int] = {}
         for number, unit in enumerate(units):
-            own = list(dict.fromkeys(buffers_of(name) for name in unit.parameters))
-            self._buffers.append(own)
-            for one in own:
+            for one in self._buffers[number]:
                 self._first_unit.setdefault(one, number)
             if early or cache is not None:
                 unit.watch(partial(self._visit, number, False), partial(self._visit, number, True))
@@ -84,12 +86,17 @@ class Follower:
             del self._open[one]
 
 
-def check_slots(units: Sequence[Unit], needs: Sequence[frozenset[int]], slots: int) -> int:
-    """`slots`, if every unit finds its chunks together in them; otherwise ConfigError."""
-    for unit, need in zip(units, needs, strict=True):
-        if len(need) > slots:
-            raise ConfigError(
-                f"optim.cache_chunks = {slots}: {unit.name} needs {len(need)} chunks at once; use "
-                f"{fewest_slots(needs)} or more, or a larger optim.chunk_length"
-            )
-    return slots
+def check_slots(
+    needs: Sequence[frozenset[int]], slots: int, everyone: Group, device: torch.device
+) -> None:
+    """Raise ConfigError, the same on all ranks, unless each unit of each rank finds its chunks
+    together in so many slots."""
+    least = fewest_slots(needs)
+    fewest = torch.tensor([least if least > slots else 0], device=device)
+    all_reduce_max(fewest, everyone)
+    if least := int(fewest):
+        raise ConfigError(
+            f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
+            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length",
+            on_every_rank=True,
+        )

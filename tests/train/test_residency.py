@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 
 import pytest
@@ -15,11 +17,12 @@ from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
 from optimus.errors import ConfigError
 from optimus.model.init import initialise_
+from optimus.observe.metrics import read_json_lines
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 from tests.helpers.layouts import run_case
-from tests.helpers.runs import assert_same_run, train_on
+from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
@@ -79,7 +82,8 @@ def test_divided_chunks_train_to_the_same_bits(ranks, layout):
         if slots and "optim__cache_chunks" in division:
             division = division | {"optim__cache_chunks": slots}
         tree = tiny_tree("d", "r", **SMALL, **run, **division)
-        divided = ranks(size, run_case, tree, True, start_world=False)[0]
+        poison = division["optim__sharding"] == "so"
+        divided = ranks(size, run_case, tree, poison, start_world=False)[0]
         assert divided.metrics == whole.metrics, division
         assert divided.final == whole.final, division
 
@@ -94,6 +98,15 @@ def test_without_the_mode_losses_agree(ranks):
             assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
 
 
+ALONE = {"start_world": False, "timeout_s": 120}
+
+
+def samples_of_run(tree: dict) -> list[str]:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run_tree(tree)
+    return re.findall("sample at step .*", told.getvalue())
+
+
 def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data, tmp_path):
     run = {
         "train__max_steps": 6,
@@ -102,17 +115,32 @@ def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data,
         "train__sample_interval": 2,
         "train__sample_tokens": 4,
     }
-    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **run))
-    many, stop = tmp_path / "many", 0
+    one, many, stop, told = tmp_path / "one", tmp_path / "many", 0, []
+    (expected,) = ranks(1, samples_of_run, tiny_tree(tiny_data, one, **run), **ALONE)
     for division in DIVISIONS[1:]:
         stop += 2
         tree = tiny_tree(tiny_data, many, **run, **division, train__stop_at_step=stop)
-        train_on(ranks, 2, tree)
-    assert_same_run(tmp_path / "one", many)
-    assert [
-        re.findall("sample at step .*", (tmp_path / name / "log" / "train.log").read_text())
-        for name in ("one", "many")
-    ]
+        told += ranks(2, samples_of_run, tree, **ALONE)[0]
+    assert_same_run(one, many)
+    assert read_json_lines(one / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
+    assert told == expected and len(told) == 3
+
+
+def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tmp_path):
+    """Dispatchers and recomputation are timed outside of any step."""
+    run = {
+        "parallel__ep": 2,
+        "recompute__modules": ["block"],
+        "train__deterministic": False,
+        "train__threads": 1,
+        "train__max_steps": 2,
+        "optim__chunk_length": 2000,
+    }
+    for name, division in (("all", {}), ("cache", DIVISIONS[1])):
+        train_on(ranks, 4, tiny_tree(tiny_data, tmp_path / name, **run, **division))
+    ours, theirs = (metrics_of(tmp_path / name) for name in ("cache", "all"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
 
 
 def count_step(tree: dict) -> dict:
@@ -199,7 +227,7 @@ def make_states_of(tree: dict) -> str:
 def test_too_few_slots_are_refused_in_one_line(ranks):
     tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": 1})
     told = ranks(2, make_states_of, tree, start_world=False)[0]
-    assert told.startswith("optim.cache_chunks = 1: block 0 needs ") and "\n" not in told
+    assert told.startswith("optim.cache_chunks = 1: some block ") and "\n" not in told
     enough = int(re.search(r"use (\d+) or more", told)[1])
     for slots, refused in ((enough - 1, True), (enough, False)):
         tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": slots})
