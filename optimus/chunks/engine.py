@@ -352,14 +352,18 @@ class ChunkEngine:
         return ""
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """The first parameter that is bad as the model computes with it; "" if none is. A
-        collective of the ranks that divide parameters."""
-        bad = set()
-        for one in self.chunks:
-            names = [slot.name for slot in one.chunk.slots]
-            self.gather(names)
-            bad |= {name for name in names if is_bad(self._view(name, "params"))}
-        return next((name for name in self._named if name in bad), "")
+        """The first parameter that is bad as this rank holds it, be it but its shard; "" if none
+        is."""
+        for name, slot in self.slots.items():
+            one = self.chunks[slot.chunk]
+            if one.divided:
+                here = one.piece_of(one.shard, slot)
+                held = here[0] if here is not None else None
+            else:
+                held = one.view(one.params, slot)
+            if held is not None and is_bad(held):
+                return name
+        return ""
 
     @property
     def num_updates(self) -> int:

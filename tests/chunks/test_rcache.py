@@ -88,6 +88,8 @@ def test_a_rank_keeps_its_shard_between_updates(ranks):
     ):
         for one in two(ranks, Case(4, 2)._replace(**change)):
             assert one.between == {"params": params, "grads": grads}
+            # In backward a layer's gradient goes before the next one's comes.
+            assert one.gradients == [grads or 4 * CHUNK] * 4
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -90,6 +90,8 @@ class Outcome(NamedTuple):
     """The same, as planned."""
     between: dict[str, int]
     """Resident bytes after the last update."""
+    gradients: list[int]
+    """Resident bytes of gradients before each reduction of the last step."""
 
 
 def units_of(tower: Tower, silent: tuple[int, bool] = (-1, False)) -> list[Unit]:
@@ -143,8 +145,10 @@ def train_tower(case: Case) -> Outcome:
     tower = Tower(case.n, case.region)
     engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
-    losses = []
+    losses, gradients = [], []
+    engine.before_sum = lambda one: gradients.append(engine.resident_bytes["grads"])
     for step in range(case.steps):
+        gradients.clear()
         traffic.clear()
         engine.start()
         for microbatch in range(case.microbatches):
@@ -169,7 +173,7 @@ def train_tower(case: Case) -> Outcome:
     between = engine.resident_bytes
     masters = torch.cat([one.flatten() for one in engine.whole("master").values()])
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
-    return Outcome(losses, digest, counted, planned, trace, plan, between)
+    return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)
 
 
 def use_with_silent_trigger(case: Case, silent: tuple[int, bool]) -> tuple[bool, bool]:

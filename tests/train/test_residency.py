@@ -15,10 +15,14 @@ from optimus.dist.collectives import traffic
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, NonFiniteError
+from optimus.launch_env import read_launch_env
 from optimus.model.init import initialise_
 from optimus.observe.metrics import read_json_lines
 from optimus.train.batch import plan_batch
+from optimus.train.loop import Run
+from optimus.train.preflight import preflight
+from optimus.train.run_dir import RunDirectory
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 from tests.helpers.layouts import run_case
@@ -35,10 +39,14 @@ LAYOUTS = {
             "model__tie_embeddings": True,
             "model__num_layers": 4,
             "train__dtype": "bf16",
-            "optim__cache_chunks": 2,
         },
+        (1, 1),
     ),
-    "dp2-unrouted-experts": (2, {"model__num_experts": 32, "model__num_experts_per_tok": 1}),
+    "dp2-unrouted-experts": (
+        2,
+        {"model__num_experts": 32, "model__num_experts_per_tok": 1},
+        (3, 2),
+    ),
     "dp2-ep2-tied-recompute": (
         4,
         {
@@ -46,12 +54,14 @@ LAYOUTS = {
             "model__tie_embeddings": True,
             "recompute__modules": ["norm", "attention", "moe"],
         },
+        (2, 2),
     ),
     "dp2-ep2-bf16-blocks-recomputed": (
         4,
         {"parallel__ep": 2, "train__dtype": "bf16", "recompute__modules": ["block"]},
+        (3, 3),
     ),
-    "dp2-pp2-tied": (4, PIPELINE | {"model__tie_embeddings": True}),
+    "dp2-pp2-tied": (4, PIPELINE | {"model__tie_embeddings": True}, (5, 3)),
     "dp2-pp2-interleaved-bf16": (
         4,
         PIPELINE
@@ -60,29 +70,32 @@ LAYOUTS = {
             "parallel__virtual_stages": 2,
             "train__dtype": "bf16",
         },
+        (5, 3),
     ),
-    "dp2-pp2-zb-h1": (4, PIPELINE | {"parallel__schedule": "zb-h1"}),
-    "dp2-tp2-sequence": (4, {"parallel__tp": 2, "parallel__sequence_parallel": True}),
+    "dp2-pp2-zb-h1": (4, PIPELINE | {"parallel__schedule": "zb-h1"}, (3, 2)),
+    "dp2-tp2-sequence": (4, {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
+"""Ranks, settings, and the fewest slots that so and epso do with."""
 DIVISIONS = (
     {"optim__sharding": "none", "optim__resident": "parameters"},
-    {"optim__sharding": "so", "optim__resident": "cache", "optim__cache_chunks": 5},
-    {"optim__sharding": "epso", "optim__resident": "cache", "optim__cache_chunks": 5},
+    {"optim__sharding": "so", "optim__resident": "cache", "optim__cache_chunks": 3},
+    {"optim__sharding": "epso", "optim__resident": "cache", "optim__cache_chunks": 3},
     {"optim__sharding": "epso", "optim__resident": "parameters"},
 )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_divided_chunks_train_to_the_same_bits(ranks, layout):
-    size, run = LAYOUTS[layout]
-    run, slots = dict(run), run.get("optim__cache_chunks")
-    run.pop("optim__cache_chunks", None)
+    size, run, (so, epso) = LAYOUTS[layout]
     whole = ranks(size, run_case, tiny_tree("d", "r", **SMALL, **run), start_world=False)[0]
-    for division in DIVISIONS[:3]:
-        if slots and "optim__cache_chunks" in division:
-            division = division | {"optim__cache_chunks": slots}
-        tree = tiny_tree("d", "r", **SMALL, **run, **division)
-        poison = division["optim__sharding"] == "so"
+    for sharding, resident, slots in (
+        ("none", "parameters", 0),
+        ("so", "cache", so),
+        ("epso", "cache", epso),
+    ):
+        division = {"optim__sharding": sharding, "optim__resident": resident}
+        tree = tiny_tree("d", "r", **SMALL, **run, **division, optim__cache_chunks=slots)
+        poison = sharding == "so"
         divided = ranks(size, run_case, tree, poison, start_world=False)[0]
         assert divided.metrics == whole.metrics, division
         assert divided.final == whole.final, division
@@ -141,6 +154,32 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
     ours, theirs = (metrics_of(tmp_path / name) for name in ("cache", "all"))
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+
+
+def spoil_a_shard(tree: dict) -> str:
+    """Rank 1's part of some parameter becomes NaN after step 1; the error of this rank."""
+    config, launch = make_config(tree), read_launch_env()
+    flight = preflight(config, launch.world_size)
+    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
+    world = start_world(launch, config.parallel.timeout_s, "cpu")
+    run = Run(config, world, flight, directory)
+    run.update(1)
+    if world.rank == 1:
+        run.states.chunks[2].shard[0] = torch.nan
+    try:
+        run.update(2)
+    except NonFiniteError as error:
+        slots = run.states.chunks[2].chunk.slots
+        return f"{error} {[slot.name for slot in slots]}"
+    return "no error"
+
+
+def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **DIVISIONS[1], train__dtype="bf16")
+    told = ranks(2, spoil_a_shard, tree, **ALONE)
+    assert told[0] == told[1]
+    name = re.search(r"on rank 1 .* at step 2: parameter (\S+) is non-finite", told[0])[1]
+    assert f"'{name}'" in told[0]
 
 
 def count_step(tree: dict) -> dict:
@@ -203,11 +242,10 @@ def test_a_model_of_a_chunk_a_unit_fetches_by_the_formula(ranks, layers, slots, 
     ids=["dp2", "pp2-1f1b", "pp2-gpipe"],
 )
 def test_any_run_fetches_what_is_planned(ranks, size, run):
-    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[1], train__dtype="bf16")
+    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[2], train__dtype="bf16")
     for one in ranks(size, count_step, tree, start_world=False):
         calls, total = one["traffic"]["all_gather"]
         assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
-        assert one["slots"] < one["chunks"]
         assert one["bytes"] == one["planned"]
         assert one["between"] == {"params": 0, "grads": 0}
 
