@@ -8,16 +8,17 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.tower import CHUNK, Case, Outcome, train_tower, use_with_silent_trigger
+from tests.helpers.tower import CHUNK, Case, Outcome, train_towers, use_with_silent_triggers
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def two(ranks, case: Case) -> list[Outcome]:
-    return ranks(2, train_tower, case, start_world=False)
-
-
 WHOLE = {"gradients": False, "parameters": False}
+
+
+def two(ranks, *cases: Case) -> list[list[Outcome]]:
+    """By case, what each of two ranks saw."""
+    return list(zip(*ranks(2, train_towers, cases, start_world=False), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -27,42 +28,49 @@ WHOLE = {"gradients": False, "parameters": False}
 )
 def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
-    whole = two(ranks, case._replace(**WHOLE))
-    for change in ({}, {"poison": True}, {"parameters": False}, {"parameters": False, "poison": 1}):
-        divided = two(ranks, case._replace(**change))
-        for one, other in zip(divided, whole, strict=True):
+    changes = (
+        WHOLE,
+        {},
+        {"poison": True},
+        {"parameters": False},
+        {"parameters": False, "poison": True},
+    )
+    whole, *divided = two(ranks, *(case._replace(**change) for change in changes))
+    for outcome in divided:
+        for one, other in zip(outcome, whole, strict=True):
             assert one.losses == other.losses and one.weights == other.weights
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_losses_without_the_mode(ranks, dtype):
     case = Case(5, 2, microbatches=3, dtype=dtype, deterministic=False, steps=5)
-    whole = two(ranks, case._replace(**WHOLE))[0].losses
-    for parameters in (False, True):
-        divided = two(ranks, case._replace(parameters=parameters))[0].losses
-        assert divided == pytest.approx(whole, abs=1e-6 if dtype is FP32 else 1e-2)
+    whole, *divided = two(ranks, case._replace(**WHOLE), case._replace(parameters=False), case)
+    for one in divided:
+        tolerance = 1e-6 if dtype is FP32 else 1e-2
+        assert one[0].losses == pytest.approx(whole[0].losses, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(n, slots) for n, slots in itertools.product((1, 4), (1, 2, 4, 5))]
-    + [Case(4, slots, microbatches=3) for slots in (1, 2, 4)]
-    + [Case(6, slots, region=3) for slots in (1, 3, 5)]
-    + [Case(6, 2, microbatches=2, region=2)],
-    ids=lambda case: f"n{case.n}-B{case.slots}-k{case.microbatches}-m{case.region}",
-)
-def test_fetches_and_reductions_are_the_formulas(ranks, case):
-    n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
-    fetches = 2 * k * n - (2 * k - 1) * slots
-    if m and slots < m:
-        fetches = 3 * n - 1
-    for one in two(ranks, case):
+CASES = [
+    *(Case(n, slots) for n, slots in itertools.product((1, 4), (1, 2, 4, 5))),
+    *(Case(4, slots, microbatches=3) for slots in (1, 2, 4)),
+    *(Case(6, slots, region=3) for slots in (1, 3, 5)),
+    Case(6, 2, microbatches=2, region=2),
+]
+
+
+def test_fetches_and_reductions_are_the_formulas(ranks):
+    for case, outcome in zip(CASES, two(ranks, *CASES), strict=True):
+        n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
+        fetches = 2 * k * n - (2 * k - 1) * slots
+        if m and slots < m:
+            fetches = 3 * n - 1
         size = 4 * CHUNK
-        assert one.traffic["all_gather"] == [fetches, fetches * size]
-        assert one.traffic["all_to_all"] == [k * n, k * n * size]
-        assert one.planned == fetches
-        assert one.trace == one.plan  # visits, and the bytes that are resident in each
-        assert max(held for *_, held in one.trace) <= slots * size
+        for one in outcome:
+            assert one.traffic["all_gather"] == [fetches, fetches * size], case
+            assert one.traffic["all_to_all"] == [k * n, k * n * size], case
+            assert one.planned == fetches
+            assert one.trace == one.plan  # visits, and the bytes that are resident in each
+            assert max(held for *_, held in one.trace) <= slots * size
 
 
 @pytest.mark.parametrize("region", [0, 2])
@@ -71,8 +79,8 @@ def test_table_1_of_the_second_elixir_paper(ranks, region):
     rCache-min."""
     case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
     largest, least = (
-        sum(size for _, size in two(ranks, case._replace(slots=slots))[0].traffic.values())
-        for slots in (0, 1)
+        sum(size for _, size in outcome[0].traffic.values())
+        for outcome in two(ranks, case, case._replace(slots=1))
     )
     whole = 2 * 6 * CHUNK
     assert largest == 2 * whole
@@ -81,23 +89,18 @@ def test_table_1_of_the_second_elixir_paper(ranks, region):
 
 def test_a_rank_keeps_its_shard_between_updates(ranks):
     size = 4 * 4 * CHUNK
-    for change, params, grads in (
-        (WHOLE, size, size),
-        ({"parameters": False}, size, 0),
-        ({}, 0, 0),
-    ):
-        for one in two(ranks, Case(4, 2)._replace(**change)):
+    changes = (WHOLE, {"parameters": False}, {})
+    held = ((size, size), (size, 0), (0, 0))
+    outcomes = two(ranks, *(Case(4, 2)._replace(**change) for change in changes))
+    for (params, grads), outcome in zip(held, outcomes, strict=True):
+        for one in outcome:
             assert one.between == {"params": params, "grads": grads}
             # In backward a layer's gradient goes before the next one's comes.
             assert one.gradients == [grads or 4 * CHUNK] * 4
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("region", [0, 3])
-def test_a_use_of_an_evicted_chunk_shows(ranks, region, backward):
-    case = Case(6, 1, region=region, poison=True)
-    noticed, finite = (
-        ranks(2, use_with_silent_trigger, case, silent, start_world=False)[0]
-        for silent in ((-1, False), (1, backward))
-    )
-    assert noticed == (True, True) and finite == (backward, False)
+def test_a_use_of_an_evicted_chunk_shows(ranks, region):
+    case, silent = Case(6, 1, region=region, poison=True), [(-1, False), (1, False), (1, True)]
+    found = ranks(2, use_with_silent_triggers, case, silent, start_world=False)[0]
+    assert found == [(True, True), (False, False), (True, False)]

@@ -138,10 +138,14 @@ def batch(number: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
-def train_tower(case: Case) -> Outcome:
-    """Some updates of this rank's copy."""
+def train_towers(cases: Sequence[Case]) -> list[Outcome]:
+    """Some updates of this rank's copy in each case."""
     torch.set_num_threads(1)
     world = start_world(device="cpu").everyone
+    return [_train(case, world) for case in cases]
+
+
+def _train(case: Case, world: Group) -> Outcome:
     tower = Tower(case.n, case.region)
     engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
@@ -176,11 +180,17 @@ def train_tower(case: Case) -> Outcome:
     return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)
 
 
-def use_with_silent_trigger(case: Case, silent: tuple[int, bool]) -> tuple[bool, bool]:
-    """Whether the output and the input's gradient are finite, outside of a training step."""
-    tower = Tower(case.n, case.region)
-    make_engine(tower, case, start_world(device="cpu").everyone, silent)
-    x = batch(0, case.dtype).requires_grad_()
-    out = tower(x)
-    (grad,) = torch.autograd.grad(out.float().sum(), x)
-    return bool(out.isfinite().all()), bool(grad.isfinite().all())
+def use_with_silent_triggers(
+    case: Case, silent: Sequence[tuple[int, bool]]
+) -> list[tuple[bool, bool]]:
+    """Whether the output and the input's gradient are finite, outside of a training step, with each
+    of some triggers silent."""
+    world, found = start_world(device="cpu").everyone, []
+    for one in silent:
+        tower = Tower(case.n, case.region)
+        make_engine(tower, case, world, one)
+        x = batch(0, case.dtype).requires_grad_()
+        out = tower(x)
+        (grad,) = torch.autograd.grad(out.float().sum(), x)
+        found.append((bool(out.isfinite().all()), bool(grad.isfinite().all())))
+    return found

@@ -25,7 +25,7 @@ from optimus.train.preflight import preflight
 from optimus.train.run_dir import RunDirectory
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
-from tests.helpers.layouts import run_case
+from tests.helpers.layouts import run_several
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
 
@@ -84,34 +84,36 @@ DIVISIONS = (
 )
 
 
+ALONE = {"start_world": False, "timeout_s": 120}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_divided_chunks_train_to_the_same_bits(ranks, layout):
     size, run, (so, epso) = LAYOUTS[layout]
-    whole = ranks(size, run_case, tiny_tree("d", "r", **SMALL, **run), start_world=False)[0]
-    for sharding, resident, slots in (
-        ("none", "parameters", 0),
-        ("so", "cache", so),
-        ("epso", "cache", epso),
-    ):
-        division = {"optim__sharding": sharding, "optim__resident": resident}
-        tree = tiny_tree("d", "r", **SMALL, **run, **division, optim__cache_chunks=slots)
-        poison = sharding == "so"
-        divided = ranks(size, run_case, tree, poison, start_world=False)[0]
-        assert divided.metrics == whole.metrics, division
-        assert divided.final == whole.final, division
+    divisions = [
+        {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
+        for sharding, resident, slots in (
+            ("none", "all", 0),
+            ("none", "parameters", 0),
+            ("so", "cache", so),
+            ("epso", "cache", epso),
+        )
+    ]
+    trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in divisions]
+    poison = [division["optim__sharding"] == "so" for division in divisions]
+    whole, *divided = ranks(size, run_several, trees, poison, **ALONE)[0]
+    for division, one in zip(divisions[1:], divided, strict=True):
+        assert one.metrics == whole.metrics, division
+        assert one.final == whole.final, division
 
 
 def test_without_the_mode_losses_agree(ranks):
     fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
-    whole = ranks(4, run_case, tiny_tree("d", "r", **SMALL, **fast), start_world=False)[0].metrics
-    for division in DIVISIONS:
-        tree = tiny_tree("d", "r", **SMALL, **fast, **division)
-        divided = ranks(4, run_case, tree, start_world=False)[0].metrics
-        for ours, theirs in zip(divided, whole, strict=True):
+    trees = [tiny_tree("d", "r", **SMALL, **fast, **division) for division in ({}, *DIVISIONS)]
+    whole, *divided = ranks(4, run_several, trees, [False] * len(trees), **ALONE)[0]
+    for one in divided:
+        for ours, theirs in zip(one.metrics, whole.metrics, strict=True):
             assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-
-
-ALONE = {"start_world": False, "timeout_s": 120}
 
 
 def samples_of_run(tree: dict) -> list[str]:
@@ -147,6 +149,7 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
         "train__deterministic": False,
         "train__threads": 1,
         "train__max_steps": 2,
+        "optim__warmup_steps": 0,
         "optim__chunk_length": 2000,
     }
     for name, division in (("all", {}), ("cache", DIVISIONS[1])):
