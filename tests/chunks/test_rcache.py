@@ -11,8 +11,6 @@ import torch
 from tests.helpers.tower import CHUNK, Case, Outcome, train_towers, use_with_silent_triggers
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
 WHOLE = {"gradients": False, "parameters": False}
 
 
@@ -41,13 +39,11 @@ def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
             assert one.losses == other.losses and one.weights == other.weights
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_losses_without_the_mode(ranks, dtype):
-    case = Case(5, 2, microbatches=3, dtype=dtype, deterministic=False, steps=5)
+def test_losses_without_the_mode(ranks):
+    case = Case(5, 2, microbatches=3, deterministic=False, steps=5)
     whole, *divided = two(ranks, case._replace(**WHOLE), case._replace(parameters=False), case)
     for one in divided:
-        tolerance = 1e-6 if dtype is FP32 else 1e-2
-        assert one[0].losses == pytest.approx(whole[0].losses, abs=tolerance)
+        assert one[0].losses == pytest.approx(whole[0].losses, abs=1e-6)
 
 
 CASES = [
