@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from optimus.chunks.residency import ResidencyPlan, Step, Visit, farthest, plan_residency
+from optimus.chunks.residency import ResidencyPlan, Visit, farthest, plan_residency
 from optimus.chunks.states import ChunkStates
 from optimus.chunks.storage import Memory
 from optimus.dist.collectives import Transfer, begin_all_gather
@@ -37,13 +37,8 @@ class ChunkCache:
         self._resident = {n for n, one in self._chunks.items() if memory.holds(one.params)}
 
     @property
-    def resident(self) -> frozenset[int]:
-        """Numbers of the chunks that are whole here, or on their way."""
-        return frozenset(self._resident)
-
-    @property
     def resident_bytes(self) -> int:
-        """What they take."""
+        """Of all chunks that are whole here, or on their way."""
         return sum(self._chunks[n].params.untyped_storage().nbytes() for n in self._chunks)
 
     def start(self) -> None:
@@ -106,9 +101,3 @@ class ChunkCache:
             assert number not in self._on_the_way, f"chunk {number} is on its way"
             self._memory.free(self._chunks[number].params)
             self._resident.remove(number)
-
-
-def planned_bytes(step: Step, chunks: Sequence[ChunkStates]) -> int:
-    """What a step of a plan keeps resident."""
-    sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in chunks}
-    return sum(sizes[number] for number in step.resident)
