@@ -51,7 +51,7 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
 
 def _elements(states: ChunkEngine) -> tuple[int, int]:
     """Of this rank's experts and of all else."""
-    sizes = {name: p.numel() for name, p in states.parameters().items()}
+    sizes = {name: slot.stop - slot.start for name, slot in states.slots.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return experts, sum(sizes.values()) - experts
 

@@ -29,7 +29,7 @@ class Arrivals:
 
     def gather(self, one: ChunkStates) -> None:
         """A collective of the chunk's shard group; all begin theirs in one order."""
-        transfer = begin_all_gather(one.params, one.params[one.own], one.home.shards)
+        transfer = begin_all_gather(one.params, one.shard, one.home.shards)
         if self._awaited:
             self._under_way[one.chunk.number] = transfer
         else:

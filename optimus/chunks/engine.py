@@ -5,43 +5,32 @@ Serves any torch module: it is given parameters by name and told whose their gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from optimus.chunks.arrivals import Arrivals
-from optimus.chunks.departures import Departures, Look, Parcel
+from optimus.chunks.departures import Departures, Parcel
+from optimus.chunks.follow import Follower, check_slots
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
+from optimus.chunks.pieces import Buffer, PieceReduction
+from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.reduce import FastReduction, OrderedReduction
+from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home
-from optimus.dist.collectives import (
-    ALONE,
-    Group,
-    Transfer,
-    all_gather,
-    all_reduce_sum,
-    begin_all_reduce_sum,
-)
+from optimus.chunks.storage import Memory
+from optimus.chunks.tied import Use, UseInPieces, WholeUse
+from optimus.chunks.units import Unit
+from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_sum
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, each an attribute of ChunkStates."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """A further use of a parameter, with a leaf of its own over the same storage, such as the
-    output head's of tied embeddings: one accumulator for each use (CONTRACT.md)."""
-
-    name: str
-    leaf: Tensor
-    owner: str
 
 
 class ChunkEngine:
@@ -61,16 +50,17 @@ class ChunkEngine:
         everyone: Group = ALONE,
         compiled: bool = False,
         overlap: bool = False,
+        residency: Residency = ALL_RESIDENT,
     ) -> None:
         """`named` parameters come in order of first use, with their values; they become views of
         chunks of about `chunk_length` elements in `dtype`. Gradients add up in `grad_dtype`, fp32
-        or (but for deterministic) the parameters'. `compiled`: torch.compile will trace the model;
-        it takes no parameter whose gradient is of another dtype, so that each is widened in a hook
-        as on older torch. `overlap`: reductions go on beside the backward that `last_backward`
-        tells of, unless they are ordered."""
-        assert grad_dtype in (torch.float32, dtype) and not (
-            deterministic and grad_dtype is not torch.float32
-        ), (grad_dtype, dtype, deterministic)
+        or (but for deterministic, or in pieces) the parameters'. `compiled`: torch.compile will
+        trace the model; it takes no parameter whose gradient is of another dtype, so that each is
+        widened in a hook as on older torch. `overlap`: reductions go on beside the backward that
+        `last_backward` tells of, unless they are ordered. What is not always whole under
+        `residency` waits for `follow`."""
+        wide = deterministic or residency.divides_gradients
+        assert grad_dtype is torch.float32 or (grad_dtype is dtype and not wide), grad_dtype
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
         self._grad_dtype = grad_dtype
@@ -83,54 +73,142 @@ class ChunkEngine:
             ],
             chunk_length,
         )
-        device = next(iter(named.values())).device
-        self.chunks = [
-            ChunkStates(chunk, chunk.key, dtype, grad_dtype, device) for chunk in self.layout.chunks
-        ]
+        self._device = device = next(iter(named.values())).device
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        for name, parameter in named.items():
-            self.put("master", name, parameter.data)
-            view = self._view(name, "params")
-            view.copy_(parameter.data)
-            parameter.data = view
-        self._uses: list[_UseStates] = []
+        self.residency, self._memory = residency, Memory(residency.poison)
+        self._follower: Follower | None = None
+        self.cache: ChunkCache | None = None
+        self.chunks: list[ChunkStates] = []
+        for chunk in self.layout.chunks:
+            one = ChunkStates(
+                chunk, chunk.key, dtype, grad_dtype, device, residency.divides_parameters
+            )
+            self.chunks.append(one)
+            self._take_values(one)
+        self._uses: list[WholeUse | UseInPieces] = []
+        self.before_sum: Callable[[Buffer], None] = lambda one: None
+        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
         self._accumulates_natively = dtype is grad_dtype or (_WIDENS_NATIVELY and not compiled)
+        # Freed storage takes no new views.
+        targets = {name: self._view(name, "grads") for name in named}
         together = any(one.home.adders.size > 1 for one in self.chunks)
-        self._reduction = (
-            OrderedReduction(self.chunks)
-            if deterministic and together
-            else FastReduction(self.chunks, reduce_dtype, overlap)
-        )
+        if residency.divides_gradients:
+            self._reduction = PieceReduction(self.chunks, deterministic, reduce_dtype, self._memory)
+        elif deterministic and together:
+            self._reduction = OrderedReduction(self.chunks)
+        else:
+            self._reduction = FastReduction(self.chunks, reduce_dtype, overlap)
         self._arrivals = Arrivals()
-        early = overlap and together and not deterministic
-        self._departures = Departures(self._accumulates_natively, early)
+        early = overlap and together and not (deterministic or residency.divides_gradients)
+        self._departures = Departures(
+            self._accumulates_natively, early, lambda one: self.before_sum(one)
+        )
         place = {name: number for number, name in enumerate(named)}
         self._by_first_use = sorted(self.chunks, key=lambda one: place[one.chunk.slots[0].name])
         for one in self._by_first_use:
-            slots = one.chunk.slots
-            parts = {slot.name: (named[slot.name], one.view(one.grads, slot)) for slot in slots}
-            self._depart(one.home.stage, one.grads, parts, partial(self._reduction.after, one))
+            names = [slot.name for slot in one.chunk.slots]
+            parts = {name: (named[name], targets[name]) for name in names}
+            self._depart(one, parts, partial(self._reduction.after, one))
+
+    def _take_values(self, one: ChunkStates) -> None:
+        """From the parameters, which become views of the chunk."""
+        for slot in one.chunk.slots:
+            parameter = self._named[slot.name]
+            self.put("master", slot.name, parameter.data)
+            view = one.view(one.params, slot)
+            view.copy_(parameter.data)
+            parameter.data = view
+        if one.divided:
+            one.shard.copy_(one.params[one.own])
+            self._memory.free(one.params)
+
+    # -- residency -------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        units: Sequence[Unit],
+        passes: Sequence[Pass],
+        early: bool = True,
+        regions: Sequence[range] = (),
+    ) -> None:
+        """Give units what they need whenever they compute, where states are not always whole.
+
+        `units` in order of first use, with every parameter and use in one of them; `passes`: this
+        rank's in a training step; `early`: as for Follower; `regions`: units that are recomputed
+        together. A collective of `everyone`; raises the same ConfigError on all where some rank's
+        unit needs more slots than there are.
+        """
+        if not self.residency.divides_gradients:
+            return
+        chunk_of = {name: self.chunks[slot.chunk] for name, slot in self.slots.items()}
+        buffer_of: dict[str, Buffer] = chunk_of | {use.use.name: use for use in self._uses}
+        chunk_of |= {use.use.name: chunk_of[use.use.owner] for use in self._uses}
+        needed = [[chunk_of[name] for name in u.parameters if name in chunk_of] for u in units]
+        needs = [frozenset(c.chunk.number for c in chunks if c.divided) for chunks in needed]
+        divided = [one for one in self.chunks if one.divided]
+        slots = self.residency.slots or len(divided)
+        check_slots(needs, slots, self._everyone, self._device)
+        if divided:
+            visits = visit_order(
+                passes,
+                [unit.stage for unit in units],
+                needs,
+                [unit.stage > 0 or any(needed[: n + 1]) for n, unit in enumerate(units)],
+                regions,
+            )
+            self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
+        self._follower = Follower(
+            units,
+            [[buffer_of[name] for name in u.parameters if name in buffer_of] for u in units],
+            self._reduction,
+            self.cache,
+            lambda one: self.before_sum(one),
+            early,
+        )
+
+    def before_backward(self, stage: int) -> None:
+        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
+        if self._follower is not None:
+            self._follower.before_backward(stage)
+
+    def gather(self, names: Collection[str]) -> None:
+        """Make parameters whole for a use that is no visit of a unit, until the next visit. A
+        collective of the ranks that divide them."""
+        if self.cache is not None:
+            numbers = {self.slots[name].chunk for name in names}
+            self.cache.hold({n for n in numbers if self.chunks[n].divided})
+
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
+        flats = {
+            "params": [one.params for one in self.chunks],
+            "grads": [one.grads for one in (*self.chunks, *self._uses)],
+        }
+        return {
+            kind: sum(flat.untyped_storage().nbytes() for flat in every)
+            for kind, every in flats.items()
+        }
 
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
         """Give a further use of a parameter a gradient buffer of its own."""
-        states = _UseStates(use, self._home_of(use.name), self._deterministic, self._grad_dtype)
+        home = self._home_of(use.name)
+        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
+        if isinstance(self._reduction, PieceReduction):
+            states = UseInPieces(use, home)
+            self._reduction.add(states)
         self._uses.append(states)
-        parts = {use.name: (use.leaf, states.grads)}
-        self._depart(states.home.stage, states.grads, parts, states.after)
+        self._depart(states, {use.name: (use.leaf, states.target)}, states.after)
 
     def _depart(
-        self,
-        stage: int,
-        flat: Tensor,
-        parts: dict[str, tuple[Tensor, Tensor]],
-        send: Callable[[], None],
+        self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
     ) -> None:
-        """Let backward add into these parts of `flat`, which leaves by `send`."""
+        """Let backward add into these parts of the buffer, which leaves by `send`."""
         for leaf, part in parts.values():
             self._accumulate(leaf, part)
-        self._departures.add(Parcel(stage, flat, parts, send))
+        self._departures.add(Parcel(buffer, parts, send))
 
     def _accumulate(self, leaf: Tensor, target: Tensor) -> None:
         """Let backward add into `target`, in its dtype."""
@@ -153,14 +231,18 @@ class ChunkEngine:
         self._departures.start()
         for use in self._uses:
             use.start()
-
-    def look_with(self, look: Look) -> None:
-        """Let `look` see all that backward has added, before it leaves this rank."""
-        self._departures.look = look
+        if self._follower is not None:
+            self._follower.start()
 
     def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """What backward has added for a stage on this rank, by name, before any reduction."""
-        return self._departures.gradients_of(stage)
+        for one in self._held(stage):
+            yield from one.named_grads()
+
+    def _held(self, stage: int) -> list[Buffer]:
+        """Gradients of a stage that have memory."""
+        every: list[Buffer] = [*self.chunks, *self._uses]
+        return [one for one in every if one.home.stage == stage and self._memory.holds(one.grads)]
 
     def last_backward(
         self, stage: int, late: Collection[Tensor] | None = None
@@ -171,11 +253,17 @@ class ChunkEngine:
 
     def reduce(self, stage: int) -> None:
         """Behind a backward of the stage: every one in deterministic mode, else a step's last."""
-        self._departures.rest(stage)
+        self._departures.check(stage)
+        if self._follower is not None:
+            self._follower.reduce(stage)
+        else:
+            self._departures.rest(stage)
 
     def finish(self, far_ends: Mapping[str, Group] | None = None) -> None:
         """Complete all gradients before the update. `far_ends` names parameters of which other
         ranks of a group hold further uses: theirs are added too."""
+        if self._follower is not None:
+            self._follower.finish()
         self._reduction.finish()
         for use in self._uses:
             use.finish()
@@ -230,7 +318,18 @@ class ChunkEngine:
         """One AdamW update of this rank's shards from the gradients times `grad_scale` (clipping),
         then of all parameters: begun, where `wait_in` was told who waits for them."""
         self.wait()  # for what no forward pass has read since the update before
-        self._optimizer.step(self._by_first_use, lr, grad_scale, self._arrivals.gather)
+        self._optimizer.step(self._by_first_use, lr, grad_scale, self._give_out)
+        if self._follower is not None:
+            self._reduction.release()
+        self._drop_old()
+
+    def _give_out(self, one: ChunkStates) -> None:
+        if not one.divided:
+            self._arrivals.gather(one)
+
+    def _drop_old(self) -> None:
+        if self.cache is not None:
+            self.cache.drop()  # whole chunks are out of date; their next visit gathers them
 
     def wait_in(self, readers: Iterable[tuple[nn.Module, Collection[str]]]) -> None:
         """Let updated parameters arrive while other things are computed: these modules wait for
@@ -245,10 +344,11 @@ class ChunkEngine:
         """Make the parameters what the masters say, on all ranks."""
         self.wait()
         for one in self._by_first_use:
-            own = one.params[one.own]
+            own = one.shard
             if own.data_ptr() != one.master.data_ptr():
                 own.copy_(one.master)
-            self._arrivals.gather(one)
+            self._give_out(one)
+        self._drop_old()
         self.wait()
 
     # -- whole states, for checkpoints -----------------------------------------------------------
@@ -286,10 +386,19 @@ class ChunkEngine:
                         return slot.name
         return ""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Views of the parameters, by name."""
-        self.wait()
-        return {name: self._view(name, "params") for name in self._named}
+    def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
+        """The first parameter that is bad as this rank holds it, be it but its shard; "" if none
+        is."""
+        for name, slot in self.slots.items():
+            one = self.chunks[slot.chunk]
+            if one.divided:
+                here = one.piece_of(one.shard, slot)
+                held = here[0] if here is not None else None
+            else:
+                held = one.view(one.params, slot)
+            if held is not None and is_bad(held):
+                return name
+        return ""
 
     @property
     def num_updates(self) -> int:
@@ -304,34 +413,3 @@ class ChunkEngine:
         slot: Slot = self.slots[name]
         one = self.chunks[slot.chunk]
         return one.view(getattr(one, buffer), slot)
-
-
-class _UseStates:
-    """The gradient of a further use, kept whole on every rank that adds it."""
-
-    def __init__(self, use: Use, home: Home, ordered: bool, dtype: torch.dtype) -> None:
-        self.use, self.home, self._ordered = use, home, ordered and home.adders.size > 1
-        self.grads = torch.zeros(use.leaf.shape, dtype=dtype, device=use.leaf.device)
-        self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
-        self._under_way: Transfer | None = None
-
-    def start(self) -> None:
-        self.finish()
-        self.grads.zero_()
-        self.total.zero_()
-
-    def after(self) -> None:
-        group = self.home.adders
-        if not self._ordered:
-            self._under_way = begin_all_reduce_sum(self.grads, group)
-            return
-        every = self.grads.new_empty(group.size * len(self.grads), *self.grads.shape[1:])
-        all_gather(every, self.grads, group)
-        for contribution in every.chunk(group.size):
-            self.total.add_(contribution)
-        self.grads.zero_()
-
-    def finish(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None

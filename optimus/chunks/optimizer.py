@@ -34,7 +34,7 @@ class AdamW:
         self.num_updates += 1
         optim = self._optim
         for one in chunks:
-            own = one.params[one.own]
+            own = one.shard
             adamw_(
                 one.master,
                 one.exp_avg,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimus.chunks.states import ChunkStates
 from optimus.dist.collectives import (
+    Group,
     Transfer,
     all_gather,
     all_reduce_sum,
@@ -104,20 +105,25 @@ class OrderedReduction:
 
     def after(self, one: ChunkStates) -> None:
         """Behind every backward that adds to this chunk."""
-        group, total = one.home.adders, self._sums[one.chunk.number]
-        if group.size == 1:
-            total.add_(one.grads)
-        else:
-            received = torch.empty_like(one.grads)
-            all_to_all(received, one.grads, group)
-            for contribution in received.chunk(group.size):
-                total.add_(contribution)
+        add_in_rank_order(self._sums[one.chunk.number], one.grads, one.home.adders)
         one.grads.zero_()
 
     def finish(self) -> None:
         for one in self._chunks:
             _join(one, self._sums[one.chunk.number])
             all_reduce_sum(one.grad, one.home.partial_over)
+
+
+def add_in_rank_order(total: Tensor, grads: Tensor, group: Group) -> None:
+    """Add to this rank's piece [L / n] of a sum what each of n ranks has for it in its `grads` [L],
+    rank 0 first."""
+    if group.size == 1:
+        total.add_(grads)
+        return
+    received = torch.empty_like(grads)
+    all_to_all(received, grads, group)
+    for contribution in received.chunk(group.size):
+        total.add_(contribution)
 
 
 def _join(one: ChunkStates, piece: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Pass, Residency
 from optimus.chunks.states import Home
 from optimus.config import Config
 from optimus.data.loader import Microbatch
@@ -18,10 +19,12 @@ from optimus.dist.rules import shard_axes, sum_axes
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.layout import Layout, make_layout
+from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
+from optimus.train.units import units_of
 
 
 def uncompiled(config: Config) -> AbstractContextManager:
@@ -69,9 +72,10 @@ class Shard:
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(schedule, stages, groups.pp, boundary_shape, dtype)
 
-    def make_states(self) -> ChunkEngine:
+    def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of
-        chunks."""
+        chunks. `poison`: as in Residency. Raises ConfigError where optim.cache_chunks is too small.
+        """
         config = self._config
         engine = ChunkEngine(
             dict(self.model.named_parameters()),
@@ -85,13 +89,32 @@ class Shard:
             everyone=self._groups.everyone,
             compiled=config.train.compile,
             overlap=config.optim.overlap,
+            residency=self._residency(poison),
         )
         self.model.separate_tied_uses()
         for name, leaf in self.model.tied_uses().items():
             engine.add_use(Use(name, leaf, "embed.weight"))
         if config.optim.overlap:
             engine.wait_in(self.model.readers())
+        schedule = self.layout.schedule
+        backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+        passes = [
+            Pass(action.stage, backward[action.kind])
+            for action in schedule.ranks[self._groups.place.pp]
+            if action.kind in backward
+        ]
+        early = not (schedule.splits_backward or config.train.compile)
+        engine.follow(units_of(self.model, self.layout), passes, early)
         return engine
+
+    def _residency(self, poison: bool) -> Residency:
+        optim = self._config.optim
+        return Residency(
+            divides_gradients=optim.resident != "all",
+            divides_parameters=optim.resident == "cache",
+            slots=optim.cache_chunks,
+            poison=poison,
+        )
 
     def home_of(self, name: str) -> Home:
         """Whose the gradient of a parameter is, or of a further use of one."""

@@ -52,6 +52,7 @@ class Updater:
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._shard, self._states = shard, states
         self._watch = Watch(config, groups, shard, states)
+        states.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -69,6 +70,7 @@ class Updater:
             own,
             lambda stage, microbatch: self._states.reduce(stage),
             self._make_update(step, own, lr),
+            self._states.before_backward,
             self._states.last_backward,
         )
         return self._result(step, terms, lr)

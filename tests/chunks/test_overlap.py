@@ -108,7 +108,7 @@ def step_by_step() -> dict:
     engine.finish()
     shared = {name: gradient.clone() for name, gradient in engine.whole("grad").items()}
     traffic.clear()
-    before = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine.update(1e-2)
     count("by the update", "all_gather")
     counts["awaited"] = [len(engine._arrivals._under_way)]

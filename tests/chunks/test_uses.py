@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 from optimus.chunks.departures import Departures, Parcel
+from optimus.chunks.states import Home
 from optimus.chunks.uses import Completion, FirstUses, Procession
 
 
@@ -81,16 +84,34 @@ def test_a_gradient_that_comes_too_late_is_no_secret():
     run_backward(net)
 
 
-def departures_of(net: Net, early: bool, sent: list[int]) -> Departures:
-    departures = Departures(in_place=True, early=early)
+def departures_of(net: Net, early: bool, events: list, looks: bool = False) -> Departures:
+    def look(one: Gradients) -> None:
+        if looks:
+            events.append([name for name, _ in one.named_grads()])
+
+    departures = Departures(True, early, look)
     for number, layer in enumerate(net.layers):
         parts = {}
         for name, leaf in [*layer.named_parameters(), *([("unused", net.unused)] * (number == 1))]:
             leaf.grad = torch.zeros_like(leaf)
             parts[f"{number}.{name}"] = (leaf, leaf.grad)
         flat = parts[f"{number}.weight"][1]
-        departures.add(Parcel(0, flat, parts, lambda number=number: sent.append(number)))
+        buffer = Gradients(Home(), flat, flat, list(parts))
+        departures.add(Parcel(buffer, parts, lambda number=number: events.append(number)))
     return departures
+
+
+@dataclass
+class Gradients:
+    """A Buffer of named gradients."""
+
+    home: Home
+    grads: torch.Tensor
+    grad: torch.Tensor
+    names: list[str]
+
+    def named_grads(self):
+        return [(name, self.grads) for name in self.names]
 
 
 def test_what_has_no_gradient_leaves_at_the_end_and_holds_the_others_back():
@@ -110,14 +131,13 @@ def test_what_has_no_gradient_leaves_at_the_end_and_holds_the_others_back():
 
 def test_all_is_looked_at_before_it_leaves():
     net, events = Net(), []
-    departures = departures_of(net, True, events)
-    departures.look = lambda flat, named: events.append([name for name, _ in named])
+    departures = departures_of(net, True, events, looks=True)
     departures.start()
     with departures.last_backward(0, None):
         run_backward(net)
     departures.rest(0)
     assert events == [
-        ["2.bias", "2.weight"], 2, ["1.unused", "1.bias", "1.weight"], 1, ["0.bias", "0.weight"], 0
+        ["2.weight", "2.bias"], 2, ["1.weight", "1.bias", "1.unused"], 1, ["0.weight", "0.bias"], 0
     ]  # fmt: skip
 
 
@@ -143,7 +163,7 @@ def test_a_gradient_replaced_behind_the_departure_is_noticed():
         run_backward(net)
     net.layers[2].bias.grad = torch.zeros(4)
     with pytest.raises(AssertionError, match=r"gradient of 2.bias was replaced"):
-        departures.rest(0)
+        departures.check(0)
 
 
 def test_every_reader_announces_its_chunks_before_it_runs():

@@ -77,6 +77,7 @@ class Executor:
         }
         self.trace: list[Event] = []
         """The last step, action by action."""
+        self._before_backward: Callable[[int], None] = lambda stage: None
         self.terms: dict[tuple[int, int], Terms] = {}
         """Those of the last step so far, by stage and microbatch."""
 
@@ -85,15 +86,18 @@ class Executor:
         microbatches: Sequence[Microbatch],
         reduce_grad: Callable[[int, int], None],
         opt_step: Callable[[], None],
+        before_backward: Callable[[int], None] = lambda stage: None,
         last_backward: LastBackward = lambda stage, late: nullcontext(),
     ) -> dict[tuple[int, int], Terms]:
         """One step; returns the terms of each (stage, microbatch) here.
 
-        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions. Raises LostPeerError
+        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions;
+        `before_backward(stage)` is called before each that adds to gradients. Raises LostPeerError
         naming the action that waited.
         """
         assert len(microbatches) == self._schedule.num_microbatches
         self._last_backward = last_backward
+        self._before_backward = before_backward
         table = self._table | {
             Kind.REDUCE_GRAD: lambda action: reduce_grad(action.stage, action.microbatch),
             Kind.OPT_STEP: lambda action: opt_step(),
@@ -157,6 +161,7 @@ class Executor:
         grad = None
         if not stage.is_last:
             grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
+        self._before_backward(action.stage)
         if action.kind is Kind.I:
             with WeightGradients() as late:
                 backward(held.output, grad)
@@ -168,6 +173,7 @@ class Executor:
             self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
 
     def _weights(self, action: Action) -> None:
+        self._before_backward(action.stage)
         late = self._late.pop((action.stage, action.microbatch))
         with self._perhaps_last(action, late.weights):
             late.compute()

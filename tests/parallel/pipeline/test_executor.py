@@ -38,7 +38,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
         found.append((place, late is not None, right))
 
     own = [Microbatch(torch.randint(VOCAB, (1, CONTEXT))) for _ in range(3)]
-    shard.executor.run(own, lambda *_: None, lambda: None, last_backward)
+    shard.executor.run(own, lambda *_: None, lambda: None, last_backward=last_backward)
     trace = shard.executor.trace
     return [(str(trace[place].action), late, right) for place, late, right in found]
 
