@@ -8,7 +8,7 @@ Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an o
 from __future__ import annotations
 
 from optimus_kernels.adamw import adamw_
-from optimus_kernels.experts import WeightGrads, experts
+from optimus_kernels.experts import Destination, WeightGrads, WeightWork, experts
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
@@ -17,8 +17,10 @@ from optimus_kernels.squares import square_bins_
 from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 __all__ = [
+    "Destination",
     "Rows",
     "WeightGrads",
+    "WeightWork",
     "adamw_",
     "experts",
     "gather",

@@ -35,7 +35,26 @@ class WeightGrads(NamedTuple):
     down: Tensor
     """[E, D, F]"""
     add: bool
-    """Add to what is there, rather than replace it."""
+    """Add to what is there, rather than replace it: the sum has the bits of a gradient made apart
+    and then added, as autograd does."""
+
+
+class WeightWork:
+    """What a backward pass has left to do: the weights' gradients. Keeps alive what they are made
+    of: the output's gradient, x, and 3F numbers a row."""
+
+    def __init__(self, room, grad: Tensor, x: Tensor, rows: Rows, kept: experts_loop.Kept) -> None:
+        self._room, self._saved = room, (grad, x, rows, kept)
+
+    @torch.no_grad()
+    def compute(self, into: WeightGrads) -> None:
+        """Do it; to the bit what backward would have done."""
+        self._room.weight_grads(*self._saved, into)
+
+
+Destination = WeightGrads | Callable[[WeightWork], None] | None
+"""Where a backward's weight gradients go: to this memory, nowhere yet (this takes the work), or to
+autograd."""
 
 
 def experts(
@@ -46,7 +65,7 @@ def experts(
     rows: Rows,
     *,
     save_input_only: bool = False,
-    weight_grads: Callable[[], WeightGrads] | None = None,
+    weight_grads: Callable[[], Destination] | None = None,
 ) -> Tensor:
     """x [T, D], weights [T, K], gate_up [E, 2F, D] (gate above up), down [E, D, F], of one dtype
     and device; rows of `route`. Returns [T, D]. A caller that knows R on the host may pass
@@ -54,7 +73,8 @@ def experts(
 
     `save_input_only` computes h again in backward: 22 % more arithmetic, 4 KB instead of 36 KB a
     token at OLMoE's sizes in bf16. `weight_grads`, asked once in each backward, says where the
-    weights' gradients go; autograd then gets none for them. Under autocast the operands are taken
+    weights' gradients go; unless that is autograd, it gets none for them, and only runs what hangs
+    on their accumulation. torch.compile does not take it. Under autocast the operands are taken
     in its dtype, as by a linear layer, but for fp64, and the result is of x's. Raises ValueError or
     TypeError.
     """
@@ -93,14 +113,28 @@ class _Experts(torch.autograd.Function):
         *saved, h = ctx.saved_tensors
         grad = grad.contiguous()
         if ctx.weight_grads is not None:
-            into = ctx.weight_grads()
-            dx, dw = _backward_into(grad, *saved, h, into.gate_up, into.down, into.add)
-            return dx, dw, *(None,) * 8
+            where = ctx.weight_grads()
+            if where is not None:
+                return *_backward_elsewhere(where, grad, *saved, h), *(None,) * 8
         with_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         dx, dw, dgate_up, ddown = _backward(grad, *saved, h, with_weights)
         if not with_weights:
             dgate_up = ddown = None
         return dx, dw, dgate_up, ddown, *(None,) * 6
+
+
+def _backward_elsewhere(
+    where, grad, x, weights, gate_up, down, offsets, token, slot, row, h
+) -> tuple[Tensor, Tensor]:
+    """dx and dweights; the weights' own gradients go to `where`, which is not autograd."""
+    saved = (x, weights, gate_up, down, offsets, token, slot, row, h)
+    if isinstance(where, WeightGrads):
+        return _backward_into(grad, *saved, where.gate_up, where.down, where.add)
+    rows, room, x = Rows(offsets, token, slot, row), _room(x, gate_up), x.contiguous()
+    saved = (x, weights.contiguous(), gate_up, down, rows, h)
+    dx, dw, kept = room.backward(grad, *saved, None, keep=True)
+    where(WeightWork(room, grad, x, rows, kept))
+    return dx, dw.to(weights.dtype)
 
 
 def reference(
@@ -188,7 +222,7 @@ def _run_backward(grad, x, weights, gate_up, down, offsets, token, slot, row, h,
     shapes = (gate_up, down) if with_weights else ()
     into = experts_loop.fresh_grads(shapes) if shapes else None
     saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw = _room(x, gate_up).backward(grad, *saved, into)
+    dx, dw, _ = _room(x, gate_up).backward(grad, *saved, into)
     return dx, dw.to(weights.dtype), *(into[:2] if into else (x.new_empty(0), x.new_empty(0)))
 
 
@@ -208,7 +242,7 @@ def _run_backward_into(
         )
     rows = Rows(offsets, token, slot, row)
     saved = (x.contiguous(), weights.contiguous(), gate_up, down, rows, h)
-    dx, dw = _room(x, gate_up).backward(grad, *saved, into)
+    dx, dw, _ = _room(x, gate_up).backward(grad, *saved, into)
     return dx, dw.to(weights.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from optimus_kernels.experts_loop import Kept
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight
 from optimus_kernels.reduction import reduce_rows
@@ -30,8 +31,10 @@ def backward(
     rows: Rows,
     h: Tensor | None,
     into: tuple[Tensor, Tensor, bool] | None,
-) -> tuple[Tensor, Tensor]:
-    """-> dx [T, D], dweights [T, K] (fp32 or fp64); weight gradients go `into`, if anywhere.
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """-> dx [T, D], dweights [T, K] (fp32 or fp64), and with `keep` what `weight_grads` wants;
+    weight gradients go `into`, if anywhere.
 
     dx comes first: under expert parallelism its way back overlaps the weight gradients.
     """
@@ -40,12 +43,26 @@ def backward(
     da = grouped_mm(dy, down, rows.offsets)
     dh, scaled, dweights = swiglu_backward(h, da, weights, rows.slot)
     dx = reduce_rows(grouped_mm(dh, gate_up, rows.offsets), None, rows.row, rows.slot)
+    kept = Kept(dh, scaled)
     if into is not None:
-        copies = gather(x, rows.token, rows.row)
-        for target, a, b in ((into[1], dy, scaled), (into[0], dh, copies)):
-            product = grouped_mm_weight(a, b, rows.offsets)
-            target.add_(product) if into[2] else target.copy_(product)
-    return dx, dweights
+        _weight_grads(dy, x, rows, kept, into)
+    return dx, dweights, kept if keep else None
+
+
+def weight_grads(
+    grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: tuple[Tensor, Tensor, bool]
+) -> None:
+    """The weight gradients that `backward` left to do."""
+    _weight_grads(gather(grad, rows.token, rows.row), x, rows, kept, into)
+
+
+def _weight_grads(
+    dy: Tensor, x: Tensor, rows: Rows, kept: Kept, into: tuple[Tensor, Tensor, bool]
+) -> None:
+    copies = gather(x, rows.token, rows.row)
+    for target, a, b in ((into[1], dy, kept.scaled), (into[0], kept.dh, copies)):
+        product = grouped_mm_weight(a, b, rows.offsets)
+        target.add_(product) if into[2] else target.copy_(product)
 
 
 def _hidden(x: Tensor, gate_up: Tensor, rows: Rows) -> Tensor:

@@ -14,7 +14,8 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from optimus_kernels import memory
 from optimus_kernels.gather import gather_into
 from optimus_kernels.ops import compute_dtype
-from optimus_kernels.product import own, product
+from optimus_kernels.product import needs_room, own, product
 from optimus_kernels.reduction import reduce_rows
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import swiglu_backward_into, swiglu_into
@@ -37,6 +38,17 @@ def extra_rows(x: Tensor) -> int:
 
 def _rounds(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+class Kept(NamedTuple):
+    """What weight gradients that wait are made from, beside the pass's inputs. An expert's rows
+    begin where a multiple of 32 does, so on 64 bytes whatever their width, as scratch memory does;
+    rows rounded up are zeros."""
+
+    dh: Tensor
+    """[P, 2F]: the gradient of the pre-activation."""
+    scaled: Tensor
+    """[P, F]: the activation times its routing weight."""
 
 
 def fresh_grads(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, bool]:
@@ -79,56 +91,102 @@ def backward(
     rows: Rows,
     h: Tensor | None,
     into: tuple[Tensor, Tensor, bool] | None,
-) -> tuple[Tensor, Tensor]:
-    """-> dx [T, D], dweights [T, K] (fp32 or fp64); weight gradients go `into`, if anywhere."""
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """-> dx [T, D], dweights [T, K] (fp32 or fp64), and with `keep` what `weight_grads` wants;
+    weight gradients go `into`, if anywhere."""
     hidden, inner = x.shape[1], down.shape[2]
     parts, most = _parts(rows, x)
+    places, end = _places(parts) if keep else ([0] * len(parts), most)
     dweights = weights.new_zeros(weights.shape, dtype=compute_dtype(x.dtype))
     dx = memory.empty((rows.token.shape[0] + extra_rows(x), hidden), x)
     both = memory.empty((2, most, hidden), x)  # copies of x and of grad
-    da, dh = memory.empty((most, inner), x), memory.empty((most, 2 * inner), x)
+    da, dh = memory.empty((end, inner), x), memory.empty((end, 2 * inner), x)
     again = memory.empty((most, 2 * inner), x) if h is None else None
     matrices = list(zip(gate_up.unbind(0), down.unbind(0), strict=True))
-    targets = list(zip(into[0].unbind(0), into[1].unbind(0), strict=True)) if into else []
-    if into is not None and not into[2]:
-        _clear_idle(targets, rows)
-    views: dict[int, tuple[Tensor, ...]] = {}
-    for e, start, count, padded in parts:
+    targets = None if into is None else _Targets(into, rows, x)
+    views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    for (e, start, count, padded), place in zip(parts, places, strict=True):
         to_h, to_y = matrices[e]
-        if padded not in views:
-            views[padded] = _backward_views(both, da, dh, padded)
-        copies, dy, dy_t, da_part, dh_part, dh_part_t = views[padded]
-        if into is not None or again is not None:
+        if (padded, place) not in views:
+            views[padded, place] = _backward_views(both, da, dh, padded, place)
+        copies, dy, dy_t, da_part, dh_part, dh_part_t = views[padded, place]
+        if targets is not None or again is not None:
             gather_into(x, rows.token, start, copies, count)
         gather_into(grad, rows.token, start, dy, count)
         if count < padded:  # clears the same rows of da, too, when it becomes dy @ to_y
             both.narrow(1, count, padded - count).zero_()
-            dh.narrow(0, count, padded - count).zero_()
+            dh_part[count:].zero_()
         if again is not None:
             product(copies, to_h.t(), again.narrow(0, 0, padded))
         product(dy, to_y, da_part)
         source, at = (h, start) if again is None else (again, 0)
-        swiglu_backward_into(source, at, da, weights, rows.slot, start, count, (dh, da, dweights))
-        if into is not None:
-            product(dy_t, da_part, targets[e][1], into[2])
-            product(dh_part_t, copies, targets[e][0], into[2])
+        outs = (dh_part, da_part, dweights)
+        swiglu_backward_into(source, at, da_part, weights, rows.slot, start, count, outs)
+        if targets is not None:
+            targets.take(e, dh_part_t, copies, dy_t, da_part)
         product(dh_part, to_h, dx.narrow(0, start, padded))
-    return reduce_rows(dx, None, rows.row, rows.slot), dweights
+    dx = reduce_rows(dx, None, rows.row, rows.slot)
+    return dx, dweights, Kept(dh, da) if keep else None
 
 
-def _backward_views(both: Tensor, da: Tensor, dh: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """The first rows of backward's scratch memory, made once for experts of as many rows."""
+def weight_grads(
+    grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: tuple[Tensor, Tensor, bool]
+) -> None:
+    """The weight gradients that `backward` left to do: the same products of the same bits."""
+    parts, most = _parts(rows, x)
+    both = memory.empty((2, most, x.shape[1]), x)
+    targets = _Targets(into, rows, x)
+    for (e, start, count, padded), place in zip(parts, _places(parts)[0], strict=True):
+        views = _backward_views(both, kept.scaled, kept.dh, padded, place)
+        copies, dy, dy_t, da_part, _, dh_part_t = views
+        gather_into(x, rows.token, start, copies, count)
+        gather_into(grad, rows.token, start, dy, count)
+        if count < padded:
+            both.narrow(1, count, padded - count).zero_()
+        targets.take(e, dh_part_t, copies, dy_t, da_part)
+
+
+def _backward_views(
+    both: Tensor, da: Tensor, dh: Tensor, rows: int, place: int
+) -> tuple[Tensor, ...]:
+    """Rows of backward's scratch memory, made once for experts of as many rows; da's and dh's begin
+    at `place`."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
-    dh = dh.narrow(0, 0, rows)
-    return copies, dy, dy.t(), da.narrow(0, 0, rows), dh, dh.t()
+    dh = dh.narrow(0, place, rows)
+    return copies, dy, dy.t(), da.narrow(0, place, rows), dh, dh.t()
 
 
-def _clear_idle(targets: Sequence[tuple[Tensor, Tensor]], rows: Rows) -> None:
-    bounds = rows.offsets.tolist()
-    for e, pair in enumerate(targets):
-        if bounds[e] == bounds[e + 1]:
-            for target in pair:
-                target.zero_()
+class _Targets:
+    """Where experts' weight gradients go; those of experts without rows are seen to at once."""
+
+    def __init__(self, into: tuple[Tensor, Tensor, bool], rows: Rows, x: Tensor) -> None:
+        gate_up, down, self._add = into
+        self._pairs = list(zip(gate_up.unbind(0), down.unbind(0), strict=True))
+        self._room = None
+        if needs_room(x, gate_up.dtype, self._add):
+            self._room = memory.empty((gate_up[0].numel() if len(gate_up) else 0,), x)
+        if not self._add:
+            bounds = rows.offsets.tolist()
+            for e, pair in enumerate(self._pairs):
+                if bounds[e] == bounds[e + 1]:
+                    for target in pair:
+                        target.zero_()
+
+    def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
+        """dh^T [2F, R] x [R, D] and dy^T [D, R] a [R, F] of expert e."""
+        gate_up, down = self._pairs[e]
+        product(dy_t, scaled, down, self._add, self._room)
+        product(dh_t, copies, gate_up, self._add, self._room)
+
+
+def _places(parts: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
+    """Where each expert's rows begin in what is kept, and where the last ones end."""
+    places, end = [], 0
+    for *_, padded in parts:
+        places.append(end)
+        end += -(-padded // _MOST_ROUNDING) * _MOST_ROUNDING
+    return places, end
 
 
 def _parts(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:

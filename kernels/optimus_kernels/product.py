@@ -2,6 +2,12 @@
 
 The kernel (csrc/cpu/amx_avx512.cpp) compiles nothing for new numbers of rows, takes a call of 3 us
 where mm takes 20, and adds as it writes.
+
+A product that is added to fp32 sums is first rounded to its operands' dtype, and a fp32 one is made
+whole before it is added: the bits that autograd gives, which makes a gradient and then adds it. A
+BLAS that begins with the sum, or adds it block by block (MKL's addmm from 385 rows on), gives
+others, and gradients would depend on how many microbatches a rank adds up (CONTRACT.md,
+"Deterministic mode").
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
 """What torch's profiler shows of the kernel's products."""
+_PIECE = 1 << 16
+"""Elements to widen at a time, so that they stay in the second-level cache."""
 
 
 def own(like: Tensor) -> Callable[..., int] | None:
@@ -29,37 +37,64 @@ def own(like: Tensor) -> Callable[..., int] | None:
     return None if found is None else _bind(found)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+def product(
+    a: Tensor, b: Tensor, out: Tensor, add: bool = False, room: Tensor | None = None
+) -> None:
     """out = a @ b, or that much more. a [M, K], b [K, N] of one dtype, out [M, N] dense, of this
     dtype or (where gradients are summed) another. The kernel takes dense operands and transposes of
-    dense ones; mm does any others.
+    dense ones; mm does any others. `room`: memory for M * N elements of a's dtype, fresh if None,
+    which is used where `needs_room` says so.
     """
-    if out.dtype != a.dtype:
-        value = a.new_empty(out.shape)
-        product(a, b, value)
-        out.add_(value) if add else out.copy_(value)
-        return
     kernel = own(a)
-    if kernel is not None and _dense(a) and _dense(b) and out.is_contiguous():
+    if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
+        kernel = None
+    if _goes_by_room(kernel is not None, a, out.dtype, add):
+        value = a.new_empty(out.shape) if room is None else room[: out.numel()].view(out.shape)
+        product(a, b, value)
+        _add(value, out) if add else out.copy_(value)
+        return
+    if kernel is not None:
+        how = int(add) + int(out.dtype != a.dtype)  # 2: round, then add to fp32
         if torch.autograd._profiler_enabled():
             with torch.profiler.record_function(PROFILED_AS):
-                return _call(kernel, a, b, out, add)
-        return _call(kernel, a, b, out, add)
+                return _call(kernel, a, b, out, how)
+        return _call(kernel, a, b, out, how)
     if add:
         out.addmm_(a, b)
     else:
         torch.mm(a, b, out=out)
 
 
+def needs_room(like: Tensor, out: torch.dtype, add: bool) -> bool:
+    """Whether products of such dense tensors are made apart from where they go."""
+    return _goes_by_room(own(like) is not None, like, out, add)
+
+
+def _goes_by_room(ours: bool, like: Tensor, out: torch.dtype, add: bool) -> bool:
+    if add and out is torch.float32 and ours:
+        return False
+    return out != like.dtype or (add and out.itemsize > 2)
+
+
+def _add(value: Tensor, out: Tensor) -> None:
+    if value.dtype == out.dtype or not out.is_cpu or not out.is_contiguous():
+        out.add_(value)
+        return
+    # On a CPU torch widens the whole operand first, in fresh memory.
+    pieces = zip(out.view(-1).split(_PIECE), value.view(-1).split(_PIECE), strict=True)
+    for piece, more in pieces:
+        piece.add_(more)
+
+
 def _dense(matrix: Tensor) -> bool:
     return matrix.is_contiguous() or matrix.t().is_contiguous()
 
 
-def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, how: int) -> None:
     rows, depth = a.shape
     a_transposed, b_transposed = not a.is_contiguous(), not b.is_contiguous()
     ins = (a.data_ptr(), a_transposed, b.data_ptr(), b_transposed)
-    code = kernel(*ins, out.data_ptr(), add, rows, b.shape[1], depth)
+    code = kernel(*ins, out.data_ptr(), how, rows, b.shape[1], depth)
     assert not code
 
 

@@ -234,6 +234,11 @@ class ChunkEngine:
         if self._follower is not None:
             self._follower.start()
 
+    def gradient(self, name: str) -> Tensor:
+        """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
+        To be asked for each time."""
+        return self._view(name, "grads")
+
     def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """What backward has added for a stage on this rank, by name, before any reduction."""
         for one in self._held(stage):

@@ -1,12 +1,12 @@
 """Gradients of weights that can wait: backward in two halves.
 
-A layer's backward hands its weight gradient to `later_or_now`. With a `WeightGradients` in force it
-becomes work to be done later, otherwise it is done at once. What is computed is the same either
-way, to the bit.
+With a `WeightGradients` in force, a layer's backward leaves the work for its weight gradient there;
+otherwise it is done at once. What is computed is the same either way, to the bit.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -20,7 +20,7 @@ class WeightGradients:
     backward pass that leaves them."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._work: deque[Callable[[], None]] = deque()
         self.weights: list[Tensor] = []
         """Whose gradients are put off."""
 
@@ -33,29 +33,41 @@ class WeightGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Do the work and add the gradients, in the order in which backward left it."""
-        for weight, gradient in self._work:
-            _accumulate(weight, gradient())
-        self._work.clear()
+        """Do the work, in the order in which backward left it; what a piece held is let go with
+        it."""
+        while self._work:
+            self._work.popleft()()
 
-    def put_off(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        self._work.append((weight, gradient))
-        self.weights.append(weight)
+    def put_off(self, work: Callable[[], None], *weights: Tensor) -> None:
+        """`work` computes the gradients of `weights`, adds them and runs their hooks."""
+        self._work.append(work)
+        self.weights += weights
+
+
+def in_force() -> WeightGradients | None:
+    """What takes the work, if anything does."""
+    return _in_force[-1] if _in_force else None
 
 
 def later_or_now(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
     """For a backward: the gradient of `weight`, or None after putting it off."""
-    if not _in_force:
+    late = in_force()
+    if late is None:
         return gradient()
-    _in_force[-1].put_off(weight, gradient)
+    late.put_off(lambda: accumulate(weight, gradient()), weight)
     return None
 
 
-def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad` as autograd would, the post-accumulate hooks of older torch included."""
+def accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add to `.grad` as autograd would, hooks included."""
     if weight.grad is None:
         weight.grad = gradient
     else:
         weight.grad.add_(gradient)
+    run_hooks(weight)
+
+
+def run_hooks(weight: Tensor) -> None:
+    """What autograd runs behind an accumulation; on older torch chunks widen gradients there."""
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)

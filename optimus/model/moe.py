@@ -9,12 +9,14 @@ and index generation are the op `route`, expert computation and output reduction
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import optimus_kernels as kernels
 from optimus.config import ModelConfig
+from optimus.model import late_gradients
 from optimus.model.router import Router, Routing
 
 
@@ -40,8 +42,9 @@ class Experts(nn.Module):
     """
 
     weight_grads: Callable[[], kernels.WeightGrads] | None = None
-    """Set by whoever owns the weights' gradients: asked once in each backward for the memory to
-    write them to, in which case `.grad` stays as it is and hooks of the weights do not run."""
+    """Set by whoever owns the weights' gradients: asked for the memory to write them to whenever
+    they are computed. Autograd then adds nothing to `.grad`; hooks behind it run all the same. Not
+    asked in compiled code or where a weight is frozen, which go by autograd."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,5 +72,29 @@ class Experts(nn.Module):
             self.down,
             rows,
             save_input_only=self.save_input_only,
-            weight_grads=self.weight_grads,
+            weight_grads=self._destination if self._may_choose() else None,
         )
+
+    def _may_choose(self) -> bool:
+        trained = self.gate_up.requires_grad and self.down.requires_grad
+        return trained and not torch.compiler.is_compiling()
+
+    def _destination(self) -> kernels.Destination:
+        """Of a backward's weight gradients: asked in it, since its schedule decides."""
+        late = late_gradients.in_force()
+        if late is not None:
+            weights = (self.gate_up, self.down)
+            return lambda work: late.put_off(partial(self._compute, work), *weights)
+        return None if self.weight_grads is None else self.weight_grads()
+
+    def _compute(self, work: kernels.WeightWork) -> None:
+        """Weight gradients that were put off."""
+        if self.weight_grads is not None:
+            work.compute(self.weight_grads())
+            for weight in (self.gate_up, self.down):
+                late_gradients.run_hooks(weight)
+            return
+        gate_up, down = (torch.empty_like(weight) for weight in (self.gate_up, self.down))
+        work.compute(kernels.WeightGrads(gate_up, down, add=False))
+        late_gradients.accumulate(self.gate_up, gate_up)
+        late_gradients.accumulate(self.down, down)

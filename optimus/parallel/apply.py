@@ -8,8 +8,8 @@
 5. Expert parallelism wires the exchange of tokens around the experts; it comes behind tensor
    parallelism, so that rows are exchanged once and then met by slices of experts.
 6. Recomputation wraps what is wired, so that communication is recomputed with its module.
-7. Layers of a zero-bubble schedule learn to put off their weight gradients: last, since it changes
-   how a layer computes and not what.
+7. Linear layers of a zero-bubble schedule learn to put off their weight gradients, which experts
+   always can: last, since it changes how a layer computes and not what.
 
 At size 1 nothing is inserted.
 """

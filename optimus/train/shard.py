@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from optimus.data.loader import Microbatch
 from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups
 from optimus.dist.rules import shard_axes, sum_axes
+from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.layout import Layout, make_layout
@@ -25,6 +27,7 @@ from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
 from optimus.train.units import units_of
+from optimus_kernels import WeightGrads
 
 
 def uncompiled(config: Config) -> AbstractContextManager:
@@ -116,6 +119,14 @@ class Shard:
             poison=poison,
         )
 
+    def add_in_place(self, states: ChunkEngine) -> None:
+        """From now on experts add their weights' gradients to the chunks themselves, without a
+        buffer of their own and a pass to add it. Not to be undone: `torch.autograd.grad`, by which
+        layers are measured, would get none."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, Experts):
+                module.weight_grads = partial(_chunk_gradients, states, name)
+
     def home_of(self, name: str) -> Home:
         """Whose the gradient of a parameter is, or of a further use of one."""
         owner = name if name in self.layout.placements else "embed.weight"
@@ -155,3 +166,9 @@ class Shard:
         if self._groups.place.tp > 0:
             return []
         return [one.ce_sum for one in terms.values() if one.ce_sum is not None]
+
+
+def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
+    """Where the gradients of the experts of this name add up."""
+    gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
+    return WeightGrads(gate_up, down, add=True)

@@ -51,6 +51,7 @@ class Updater:
     ) -> None:
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._shard, self._states = shard, states
+        shard.add_in_place(states)
         self._watch = Watch(config, groups, shard, states)
         states.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}

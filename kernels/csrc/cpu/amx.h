@@ -6,7 +6,8 @@
 
 namespace optimus_cpu {
 
-// C [m, n] = A [m, k] B [k, n], or that much more; dense, row-major, bf16 as bits.
+// C [m, n] = A [m, k] B [k, n], or that much more; dense, row-major, bf16 as bits. With `sums` C is
+// not written: its values, rounded to bf16, are added there.
 struct Gemm {
   const uint16_t* a;
   bool a_transposed;  // stored as [k, m]
@@ -14,6 +15,7 @@ struct Gemm {
   bool b_transposed;  // stored as [n, k]
   uint16_t* c;
   bool add;
+  float* sums;
   int64_t m, n, k;
 };
 

@@ -193,10 +193,17 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   }
 }
 
-// Up to 16 elements of C, added to or replaced.
+// Up to 16 elements of C, added to or replaced, or added to the sums.
 OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
                                    int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
+  if (g.sums) {
+    const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value));
+    const __m512 old = _mm512_maskz_loadu_ps(mask, g.sums + at);
+    value = _mm512_add_ps(old, _mm512_castsi512_ps(_mm512_slli_epi32(rounded, 16)));
+    _mm512_mask_storeu_ps(g.sums + at, mask, value);
+    return;
+  }
   Bits* to = g.c + at;
   if (g.add) {
     const __m512i old = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
@@ -208,7 +215,7 @@ OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int
 // 16 rows and up to 32 columns of C from the sums of two tiles, of even and of odd columns.
 OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t row, int64_t column,
                        bool stream) {
-  if (!g.add && column + kPanel <= g.n)
+  if (!g.add && !g.sums && column + kPanel <= g.n)
     return write_whole(g, sums, row, column, stream);
   const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));

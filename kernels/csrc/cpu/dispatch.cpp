@@ -65,9 +65,10 @@ OPTIMUS_API int optimus_cpu_has_gemm(void) {
 #endif
 }
 
-// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], plus c if `add`, all of bf16;
-// transposed operands are stored as [k, m] and [n, k]. Nonzero: this machine does not have what it
-// takes, and nothing was done.
+// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], all of bf16, or where `add` is 1, that
+// much more; where it is 2, c is fp32 and the product, rounded to bf16, is added. Transposed operands
+// are stored as [k, m] and [n, k]. Nonzero: this machine does not have what it takes, and nothing was
+// done.
 OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
                                  void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
@@ -75,7 +76,8 @@ OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b,
 #if defined(__x86_64__)
   optimus_cpu::amx_gemm({static_cast<const uint16_t*>(a), a_transposed != 0,
                          static_cast<const uint16_t*>(b), b_transposed != 0,
-                         static_cast<uint16_t*>(c), add != 0, m, n, k});
+                         add == 2 ? nullptr : static_cast<uint16_t*>(c), add == 1,
+                         add == 2 ? static_cast<float*>(c) : nullptr, m, n, k});
 #endif
   return 0;
 }

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Backward of a MoE block into fp32 gradients: straight to them, against by way of autograd.
+
+    python scripts/bench/expert_gradients.py [--case mula-7b-a1b-bf16] [--threads 1] [--rounds 5]
+
+Both ways add to gradients that stand already, as every microbatch of an update but the first does;
+they take turns, and the figure is the paired ratio. Each way then runs in a process of its own,
+which tells how far its memory rose over the run's gradients, weights and one forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
+
+import torch
+from torch import Tensor, nn
+
+import optimus_kernels as kernels
+from optimus import platform
+from optimus.bench.meters import clocked, device_name, versions
+from optimus.bench.moe_cases import CPU_CASES, Case, make_case
+from optimus.config import make_config
+from optimus.model.moe import FastSparseMoE
+
+WAYS = ("straight", "autograd")
+_CLOCK = 1  # processor time
+
+
+class Contestant:
+    """A block with gradients of its own; weights are shared."""
+
+    def __init__(self, way: str, case: Case, weights: dict[str, Tensor]) -> None:
+        model = {
+            "architecture": "olmoe",
+            "num_layers": 1,
+            "hidden_size": case.hidden,
+            "intermediate_size": case.inner,
+            "num_attention_heads": 1,
+            "num_experts": case.experts,
+            "num_experts_per_tok": case.top_k,
+            "vocab_size": 2,
+        }
+        with torch.device("meta"):
+            self.block = FastSparseMoE(make_config({"model": model}).model)
+        self.block.router.weight = nn.Parameter(weights["router"])
+        experts = self.block.experts
+        experts.gate_up, experts.down = (nn.Parameter(weights[n]) for n in ("gate_up", "down"))
+        for parameter in self.block.parameters():
+            if parameter.dtype is not torch.float32:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros(parameter.shape)
+        if way == "straight":
+            experts.weight_grads = lambda: kernels.WeightGrads(
+                experts.gate_up.grad, experts.down.grad, add=True
+            )
+
+    def backward(self, x: Tensor, grad: Tensor) -> float:
+        """Processor seconds of a backward pass."""
+        forward, whole = clocked(lambda: self.block(x)[0], x.device, grad)
+        x.grad = None
+        return whole[_CLOCK] - forward[_CLOCK]
+
+
+def tensors(case: Case) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    dtype, generator = platform.dtype_of(case.dtype), torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.empty(shape, dtype=dtype).normal_(std=std, generator=generator)
+
+    weights = {
+        "router": normal(case.experts, case.hidden, std=case.hidden**-0.5),
+        "gate_up": normal(case.experts, 2 * case.inner, case.hidden, std=case.hidden**-0.5),
+        "down": normal(case.experts, case.hidden, case.inner, std=case.inner**-0.5),
+    }
+    x = normal(case.tokens, case.hidden, std=1.0).requires_grad_()
+    return weights, x, normal(case.tokens, case.hidden, std=1.0)
+
+
+def race(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Seconds by way and round; after the first round, which warms up, the sums must agree."""
+    weights, x, grad = tensors(case)
+    contestants = {way: Contestant(way, case, weights) for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):
+        for way in WAYS if number % 2 else WAYS[::-1]:
+            taken = contestants[way].backward(x, grad)
+            if number:
+                seconds[way].append(taken)
+    one, other = (list(contestants[way].block.parameters()) for way in WAYS)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one, other, strict=True)), "bits differ"
+    return seconds
+
+
+def rise(way: str, case: Case) -> int:
+    """By how many bytes this process grew in two backward passes."""
+    weights, x, grad = tensors(case)
+    contestant = Contestant(way, case, weights)
+    for parameter in contestant.block.parameters():
+        parameter.grad.fill_(1e-9)  # so that the memory is there
+    contestant.block(x)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew from here
+    before = _peak_bytes()
+    for _ in range(2):
+        contestant.backward(x, grad)
+    return _peak_bytes() - before
+
+
+def _peak_bytes() -> int:
+    """Of resident memory. getrusage's would begin with the parent's, which lasts through exec."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def _rise_apart(way: str, args: argparse.Namespace) -> int:
+    command = [sys.executable, __file__, "--case", args.case, "--threads", str(args.threads)]
+    command += ["--tokens", str(args.tokens), "--rise", way]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", default="small-bf16", help=f"such as {', '.join(CPU_CASES)}")
+    parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--rise", choices=WAYS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    case = make_case(args.case, args.tokens, on_cpu=True)
+    if args.rise:
+        print(rise(args.rise, case))
+        return
+    seconds = race(case, args.rounds)
+    pairs = zip(seconds["straight"], seconds["autograd"], strict=True)
+    ratios = sorted(one / other for one, other in pairs)
+    result = {
+        **vars(case),
+        "device": device_name(torch.device("cpu")),
+        "threads": args.threads,
+        "versions": versions(),
+        "backward_s": {way: statistics.median(found) for way, found in seconds.items()},
+        "straight_by_autograd": [ratios[0], statistics.median(ratios), ratios[-1]],
+        "rise_bytes": {way: _rise_apart(way, args) for way in WAYS},
+    }
+    if args.json:
+        print(json.dumps(result))
+        return
+    least, median, most = result["straight_by_autograd"]
+    print(f"{case.name}, {case.tokens} tokens, {args.threads} threads, {args.rounds} rounds")
+    print(f"backward, straight / autograd: {median:.2f} ({least:.2f} to {most:.2f})")
+    for way in WAYS:
+        s, memory = result["backward_s"][way], result["rise_bytes"][way]
+        print(f"{way}: {s:.3f} s of processor, memory rises by {memory / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

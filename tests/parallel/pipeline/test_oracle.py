@@ -1,0 +1,107 @@
+"""Our executor against torch.distributed.pipelining: the same losses and gradients.
+
+torch's package is another author's schedules, sends and autograd on the same layers; it knows
+nothing of actions, chunks or our loss, which is written out here in plain torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.config import make_config
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.model.init import initialise_
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+
+MICROBATCHES = 4
+TOLERANCE = 1e-6
+Result = tuple[list[float], dict[str, Tensor]]
+"""Each microbatch's loss, [] but on the last rank, and the gradients of this rank's parameters."""
+
+
+class Part(nn.Module):
+    """One stage as torch's package wants it: a module from what arrives to what leaves."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.model = shard.model
+        self.first, self.last = shard.layout.has_first, shard.layout.has_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.model.run_blocks(self.model.embed(x) if self.first else x)
+        return self.model.logits(x) if self.last else x
+
+
+def both_ways(schedule: str) -> tuple[Result, Result]:
+    """One batch on two ranks: by our executor into chunks, and by torch's package."""
+    torch.set_num_threads(1)
+    world = start_world(device="cpu")
+    layout = {"parallel__pp": world.size, "parallel__schedule": schedule}
+    batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT}
+    config = make_config(tiny_tree("d", "r", **DENSE, **layout, **batch))
+    groups = join_groups(make_mesh(world.size, world.size, 1, 1, 1), world)
+    plan = plan_batch(config, 1)
+    tokens = torch.randint(
+        0, VOCAB, (MICROBATCHES, CONTEXT), generator=torch.Generator().manual_seed(3)
+    )
+
+    def make() -> Shard:
+        shard = Shard(config, groups, plan, world.device)
+        initialise_(shard.model, 0, shard.layout.placements)
+        return shard
+
+    return ours(make(), tokens, plan.targets), theirs(make(), schedule, tokens, plan.targets)
+
+
+def ours(shard: Shard, tokens: Tensor, targets: int) -> Result:
+    states = shard.make_states()
+    states.start()
+    microbatches = [(one, None) for one in tokens.split(1)]
+    terms = shard.executor.run(
+        microbatches, lambda stage, microbatch: states.reduce(stage), states.finish
+    )
+    sums = [terms[place].ce_sum for place in sorted(terms)]
+    losses = [float(ce_sum) / targets for ce_sum in sums if ce_sum is not None]
+    return losses, gradients(shard)
+
+
+def theirs(shard: Shard, schedule: str, tokens: Tensor, targets: int) -> Result:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        rows = logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(rows, tokens[:, 1:].flatten(), reduction="sum") / targets
+
+    pp = shard.executor._pp
+    stage = PipelineStage(Part(shard), pp.rank, pp.size, tokens.device)
+    made = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule](
+        stage, n_microbatches=MICROBATCHES, loss_fn=loss, scale_grads=False
+    )
+    losses: list[Tensor] = []
+    if pp.rank == 0:
+        made.step(tokens)
+    else:
+        made.step(target=tokens, losses=losses)
+    return [float(one.detach()) for one in losses], gradients(shard)
+
+
+def gradients(shard: Shard) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in shard.model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_torchs_package_finds_the_same_losses_and_gradients(ranks, schedule):
+    for rank, (mine, oracle) in enumerate(ranks(2, both_ways, schedule, start_world=False)):
+        assert len(mine[0]) == (MICROBATCHES if rank == 1 else 0)
+        assert mine[0] == pytest.approx(oracle[0], rel=TOLERANCE)
+        assert mine[1].keys() == oracle[1].keys()
+        for name, gradient in oracle[1].items():
+            error = float((mine[1][name] - gradient).norm() / gradient.norm())
+            assert error < TOLERANCE, f"rank {rank}: {name} is off by {error:.1e}"

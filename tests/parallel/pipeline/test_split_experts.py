@@ -1,0 +1,118 @@
+"""zb-h1 and the experts: I leaves their weight gradients to W, which computes the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.model.init import initialise_
+from optimus.parallel.pipeline.actions import Kind, Schedule
+from optimus.parallel.pipeline.validate import validate
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from optimus_kernels import experts_loop
+from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+
+MICROBATCHES, EXPERTS = 6, 4
+
+
+class Seen(NamedTuple):
+    layers: int
+    """On this rank."""
+    losses: list[tuple[float, float]]
+    weights: dict[str, torch.Tensor]
+    products: dict[Kind, int]
+    """Pairs of weight gradients of one expert, by the action that made them."""
+    alive: int
+    """The most layers' work that waited at any time."""
+    most_alive: int
+    """Microbatches alive on this rank, as the validator has it."""
+    most_waiting: int
+    """Microbatches between I and W."""
+
+
+def watch_updates(schedule: str) -> Seen:
+    """Two updates on this rank, watched."""
+    torch.set_num_threads(1)
+    world = start_world(device="cpu")
+    layout = {"parallel__pp": world.size, "parallel__schedule": schedule}
+    batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
+    config = make_config(tiny_tree("d", "r", **layout, **batch, train__dtype="bf16"))
+    groups = join_groups(make_mesh(world.size, world.size, 1, 1, 1), world)
+    plan = plan_batch(config, 1)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    updater = Updater(config, groups, shard, shard.make_states(), plan, world.device)
+    generator = torch.Generator().manual_seed(5)
+    own = [
+        Microbatch(torch.randint(0, VOCAB, (1, CONTEXT), generator=generator))
+        for _ in range(MICROBATCHES)
+    ]
+    times, alive = [], [0]
+    _watch(times, alive)
+    losses, products = [], dict.fromkeys(Kind, 0)
+    for step in (1, 2):
+        times.clear()
+        result = updater.run(step, own)
+        losses.append((result.loss, result.grad_norm))
+        for event in shard.executor.trace:
+            inside = [event.start_ns <= at <= event.end_ns for at in times]
+            products[event.action.kind] += sum(inside)
+    weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
+    made = shard.layout.schedule
+    waiting = _most_waiting(made, groups.pp.rank)
+    most_alive = validate(made)[groups.pp.rank]
+    layers = len(shard.model.blocks)
+    return Seen(layers, losses, weights, products, max(alive), most_alive, waiting)
+
+
+def _watch(times: list[int], alive: list[int]) -> None:
+    """Notes when an expert's weight gradients are made, and how much work waits; the process ends
+    with the test's job."""
+    take, works = experts_loop._Targets.take, weakref.WeakSet()
+    experts_op = importlib.import_module("optimus_kernels.experts")  # the package has its function
+
+    def timed(targets, *operands) -> None:
+        times.append(time.perf_counter_ns())
+        take(targets, *operands)
+
+    class Counted(experts_op.WeightWork):
+        def __init__(self, *saved) -> None:
+            super().__init__(*saved)
+            works.add(self)
+            alive.append(len(works))
+
+    experts_loop._Targets.take = timed
+    experts_op.WeightWork = Counted
+
+
+def _most_waiting(schedule: Schedule, rank: int) -> int:
+    waiting = most = 0
+    for action in schedule.ranks[rank]:
+        waiting += (action.kind is Kind.I) - (action.kind is Kind.W)
+        most = max(most, waiting)
+    return most
+
+
+def test_experts_wait_for_w_and_train_to_the_bits_of_1f1b(ranks):
+    plain = ranks(2, watch_updates, "1f1b", start_world=False)
+    split = ranks(2, watch_updates, "zb-h1", start_world=False)
+    for one, other in zip(plain, split, strict=True):
+        made = one.products[Kind.B]
+        assert 0 < made <= 2 * MICROBATCHES * one.layers * EXPERTS
+        assert other.products[Kind.W] == made == sum(other.products.values())
+        assert one.losses == other.losses
+        assert one.weights.keys() == other.weights.keys()
+        assert all(torch.equal(weight, other.weights[n]) for n, weight in one.weights.items())
+        assert one.alive == 0 and other.alive == other.most_waiting * one.layers > 0
+        assert other.most_waiting <= other.most_alive

@@ -1,0 +1,147 @@
+"""Updates in which experts add their gradients to the chunks themselves: the bits of autograd's."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from optimus.chunks import engine as engine_module
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import World, start_world
+from optimus.errors import NonFiniteError
+from optimus.model.init import initialise_
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from optimus_kernels import experts_loop
+from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+
+BATCH, STEPS = 8, 2
+
+
+class Seen(NamedTuple):
+    results: list[tuple[float, ...]]
+    states: dict[str, str]
+    """Digests of gradients and masters on this rank, by name."""
+    buffers: int
+    """Gradients that were made apart, an expert layer's backward each."""
+
+
+def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
+    """Updates with gradients that go straight to chunks, and with those that autograd adds."""
+    torch.set_num_threads(1)
+    engine_module._WIDENS_NATIVELY &= natively
+    world = start_world(device="cpu")
+    by_autograd = updates(tree, world, lambda shard, states: None)
+    return updates(tree, world, Shard.add_in_place), by_autograd
+
+
+def updates(tree: dict, world: World, add_in_place) -> Seen:
+    plain_add, plain_fresh = Shard.add_in_place, experts_loop.fresh_grads
+    made = []
+
+    def fresh(parameters):
+        made.append(1)
+        return plain_fresh(parameters)
+
+    Shard.add_in_place, experts_loop.fresh_grads = add_in_place, fresh
+    try:
+        return watch(tree, world, made)
+    finally:
+        Shard.add_in_place, experts_loop.fresh_grads = plain_add, plain_fresh
+
+
+def watch(tree: dict, world: World, made: list[int]) -> Seen:
+    config = make_config(tree)
+    parallel = config.parallel
+    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    if config.train.compile:
+        shard.model.compile_blocks()
+    generator = torch.Generator().manual_seed(7)
+    tokens = [torch.randint(0, VOCAB, (1, CONTEXT), generator=generator) for _ in range(BATCH)]
+    own = [Microbatch(one) for one in tokens[groups.data.rank :: groups.data.size]]
+    results = []
+    for step in range(1, STEPS + 1):
+        result = updater.run(step, own)
+        results.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
+    whole = {f"{kind} {n}": t for kind in ("grad", "master") for n, t in states.whole(kind).items()}
+    digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
+    return Seen(results, digests, len(made))
+
+
+BF16, FAST = {"train__dtype": "bf16"}, {"train__deterministic": False, "train__threads": 1}
+RECOMPUTE = {"recompute__modules": ["norm", "moe"]}
+
+
+def sizes(**axes) -> dict:
+    return {f"parallel__{axis}": size for axis, size in axes.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        pytest.param(1, {}, id="fp32"),
+        pytest.param(1, BF16, id="bf16"),
+        pytest.param(1, BF16 | FAST | RECOMPUTE, id="bf16-fast-recompute"),
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, BF16 | {"model__tie_embeddings": True}, id="dp2-bf16-tied"),
+        pytest.param(2, FAST | {"optim__sharding": "epso"}, id="dp2-fast-epso"),
+        pytest.param(2, sizes(tp=2), id="tp2"),
+        pytest.param(2, sizes(ep=2, ep_dispatch="alltoall") | FAST, id="ep2-alltoall"),
+        pytest.param(4, sizes(ep=2, pp=2, schedule="zb-h1") | BF16 | RECOMPUTE, id="ep2-zb-h1"),
+    ],
+)
+def test_updates_are_those_of_autograd_to_the_bit(ranks, size, settings):
+    tree = tiny_tree("d", "r", train__global_batch_tokens=BATCH * CONTEXT, **settings)
+    for straight, plain in ranks(size, two_ways, tree, start_world=False):
+        assert straight.results == plain.results
+        assert straight.states == plain.states
+        assert straight.buffers == 0
+        assert (plain.buffers == 0) == (settings.get("parallel__schedule") == "zb-h1")
+
+
+def test_on_torch_that_widens_in_a_hook(ranks):
+    tree = tiny_tree("d", "r", **BF16)
+    ((straight, plain),) = ranks(1, two_ways, tree, False, start_world=False)
+    assert (straight.results, straight.states) == (plain.results, plain.states)
+    assert straight.buffers == 0 < plain.buffers
+
+
+def test_compiled_blocks_go_by_autograd(monkeypatch):
+    whole = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(whole, backend="aot_eager"))
+    torch.compiler.reset()
+    tree = tiny_tree("d", "r", **FAST, train__compile=True, model__num_layers=1)
+    straight, plain = two_ways(tree)
+    assert (straight.results, straight.states) == (plain.results, plain.states)
+    assert straight.buffers == plain.buffers > 0
+
+
+def test_a_gradient_that_is_not_finite_is_seen(tmp_path):
+    """The watch looks at chunks, whoever adds to them."""
+    torch.set_num_threads(1)
+    plain = experts_loop.swiglu_backward_into
+
+    def broken(h, start, da, weights, slot, first, count, outs) -> None:
+        plain(h, start, da, weights, slot, first, count, outs)
+        outs[1][0, 0] = torch.nan  # of down's gradient alone
+
+    experts_loop.swiglu_backward_into = broken
+    try:
+        with pytest.raises(NonFiniteError, match=r"gradient of blocks\.1\.mlp\.experts\.down"):
+            updates(tiny_tree("d", tmp_path), start_world(device="cpu"), Shard.add_in_place)
+    finally:
+        experts_loop.swiglu_backward_into = plain
