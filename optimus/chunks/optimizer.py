@@ -8,7 +8,7 @@ a maximum for SM3; it needs the slots of a chunk, which `step` is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from optimus.chunks.states import ChunkStates
 from optimus.config import OptimConfig
@@ -22,13 +22,19 @@ class AdamW:
         self._optim = optim
         self.num_updates = 0
 
-    def step(self, chunks: Sequence[ChunkStates], lr: float, grad_scale: float = 1.0) -> None:
+    def step(
+        self,
+        chunks: Sequence[ChunkStates],
+        lr: float,
+        grad_scale: float,
+        updated: Callable[[ChunkStates], None],
+    ) -> None:
         """One update of every chunk's shard from its `grad` times `grad_scale`, and of the rank's
-        own part of the parameters."""
+        own part of the parameters; `updated` is called with each chunk behind its own."""
         self.num_updates += 1
         optim = self._optim
         for one in chunks:
-            own = one.params[one.own]
+            own = one.shard
             adamw_(
                 one.master,
                 one.exp_avg,
@@ -42,3 +48,4 @@ class AdamW:
                 self.num_updates,
                 grad_scale,
             )
+            updated(one)

@@ -21,6 +21,7 @@ def check(config: Config) -> None:
         _batch,
         _schedule,
         _determinism,
+        _residency,
         _kernels,
         _compile,
         _pipeline,
@@ -219,9 +220,44 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+    if config.optim.grad_dtype != "fp32":
+        if config.train.deterministic:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds sums of microbatches; "
+                "train.deterministic needs 'fp32'"
+            )
+        if config.optim.resident != "all":
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', not "
+                f"{config.optim.resident!r}: pieces of gradients add up in fp32"
+            )
+        if config.train.dtype != config.optim.grad_dtype:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} goes with train.dtype = 'bf16', "
+                f"not {config.train.dtype!r}; leave it at 'fp32'"
+            )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
             "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"
+        )
+
+
+def _residency(config: Config) -> None:
+    optim = config.optim
+    if optim.cache_chunks and optim.resident != "cache":
+        raise ConfigError(
+            f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
+            f"{optim.resident!r}; drop it, or use optim.resident = 'cache'"
+        )
+    if optim.resident == "cache" and optim.sharding == "none":
+        raise ConfigError(
+            "optim.resident = 'cache' keeps a rank's shard of the parameters, and optim.sharding = "
+            "'none' gives it none; use 'so' or 'epso'"
+        )
+    if optim.resident == "cache" and config.train.compile:
+        raise ConfigError(
+            "train.compile = true hides when blocks compute from optim.resident = 'cache'; use "
+            "train.compile = false, or optim.resident = 'parameters'"
         )
 
 

@@ -294,10 +294,24 @@ class OptimConfig(Section):
     """Clip only once the warm-up is over, as the paper does."""
     sharding: Literal["none", "so", "epso"] = "none"
     """Over which ranks the optimizer states are divided."""
+    resident: Literal["all", "parameters", "cache"] = "all"
+    """What a rank keeps whole of chunks that are divided over ranks. `all`: parameters and
+    gradients (ZeRO-1). `parameters`: gradients only for the backward of one microbatch, then its
+    piece of their sum (ZeRO-2). `cache`: parameters only while they are needed, too (ZeRO-3, the
+    rCache of Elixir), which needs `sharding`. Bits do not change if deterministic."""
+    cache_chunks: CountOrZero = 0
+    """resident = `cache`: chunks of parameters that are whole at a time; 0: as many as there are,
+    each gathered once a step."""
     chunk_length: Count = 1 << 24
     """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients travel between ranks."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which a rank adds up the gradients of its microbatches: `bf16` (the paper's) takes
+    half the memory and rounds every sum; it needs train.dtype = "bf16"."""
+    overlap: bool = True
+    """Let gradients travel while backward goes on (never if deterministic) and updated parameters
+    while the next forward does, which changes no bits; false: wait for each."""
 
 
 class RecomputeConfig(Section):

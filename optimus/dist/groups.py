@@ -46,17 +46,23 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
     members["data"] = mesh.group_of(world.rank, ("dp", "ep"))
     members["model"] = mesh.group_of(world.rank, ("pp", "ep", "tp"))
     members["ends"] = tuple(dict.fromkeys(ends))
-    handles: dict[tuple[int, ...], Any] = {}
+    handles: dict[tuple[bool, tuple[int, ...]], Any] = {}
     if world.size > 1:
-        handles[tuple(range(world.size))] = world.everyone.handle
-    for ranks in members.values():  # in the same order on all ranks of a group
-        if len(ranks) > 1 and ranks not in handles:
-            handles[ranks] = _make(ranks, world)
-    groups = {
-        name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
-        for name, ranks in members.items()
-    }
+        handles[False, tuple(range(world.size))] = world.everyone.handle
+    groups = {}
+    for name, ranks in members.items():  # in the same order on all ranks of a group
+        key = (name in _STATES, ranks)
+        if len(ranks) > 1 and key not in handles:
+            handles[key] = _make(ranks, world)
+        rank = ranks.index(world.rank)
+        groups[name] = Group(len(ranks), rank, handles.get(key), _label(name, mesh))
     return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
+
+
+_STATES = ("dp", "data")
+"""Gradients and parameters travel over these while the model computes. They share no process group
+with others of the same ranks, whose operations would queue up behind, and would have to be begun in
+one order with theirs."""
 
 
 def _label(name: str, mesh: Mesh) -> str:

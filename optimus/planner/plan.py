@@ -41,13 +41,14 @@ def plan(config: Config) -> dict[str, Any]:
 
 
 def model_state_bytes(config: Config, total_params: int) -> dict[str, int]:
-    """Bytes on a device: parameters in the training dtype; gradients, accumulated in fp32, one more
+    """Bytes on a device: parameters in the training dtype; gradients in theirs, one more
     for the head's use of tied embeddings; masters and the two moments of AdamW in fp32, where fp32
     parameters are their own masters; in deterministic mode two more buffers of gradients."""
     model = config.model
-    gradients = 4 * total_params
+    gradients = total_params
     if model.tie_embeddings:
-        gradients += 4 * model.vocab_size * model.hidden_size
+        gradients += model.vocab_size * model.hidden_size
+    gradients *= 2 if config.optim.grad_dtype == "bf16" else 4
     masters = config.train.dtype == "fp32"
     parts = {
         "parameters": (4 if masters else 2) * total_params,

@@ -92,7 +92,7 @@ class Run:
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
         self.states = self.shard.make_states()
-        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard)
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config, self.flight = config, flight
         whole = WholeModel(config, layout, self.groups)
         self.saves = SaveAndLoad(config, world, flight, self.states, whole)
@@ -173,14 +173,18 @@ class Run:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
     def sample(self, step: int) -> None:
-        """A continuation of the first held-out (or training) instance, for the eye."""
+        """A continuation of the first held-out (or training) instance, for the eye. Written by the
+        first rank alone, unless its parameters are divided: then all ranks write the same."""
         train = self.config.train
-        if self.directory is None or not train.sample_interval or step % train.sample_interval:
+        if not train.sample_interval or step % train.sample_interval:
+            return
+        if self.directory is None and self.states.cache is None:
             return
         dataset = self.flight.eval_dataset or self.flight.dataset
         with uncompiled(self.config):
             text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
-        self.directory.say(f"sample at step {step}: {text!r}")
+        if self.directory is not None:
+            self.directory.say(f"sample at step {step}: {text!r}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl of one update."""

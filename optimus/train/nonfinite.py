@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.pieces import Buffer
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects, all_reduce_max
@@ -40,19 +41,17 @@ class Watch:
 
     def __init__(self, config: Config, groups: Groups, shard: Shard, states: ChunkEngine) -> None:
         self._config, self._groups, self._shard, self._states = config, groups, shard, states
-        self._device = next(iter(states.parameters().values())).device
+        self._device = next(shard.model.parameters()).device
         self._step, self._bad_gradient = 0, ""
 
     def start(self, step: int) -> None:
         self._step, self._bad_gradient = step, ""
 
-    def look_at_gradients(self, stage: int) -> None:
-        """Before a sum over ranks hides whose they are."""
-        states = self._states
-        if self._bad_gradient or all(map(guards.is_finite, states.buffers_of(stage))):
-            return
-        last_first = reversed(list(states.gradients_of(stage)))
-        self._bad_gradient = guards.first_nonfinite(last_first) or ""
+    def look_at(self, buffer: Buffer) -> None:
+        """Before a sum over ranks hides whose they are; the last of the model come first."""
+        if not self._bad_gradient and not guards.is_finite(buffer.grads):
+            last_first = reversed(list(buffer.named_grads()))
+            self._bad_gradient = guards.first_nonfinite(last_first) or ""
 
     def agree(self, microbatches: list[Microbatch]) -> None:
         """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.
@@ -96,7 +95,7 @@ class Watch:
         def finding(distance: int, stage: int, what: str) -> Finding:
             return Finding(distance, stage, rank, what, host)
 
-        parameter = guards.first_nonfinite(states.parameters().items())
+        parameter = states.first_parameter(lambda values: not guards.is_finite(values))
         run = self._shard.executor.evaluate
         with uncompiled(self._config):
             layer = guards.first_nonfinite_module(self._shard.model, lambda: run(microbatches))

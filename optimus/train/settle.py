@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.dist.groups import Groups
 from optimus.parallel.dispatch import measure_dispatches
@@ -19,7 +20,7 @@ _SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.determini
 
 
 def settle_dispatch(
-    config: Config, flight: Preflight, groups: Groups, shard: Shard
+    config: Config, flight: Preflight, groups: Groups, shard: Shard, states: ChunkEngine
 ) -> tuple[Config, Preflight, list[str]]:
     """Choose `parallel.ep_dispatch` where it is "auto": in both values it is then what was chosen,
     and the lines are for the log. A collective of all ranks, alike on each."""
@@ -32,6 +33,8 @@ def settle_dispatch(
     elif same and stored.get(_DISPATCH, "auto") != "auto":
         choice, why = stored[_DISPATCH], "as in the checkpoint"
     else:
+        experts = {id(p) for one in dispatchers(shard.model)[:1] for p in one.experts.parameters()}
+        states.gather([name for name, p in shard.model.named_parameters() if id(p) in experts])
         seconds = _measure(config, groups, shard)
         choice = min(seconds, key=lambda name: seconds[name])
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())

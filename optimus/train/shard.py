@@ -10,6 +10,7 @@ import torch
 
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Pass, Residency
 from optimus.chunks.states import Home
 from optimus.config import Config
 from optimus.data.loader import Microbatch
@@ -20,10 +21,12 @@ from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.layout import Layout, make_layout
+from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
+from optimus.train.units import units_of
 from optimus_kernels import WeightGrads
 
 
@@ -72,9 +75,10 @@ class Shard:
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(schedule, stages, groups.pp, boundary_shape, dtype)
 
-    def make_states(self) -> ChunkEngine:
+    def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of
-        chunks."""
+        chunks. `poison`: as in Residency. Raises ConfigError where optim.cache_chunks is too small.
+        """
         config = self._config
         engine = ChunkEngine(
             dict(self.model.named_parameters()),
@@ -84,13 +88,36 @@ class Shard:
             chunk_length=config.optim.chunk_length,
             deterministic=config.train.deterministic,
             reduce_dtype=dtype_of(config.optim.grad_reduce_dtype),
+            grad_dtype=dtype_of(config.optim.grad_dtype),
             everyone=self._groups.everyone,
             compiled=config.train.compile,
+            overlap=config.optim.overlap,
+            residency=self._residency(poison),
         )
         self.model.separate_tied_uses()
         for name, leaf in self.model.tied_uses().items():
             engine.add_use(Use(name, leaf, "embed.weight"))
+        if config.optim.overlap:
+            engine.wait_in(self.model.readers())
+        schedule = self.layout.schedule
+        backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+        passes = [
+            Pass(action.stage, backward[action.kind])
+            for action in schedule.ranks[self._groups.place.pp]
+            if action.kind in backward
+        ]
+        early = not (schedule.splits_backward or config.train.compile)
+        engine.follow(units_of(self.model, self.layout), passes, early)
         return engine
+
+    def _residency(self, poison: bool) -> Residency:
+        optim = self._config.optim
+        return Residency(
+            divides_gradients=optim.resident != "all",
+            divides_parameters=optim.resident == "cache",
+            slots=optim.cache_chunks,
+            poison=poison,
+        )
 
     def add_in_place(self, states: ChunkEngine) -> None:
         """From now on experts add their weights' gradients to the chunks themselves, without a

@@ -53,6 +53,7 @@ class Updater:
         self._shard, self._states = shard, states
         shard.add_in_place(states)
         self._watch = Watch(config, groups, shard, states)
+        states.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -66,13 +67,14 @@ class Updater:
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
         self._states.start()
-        terms = self._shard.executor.run(own, self._reduce, self._make_update(step, own, lr))
+        terms = self._shard.executor.run(
+            own,
+            lambda stage, microbatch: self._states.reduce(stage),
+            self._make_update(step, own, lr),
+            self._states.before_backward,
+            self._states.last_backward,
+        )
         return self._result(step, terms, lr)
-
-    def _reduce(self, stage: int, microbatch: int) -> None:
-        """REDUCE_GRAD: what this rank adds is looked at first, as a sum hides whose NaN it is."""
-        self._watch.look_at_gradients(stage)
-        self._states.reduce(stage)
 
     def _make_update(self, step: int, own: list[Microbatch], lr: float) -> Callable[[], None]:
         """OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
