@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
 
 from optimus.chunks.residency import ResidencyPlan, Visit, farthest, plan_residency
 from optimus.chunks.states import ChunkStates
@@ -35,11 +37,8 @@ class ChunkCache:
         self._next = len(self.plan.steps)
         self._on_the_way: dict[int, Transfer] = {}
         self._resident = {n for n, one in self._chunks.items() if memory.holds(one.params)}
-
-    @property
-    def resident_bytes(self) -> int:
-        """Of all chunks that are whole here, or on their way."""
-        return sum(self._chunks[n].params.untyped_storage().nbytes() for n in self._chunks)
+        self.resident_bytes = sum(one.params.untyped_storage().nbytes() for one in chunks)
+        """Of all chunks that are whole here, or on their way: what their storages say."""
 
     def start(self) -> None:
         """Before the first visit of a training step."""
@@ -88,7 +87,7 @@ class ChunkCache:
     def _gather(self, numbers: Collection[int]) -> None:
         for number in numbers:
             one = self._chunks[number]
-            self._memory.allocate(one.params)
+            self._change(self._memory.allocate, one)
             self._on_the_way[number] = begin_all_gather(one.params, one.shard, one.home.shards)
             self._resident.add(number)
 
@@ -99,5 +98,11 @@ class ChunkCache:
     def _evict(self, numbers: Collection[int]) -> None:
         for number in numbers:
             assert number not in self._on_the_way, f"chunk {number} is on its way"
-            self._memory.free(self._chunks[number].params)
+            self._change(self._memory.free, self._chunks[number])
             self._resident.remove(number)
+
+    def _change(self, change: Callable[[Tensor], None], one: ChunkStates) -> None:
+        storage = one.params.untyped_storage()
+        before = storage.nbytes()
+        change(one.params)
+        self.resident_bytes += storage.nbytes() - before
