@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from optimus.chunks.agree import check_alike, homes_of
+from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
+from optimus.chunks.memory import Piece, count_bytes
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.reduce import FastReduction, OrderedReduction
 from optimus.chunks.states import ChunkStates, Home
@@ -41,7 +44,7 @@ class ChunkEngine:
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        home_of: Callable[[str], Home],
+        home_of: Callable[[str], Home | None],
         optimizer: AdamW,
         *,
         dtype: torch.dtype,
@@ -54,10 +57,19 @@ class ChunkEngine:
         """`named` parameters come in order of first use, with their values; they become views of
         chunks of about `chunk_length` elements in `dtype`. `compiled`: torch.compile will trace the
         model; it takes no parameter whose gradient is of another dtype, so that each is widened in
-        a hook as on older torch."""
+        a hook as on older torch.
+
+        Raises ConfigError naming a parameter without a home, or, alike on `everyone`, the first
+        that differs between ranks that add up gradients.
+        """
+        homes = homes_of(named, home_of)
+        check_alike(named, homes, everyone)
+        self._device = next(iter(named.values())).device
+        frozen = {name: p for name, p in named.items() if homes[name].setting.frozen}
+        named = {name: p for name, p in named.items() if name not in frozen}
+        self.frozen = FrozenParameters(frozen, dtype, chunk_length)
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
-        homes = {name: home_of(name) for name in named}
         self.layout: ChunkLayout = lay_out(
             [
                 Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
@@ -66,8 +78,9 @@ class ChunkEngine:
             ],
             chunk_length,
         )
-        device = next(iter(named.values())).device
-        self.chunks = [ChunkStates(chunk, chunk.key, dtype, device) for chunk in self.layout.chunks]
+        self.chunks = [
+            ChunkStates(chunk, chunk.key, dtype, self._device) for chunk in self.layout.chunks
+        ]
         self.slots = {slot.name: slot for slot in self.layout.slots}
         for name, parameter in named.items():
             self.put("master", name, parameter.data)
@@ -88,7 +101,10 @@ class ChunkEngine:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
-        """Give a further use of a parameter a gradient buffer of its own."""
+        """Give a further use of a parameter a gradient buffer of its own, if it is trained."""
+        if use.owner in self.frozen:
+            use.leaf.requires_grad_(False)
+            return
         states = _UseStates(use, self._home_of(use.name), self._deterministic)
         self._uses.append(states)
         self._accumulate(use.name, use.leaf, states.grads)
@@ -161,7 +177,7 @@ class ChunkEngine:
         """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
         own = [use.total for use in self._uses if use.use.owner == name]
         slot = self.slots[name]
-        whole = torch.zeros(slot.shape, dtype=torch.float32, device=self.chunks[0].grad.device)
+        whole = torch.zeros(slot.shape, dtype=torch.float32, device=self._device)
         if own:
             whole.add_(own[0])
         else:
@@ -204,8 +220,7 @@ class ChunkEngine:
         counted = [one.grad for one in self.chunks if one.home.counts]
         if self._deterministic:
             return math.sqrt(sum_of_squares(counted, self._everyone))
-        device = self.chunks[0].grad.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for flat in counted:
             total += _square_sum(flat)
         all_reduce_sum(total, self._everyone)
@@ -232,7 +247,12 @@ class ChunkEngine:
     # -- whole states, for checkpoints -----------------------------------------------------------
 
     def put(self, state: str, name: str, whole: Tensor) -> None:
-        """Set this rank's part of a state (of STATES) of a parameter from all of its elements."""
+        """Set this rank's part of a state (of STATES) of a parameter from all of its elements; a
+        frozen one is its own master."""
+        if name in self.frozen:
+            assert state == "master", f"{name} is frozen and has no {state}"
+            self.frozen.put(name, whole)
+            return
         slot = self.slots[name]
         one = self.chunks[slot.chunk]
         here = one.piece_of(getattr(one, state), slot)
@@ -241,7 +261,7 @@ class ChunkEngine:
 
     def whole(self, state: str) -> dict[str, Tensor]:
         """A state of every parameter here, by name, put together over shards: a collective of their
-        ranks. Views of this rank's memory where nothing is divided."""
+        ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
         out = {}
         for one in self.chunks:
             flat = getattr(one, state)
@@ -249,7 +269,8 @@ class ChunkEngine:
                 flat = flat.new_empty(one.chunk.length)
                 all_gather(flat, getattr(one, state), one.home.shards)
             out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
-        return {name: out[name] for name in self._named}
+        frozen = self.frozen.masters() if state == "master" else {}
+        return {name: out[name] for name in self._named} | frozen
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter whose part in this rank's shard is bad; "" if none is."""
@@ -264,7 +285,12 @@ class ChunkEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Views of the parameters, by name."""
-        return {name: self._view(name, "params") for name in self._named}
+        return {name: self._view(name, "params") for name in self._named} | self.frozen.parameters()
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
+        holders = [*self.chunks, self._reduction, *self._uses, self.frozen]
+        return count_bytes(piece for one in holders for piece in one.pieces())
 
     @property
     def num_updates(self) -> int:
@@ -288,6 +314,11 @@ class _UseStates:
         self.use, self.home, self._ordered = use, home, ordered and home.adders.size > 1
         self.grads = torch.zeros(use.leaf.shape, dtype=torch.float32, device=use.leaf.device)
         self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds."""
+        yield Piece("tied", self.grads)
+        yield Piece("tied", self.total)
 
     def start(self) -> None:
         self.grads.zero_()
