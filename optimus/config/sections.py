@@ -314,6 +314,14 @@ class OptimConfig(Section):
     """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients travel between ranks."""
+    loss_scale: NonNegative = 0.0
+    """fp16: what backward starts from instead of 1, a power of two, at the first update; 0: 65536
+    times the microbatches of the global batch, rounded up. It halves when a gradient overflows
+    anywhere, and that update is skipped on all ranks; at `min_loss_scale` the run ends instead."""
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """fp16: the loss scale does not fall below this power of two."""
+    loss_scale_growth_steps: Count = 1000
+    """fp16: updates in a row without overflow after which the loss scale doubles."""
 
 
 class RecomputeConfig(Section):

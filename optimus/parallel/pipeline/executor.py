@@ -68,6 +68,8 @@ class Executor:
             Kind.RECV_ACTIVATION: self._receive,
             Kind.RECV_GRADIENT: self._receive,
         }
+        self.loss_scale = 1.0
+        """What backward starts from (fp16)."""
         self.trace: list[Event] = []
         """The last step, action by action."""
         self.terms: dict[tuple[int, int], Terms] = {}
@@ -150,10 +152,10 @@ class Executor:
             grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
         if action.kind is Kind.I:
             with WeightGradients() as late:
-                backward(held.output, grad)
+                backward(held.output, grad, self.loss_scale)
             self._late[action.stage, action.microbatch] = late
         else:
-            backward(held.output, grad)
+            backward(held.output, grad, self.loss_scale)
         if held.x is not None:
             self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
 
