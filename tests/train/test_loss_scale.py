@@ -98,8 +98,20 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
         if handle is not None:
             handle.remove()
         masters = {name: whole.clone() for name, whole in states.whole("master").items()}
+        moments = {name: whole.clone() for name, whole in states.whole("exp_avg").items()}
         told[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
+        told[step]["moments"] = moments
     return told
+
+
+WHOLE_EVERYWHERE = tuple(
+    f"blocks.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.router", "mlp_norm")
+)
+"""Parameters that no layout here divides."""
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
 
 
 LAYOUTS = [
@@ -113,8 +125,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_scaled_gradients_train_as_those_of_fp32(ranks, size, layout):
-    """Norms and losses against fp32 on one process, within fp16's own rounding (2^-11 a number)."""
-    single = half_tree(train__dtype="fp32")
+    """Norms, losses and moments against fp32 on one process, within fp16's own rounding (2^-11 a
+    number). AdamW forgives a factor, its moments do not; auxiliary losses begin on every stage."""
+    layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
+    single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
     (plain,) = ranks(1, run_updates, single, 3, start_world=False)
     for told in ranks(size, run_updates, half_tree(**layout), 3, start_world=False):
         for step in (1, 2, 3):
@@ -122,6 +136,9 @@ def test_scaled_gradients_train_as_those_of_fp32(ranks, size, layout):
             assert told[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-3)
             assert told[step]["aux_loss"] == pytest.approx(plain[step]["aux_loss"], rel=1e-2)
             assert told[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-2)
+            for name, moment in told[step]["moments"].items():
+                if name in WHOLE_EVERYWHERE:
+                    assert _relative(moment, plain[step]["moments"][name]) < 1e-2, name
 
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
