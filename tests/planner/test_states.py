@@ -90,6 +90,15 @@ SHORT = {"optim__chunk_length": 2000}
         pytest.param(1, TIED | BF16 | SHORT, id="one-tied-bf16"),
         pytest.param(2, BF16 | {"optim__sharding": "so"}, id="dp2-so"),
         pytest.param(2, FAST | BF16 | TIED | {"parallel__pp": 2}, id="pp2-tied"),
+        pytest.param(
+            2,
+            {
+                "parallel__pp": 2,
+                "parallel__schedule": "zb-h1",
+                "optim__frozen": ["*attention.*_proj*"],
+            },
+            id="pp2-zb-frozen",  # weight gradients that are put off
+        ),
         pytest.param(2, {"parallel__tp": 2, "model__vocab_size": 321}, id="tp2-odd-vocabulary"),
         pytest.param(4, TIED | {"parallel__ep": 2, "optim__sharding": "epso"}, id="dp2-ep2-epso"),
         pytest.param(
