@@ -48,6 +48,8 @@ class Manifest:
     settings: Mapping[str, Any]
     files: tuple[FileEntry, ...]
     path: Path
+    loss_scale: Mapping[str, float] | None = None
+    """State of dynamic loss scaling (fp16); None without it."""
 
     def verify(self) -> None:
         """Compare files with sizes and hashes; CheckpointError names the first that differs."""
@@ -81,7 +83,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
-        return Manifest(files=entries, path=path, **fields)
+        return Manifest(files=entries, path=path, **fields, loss_scale=raw.get("loss_scale"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -98,6 +100,7 @@ def seal(
     updates: int = 0,
     origin: str = "none",
     settings: Mapping[str, Any] | None = None,
+    loss_scale: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them."""
     final = Path(path)
@@ -117,6 +120,8 @@ def seal(
             "settings": dict(settings or {}),
             "files": [asdict(entry) for entry in entries],
         }
+        if loss_scale is not None:
+            manifest["loss_scale"] = dict(loss_scale)
         files.write_json(temporary / MANIFEST, manifest)
         if final.exists():
             raise CheckpointError(f"{final} exists already; remove it or choose another place")

@@ -12,10 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from optimus.chunks.agree import check_alike, homes_of
 from optimus.chunks.arrivals import Arrivals
 from optimus.chunks.departures import Departures, Parcel
 from optimus.chunks.follow import Follower, check_slots
+from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
+from optimus.chunks.memory import count_bytes
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.pieces import Buffer, PieceReduction
@@ -39,7 +42,7 @@ class ChunkEngine:
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        home_of: Callable[[str], Home],
+        home_of: Callable[[str], Home | None],
         optimizer: AdamW,
         *,
         dtype: torch.dtype,
@@ -58,13 +61,22 @@ class ChunkEngine:
         trace the model; it takes no parameter whose gradient is of another dtype, so that each is
         widened in a hook as on older torch. `overlap`: reductions go on beside the backward that
         `last_backward` tells of, unless they are ordered. What is not always whole under
-        `residency` waits for `follow`."""
+        `residency` waits for `follow`; frozen ones always are.
+
+        Raises ConfigError naming a parameter without a home, or, alike on `everyone`, the first
+        that differs between ranks that add up gradients.
+        """
         wide = deterministic or residency.divides_gradients
         assert grad_dtype is torch.float32 or (grad_dtype is dtype and not wide), grad_dtype
+        homes = homes_of(named, home_of)
+        check_alike(named, homes, everyone)
+        self._device = device = next(iter(named.values())).device
+        frozen = {name: p for name, p in named.items() if homes[name].setting.frozen}
+        named = {name: p for name, p in named.items() if name not in frozen}
+        self.frozen = FrozenParameters(frozen, dtype, chunk_length)
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
         self._grad_dtype = grad_dtype
-        homes = {name: home_of(name) for name in named}
         self.layout: ChunkLayout = lay_out(
             [
                 Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
@@ -73,7 +85,6 @@ class ChunkEngine:
             ],
             chunk_length,
         )
-        self._device = device = next(iter(named.values())).device
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency, self._memory = residency, Memory(residency.poison)
         self._follower: Follower | None = None
@@ -175,7 +186,7 @@ class ChunkEngine:
         """Make parameters whole for a use that is no visit of a unit, until the next visit. A
         collective of the ranks that divide them."""
         if self.cache is not None:
-            numbers = {self.slots[name].chunk for name in names}
+            numbers = {self.slots[name].chunk for name in names if name in self.slots}
             self.cache.hold({n for n in numbers if self.chunks[n].divided})
 
     @property
@@ -193,7 +204,10 @@ class ChunkEngine:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
-        """Give a further use of a parameter a gradient buffer of its own."""
+        """Give a further use of a parameter a gradient buffer of its own, if it is trained."""
+        if use.owner in self.frozen:
+            use.leaf.requires_grad_(False)
+            return
         home = self._home_of(use.name)
         states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
         if isinstance(self._reduction, PieceReduction):
@@ -284,7 +298,7 @@ class ChunkEngine:
         """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
         own = [use.total for use in self._uses if use.use.owner == name]
         slot = self.slots[name]
-        whole = torch.zeros(slot.shape, dtype=torch.float32, device=self.chunks[0].grad.device)
+        whole = torch.zeros(slot.shape, dtype=torch.float32, device=self._device)
         if own:
             whole.add_(own[0])
         else:
@@ -317,7 +331,7 @@ class ChunkEngine:
         bits on every layout that keeps parameters whole."""
         counted = [one.grad for one in self.chunks if one.home.counts]
         norm = exact_norm if self._deterministic else fast_norm
-        return norm(counted, self.chunks[0].grad.device, self._everyone)
+        return norm(counted, self._device, self._everyone)
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """One AdamW update of this rank's shards from the gradients times `grad_scale` (clipping),
@@ -339,7 +353,8 @@ class ChunkEngine:
     def wait_in(self, readers: Iterable[tuple[nn.Module, Collection[str]]]) -> None:
         """Let updated parameters arrive while other things are computed: these modules wait for
         what their call reads (FirstUses), as do this class's methods; others call `wait`."""
-        self._arrivals.wait_in(readers, {name: slot.chunk for name, slot in self.slots.items()})
+        trained = ((module, [n for n in names if n in self.slots]) for module, names in readers)
+        self._arrivals.wait_in(trained, {name: slot.chunk for name, slot in self.slots.items()})
 
     def wait(self) -> None:
         """Until all parameters are updated."""
@@ -359,7 +374,12 @@ class ChunkEngine:
     # -- whole states, for checkpoints -----------------------------------------------------------
 
     def put(self, state: str, name: str, whole: Tensor) -> None:
-        """Set this rank's part of a state (of STATES) of a parameter from all of its elements."""
+        """Set this rank's part of a state (of STATES) of a parameter from all of its elements; a
+        frozen one is its own master."""
+        if name in self.frozen:
+            assert state == "master", f"{name} is frozen and has no {state}"
+            self.frozen.put(name, whole)
+            return
         slot = self.slots[name]
         one = self.chunks[slot.chunk]
         here = one.piece_of(getattr(one, state), slot)
@@ -368,7 +388,7 @@ class ChunkEngine:
 
     def whole(self, state: str) -> dict[str, Tensor]:
         """A state of every parameter here, by name, put together over shards: a collective of their
-        ranks. Views of this rank's memory where nothing is divided."""
+        ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
         self.wait()
         out = {}
         for one in self.chunks:
@@ -377,7 +397,8 @@ class ChunkEngine:
                 flat = flat.new_empty(one.chunk.length)
                 all_gather(flat, getattr(one, state), one.home.shards)
             out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
-        return {name: out[name] for name in self._named}
+        frozen = self.frozen.masters() if state == "master" else {}
+        return {name: out[name] for name in self._named} | frozen
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter whose part in this rank's shard is bad; "" if none is."""
@@ -394,6 +415,7 @@ class ChunkEngine:
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter that is bad as this rank holds it, be it but its shard; "" if none
         is."""
+        self.wait()
         for name, slot in self.slots.items():
             one = self.chunks[slot.chunk]
             if one.divided:
@@ -403,7 +425,13 @@ class ChunkEngine:
                 held = one.view(one.params, slot)
             if held is not None and is_bad(held):
                 return name
-        return ""
+        frozen = self.frozen.parameters().items()
+        return next((name for name, held in frozen if is_bad(held)), "")
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
+        holders = [*self.chunks, self._reduction, *self._uses, self.frozen]
+        return count_bytes(piece for one in holders for piece in one.pieces())
 
     @property
     def num_updates(self) -> int:

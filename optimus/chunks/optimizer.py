@@ -34,17 +34,18 @@ class AdamW:
         self.num_updates += 1
         optim = self._optim
         for one in chunks:
-            own = one.shard
+            own, setting = one.shard, one.home.setting
+            decay = setting.weight_decay
             adamw_(
                 one.master,
                 one.exp_avg,
                 one.exp_avg_sq,
                 one.grad,
                 None if own.data_ptr() == one.master.data_ptr() else own,
-                lr,
+                lr * setting.lr_scale,
                 *optim.betas,
                 optim.eps,
-                optim.weight_decay,
+                optim.weight_decay if decay is None else decay,
                 self.num_updates,
                 grad_scale,
             )

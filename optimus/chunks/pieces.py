@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from optimus.chunks.memory import Piece
 from optimus.chunks.reduce import add_in_rank_order
-from optimus.chunks.states import Home
+from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Memory
 from optimus.dist.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
 
@@ -57,6 +58,12 @@ class PieceReduction:
                 one.grad if is_shard else one.grads.new_zeros(len(one.grads) // count)
             )
             self._memory.free(one.grads)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that is held between steps, beside the buffers."""
+        for one, tensor in self._pieces.items():
+            chunk = one.chunk if isinstance(one, ChunkStates) else None
+            yield Piece("tied" if chunk is None else "gradients", tensor, chunk)
 
     def start(self) -> None:
         """Before the first backward of a step."""

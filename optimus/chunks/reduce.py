@@ -8,10 +8,12 @@ shard that the rank updates: all of the chunk where states are not divided.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from optimus.chunks.memory import Piece
 from optimus.chunks.states import ChunkStates
 from optimus.dist.collectives import (
     Group,
@@ -45,6 +47,10 @@ class FastReduction:
         self._pieces.clear()
         for one in self._chunks:
             one.grads.zero_()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Nothing is held between steps."""
+        return iter(())
 
     def after(self, one: ChunkStates) -> None:
         """Behind the last backward of a step that adds to this chunk."""
@@ -102,6 +108,11 @@ class OrderedReduction:
         for one in self._chunks:
             one.grads.zero_()
             self._sums[one.chunk.number].zero_()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that is held between steps."""
+        for one in self._chunks:
+            yield Piece("deterministic", self._sums[one.chunk.number], one.chunk)
 
     def after(self, one: ChunkStates) -> None:
         """Behind every backward that adds to this chunk."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from optimus.chunks.layout import Chunk, Slot
+from optimus.chunks.memory import Piece
+from optimus.chunks.setting import PLAIN, Setting
 from optimus.dist.collectives import ALONE, Group
 
 
@@ -32,6 +34,8 @@ class Home:
     """Axes along which ranks hold the same part of the states."""
     far_copy: bool = False
     """Whether another stage holds the parameter too and counts it."""
+    setting: Setting = PLAIN
+    """How the optimizer treats it."""
     first_copy: bool = field(default=True, compare=False)
     """Whether this rank is the first of those that hold the same part of the states."""
 
@@ -79,6 +83,16 @@ class ChunkStates:
         else:
             self.master = torch.zeros(shard, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.master) for _ in range(2))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds."""
+        yield Piece("parameters", self.params, self.chunk)
+        yield Piece("parameters", self.shard, self.chunk)
+        yield Piece("gradients", self.grads, self.chunk)
+        yield Piece("gradients", self.grad, self.chunk)
+        yield Piece("masters", self.master, self.chunk)
+        yield Piece("moments", self.exp_avg, self.chunk)
+        yield Piece("moments", self.exp_avg_sq, self.chunk)
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """A parameter's part of a flat [L] buffer."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.memory import Piece
 from optimus.chunks.states import Home
 from optimus.dist.collectives import ALONE, Transfer, all_gather, begin_all_reduce_sum
 
@@ -34,6 +35,11 @@ class WholeUse:
         """Where backward adds, of the leaf's shape."""
         self.grad = self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
         """The sum, of the leaf's shape."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds."""
+        yield Piece("tied", self.grads)
+        yield Piece("tied", self.total)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         yield self.use.name, self.grads
@@ -72,6 +78,10 @@ class UseInPieces:
         self.grads = torch.zeros(chunk.length, dtype=torch.float32, device=use.leaf.device)
         self.grad = self.grads
         self.target = self.total = self.grads[slot.start : slot.stop].view(shape)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds itself; its piece of the sum is the reduction's."""
+        yield Piece("tied", self.grads)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         yield self.use.name, self.target

@@ -6,6 +6,8 @@ files is checked by `optimus.train.preflight`.
 
 from __future__ import annotations
 
+import math
+
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError
 
@@ -22,6 +24,7 @@ def check(config: Config) -> None:
         _schedule,
         _determinism,
         _residency,
+        _loss_scale,
         _kernels,
         _compile,
         _pipeline,
@@ -261,6 +264,30 @@ def _residency(config: Config) -> None:
         )
 
 
+def _loss_scale(config: Config) -> None:
+    optim, dtype = config.optim, config.train.dtype
+    if dtype == "fp16" and config.train.deterministic:
+        raise ConfigError(
+            "train.dtype = 'fp16': its loss scale follows overflows; train.deterministic needs "
+            "'bf16' or 'fp32'"
+        )
+    for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
+        value, default = getattr(optim, key), type(optim).model_fields[key].default
+        if dtype != "fp16" and value != default:
+            raise ConfigError(
+                f"optim.{key} = {value:g} has no meaning with train.dtype = {dtype!r}; leave it "
+                "out, or use 'fp16'"
+            )
+        if key != "loss_scale_growth_steps" and value and math.frexp(value)[0] != 0.5:
+            near = 2.0 ** round(math.log2(value))
+            raise ConfigError(f"optim.{key} = {value:g} must be a power of two, such as {near:g}")
+    if 0 < optim.loss_scale < optim.min_loss_scale:
+        raise ConfigError(
+            f"optim.loss_scale = {optim.loss_scale:g} is below optim.min_loss_scale = "
+            f"{optim.min_loss_scale:g}; raise it, or lower the latter"
+        )
+
+
 def _recompute(config: Config) -> None:
     modules = config.recompute.modules
     if len(set(modules)) < len(modules):
@@ -307,8 +334,6 @@ def _not_yet(config: Config) -> None:
         only = getattr(getattr(defaults, section), key)
         if value != only:
             raise ConfigError(_unavailable(f"{section}.{key}", value, only))
-    if config.train.dtype == "fp16":
-        raise ConfigError(_unavailable("train.dtype", "fp16", "bf16"))
 
 
 def _unavailable(key: str, value: object, instead: object) -> str:

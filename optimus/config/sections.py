@@ -269,6 +269,17 @@ class TrainConfig(Section):
     """Length of a sampled continuation, in tokens."""
 
 
+class ParameterGroup(Section):
+    """Parameters that AdamW treats in a way of their own."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """Which: their names match it as file names match `*norm*` or `blocks.[01].*`."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay; absent: optim.weight_decay."""
+    lr_scale: NonNegative = 1.0
+    """Their learning rate is that of the schedule times this."""
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -287,7 +298,12 @@ class OptimConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, on every parameter."""
+    """Decoupled weight decay, on every parameter but those that `groups` say otherwise of."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Weight decay and learning rate by name, the first group that matches a parameter counts; a
+    pattern that matches none is refused. Names are those in a checkpoint's model.safetensors."""
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of parameters that are not trained: they take no gradient and no optimizer state."""
     clip_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
     clip_after_warmup: bool = False
@@ -312,6 +328,14 @@ class OptimConfig(Section):
     overlap: bool = True
     """Let gradients travel while backward goes on (never if deterministic) and updated parameters
     while the next forward does, which changes no bits; false: wait for each."""
+    loss_scale: NonNegative = 0.0
+    """fp16: what backward starts from instead of 1, a power of two, at the first update; 0: 65536
+    times the microbatches of the global batch, rounded up. It halves when a gradient overflows
+    anywhere, and that update is skipped on all ranks; at `min_loss_scale` the run ends instead."""
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """fp16: the loss scale does not fall below this power of two."""
+    loss_scale_growth_steps: Count = 1000
+    """fp16: updates in a row without overflow after which the loss scale doubles."""
 
 
 class RecomputeConfig(Section):

@@ -205,6 +205,11 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
         distributed.broadcast(tensor, origin, group=group.handle)
 
 
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of a group that has a handle, in their order within it."""
+    return distributed.get_process_group_ranks(group.handle)
+
+
 @_collective
 def broadcast_object(value: Value, group: Group) -> Value:
     """The first rank's small picklable `value`, on every rank."""

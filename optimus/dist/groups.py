@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,23 +41,44 @@ class Groups:
 def join_groups(mesh: Mesh, world: World) -> Groups:
     """Make this rank's groups; every rank of the world calls it. Each rank makes its own alone, so
     the cost does not grow with the world."""
-    column = mesh.group_of(world.rank, ("pp",))
-    ends = (column[0], column[-1]) if world.rank in (column[0], column[-1]) else (world.rank,)
-    members = {axis: mesh.group_of(world.rank, (axis,)) for axis in AXES}
-    members["data"] = mesh.group_of(world.rank, ("dp", "ep"))
-    members["model"] = mesh.group_of(world.rank, ("pp", "ep", "tp"))
-    members["ends"] = tuple(dict.fromkeys(ends))
     handles: dict[tuple[bool, tuple[int, ...]], Any] = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
-    groups = {}
-    for name, ranks in members.items():  # in the same order on all ranks of a group
+    for name, ranks in _members(mesh, world.rank).items():  # in one order on all ranks of a group
         key = (name in _STATES, ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world)
-        rank = ranks.index(world.rank)
-        groups[name] = Group(len(ranks), rank, handles.get(key), _label(name, mesh))
-    return Groups(mesh=mesh, place=mesh.place(world.rank), everyone=world.everyone, **groups)
+    return _gather(mesh, world.rank, world.everyone, handles)
+
+
+def plan_groups(mesh: Mesh, rank: int) -> Groups:
+    """The groups that a rank would have, without any process: for plans, which ask how many ranks
+    there are and which number this one has. Nothing can be sent over them."""
+    return _gather(mesh, rank, Group(mesh.world_size, rank), {})
+
+
+def _gather(
+    mesh: Mesh,
+    rank: int,
+    everyone: Group,
+    handles: Mapping[tuple[bool, tuple[int, ...]], Any],
+) -> Groups:
+    groups = {}
+    for name, ranks in _members(mesh, rank).items():
+        handle = handles.get((name in _STATES, ranks))
+        groups[name] = Group(len(ranks), ranks.index(rank), handle, _label(name, mesh))
+    return Groups(mesh=mesh, place=mesh.place(rank), everyone=everyone, **groups)
+
+
+def _members(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
+    """The ranks of each group of `Groups`, by its name."""
+    column = mesh.group_of(rank, ("pp",))
+    ends = (column[0], column[-1]) if rank in (column[0], column[-1]) else (rank,)
+    members = {axis: mesh.group_of(rank, (axis,)) for axis in AXES}
+    members["data"] = mesh.group_of(rank, ("dp", "ep"))
+    members["model"] = mesh.group_of(rank, ("pp", "ep", "tp"))
+    members["ends"] = tuple(dict.fromkeys(ends))
+    return members
 
 
 _STATES = ("dp", "data")

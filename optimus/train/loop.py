@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,10 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.planner.states import check_names
+from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
+from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
@@ -41,11 +45,13 @@ def train(config: Config, launch: LaunchEnv) -> None:
     directory = None
     if launch.is_first:  # before the others are met: what is refused here is told in one line
         check_saves(config, flight)
+        check_names(config)
         directory = RunDirectory(config.train.run_dir)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
     fix_arithmetic(config, world)
     config, flight = settle_kernels(config, world, flight)
+    check_half(config, world)
     if world.is_first:
         say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
     try:
@@ -76,6 +82,11 @@ def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
     return float(every.min()), float(every.max())
 
 
+def _or_none(value: float) -> float | None:
+    """JSON has no NaN; only a step that was skipped for an overflow has one."""
+    return value if math.isfinite(value) else None
+
+
 class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
@@ -94,8 +105,9 @@ class Run:
         self.states = self.shard.make_states()
         config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config, self.flight = config, flight
-        whole = WholeModel(config, layout, self.groups)
-        self.saves = SaveAndLoad(config, world, flight, self.states, whole)
+        whole = WholeModel(config, layout, self.groups, world.device)
+        scaling = LossScale(config, flight.plan.num_microbatches)
+        self.saves = SaveAndLoad(config, world, flight, self.states, whole, scaling)
         self.saves.load()
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
@@ -107,7 +119,7 @@ class Run:
         if config.train.compile:
             self.model.compile_blocks()
         self.updater = Updater(
-            config, self.groups, self.shard, self.states, flight.plan, world.device
+            config, self.groups, self.shard, self.states, flight.plan, world.device, scaling
         )
         self.loader = Loader(
             flight.dataset,
@@ -192,8 +204,8 @@ class Run:
         flops = flops_per_token(model, plan.seq_len) * plan.tokens / seconds / self.world.size
         record = {
             "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": _or_none(result.loss),
+            "grad_norm": _or_none(result.grad_norm),
             "lr": result.lr,
             "tokens": self.flight.tokens_after(result.step),
             "step_time_s": seconds,
@@ -203,9 +215,13 @@ class Run:
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
-            record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
+            record["aux_loss"] = _or_none(result.aux_loss)
+            record["z_loss"] = _or_none(result.z_loss)
             low, high = expert_load(result.expert_rows, model)
             record["expert_load_min"], record["expert_load_max"] = low, high
+        if self.config.train.dtype == "fp16":
+            record["loss_scale"] = result.loss_scale
+            record["skipped_steps"] = result.skipped_steps
         return record
 
     def _find_peak(self) -> float:

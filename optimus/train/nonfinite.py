@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -53,17 +53,21 @@ class Watch:
             last_first = reversed(list(buffer.named_grads()))
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
 
-    def agree(self, microbatches: list[Microbatch]) -> None:
-        """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.
+    def anyone_in_trouble(self) -> bool:
+        """Whether any rank found anything: the same answer everywhere."""
+        flag = torch.tensor([int(self._in_trouble())], device=self._device)
+        all_reduce_max(flag, self._groups.everyone)
+        return bool(flag.item())
 
-        Then all ranks run the step's microbatches forward once more, together.
+    def _in_trouble(self) -> bool:
+        return bool(self._bad_gradient) or not self._losses_are_finite()
+
+    def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
+        """Raise the same NonFiniteError everywhere, once `anyone_in_trouble`.
+
+        All ranks run the step's microbatches forward once more, together.
         """
-        everyone = self._groups.everyone
-        trouble = bool(self._bad_gradient) or not self._losses_are_finite()
-        flag = torch.tensor([int(trouble)], device=self._device)
-        all_reduce_max(flag, everyone)
-        if not flag.item():
-            return
+        everyone, trouble = self._groups.everyone, self._in_trouble()
         finding = self._find(microbatches, trouble)
         if finding is not None:
             log_dir = Path(self._config.train.run_dir) / "log"
@@ -74,7 +78,7 @@ class Watch:
         also = f" (and {more} more ranks)" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
-            f"{first.what}{also}",
+            f"{first.what}{also}{circumstance}",
             on_every_rank=True,
         )
 

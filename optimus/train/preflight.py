@@ -31,10 +31,18 @@ FROZEN = (
     "optim.betas",
     "optim.eps",
     "optim.weight_decay",
+    "optim.groups",
+    "optim.frozen",
 )
 """Besides every `model.` setting: what a resumed run must share with its checkpoint."""
 
-CHANGEABLE = (*FROZEN, "train.threads", *(f"model.{key}" for key in FREE_IN_LOGITS))
+# Moments of parameters that were not trained do not exist: those start from model@STEP.
+_FIXED = ("optim.frozen",)
+CHANGEABLE = (
+    *(key for key in FROZEN if key not in _FIXED),
+    "train.threads",
+    *(f"model.{key}" for key in FREE_IN_LOGITS),
+)
 """Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
 
 # Settled later, once devices are known: `optimus.train.kernels` compares them.

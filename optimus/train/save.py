@@ -29,6 +29,7 @@ from optimus.errors import NonFiniteError
 from optimus.model.hf import config_to_hf, write_hf
 from optimus.model.transformer import Transformer
 from optimus.resilience import guards
+from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight
 from optimus.train.whole import WholeModel
 
@@ -61,9 +62,10 @@ class SaveAndLoad:
         flight: Preflight,
         states: ChunkEngine,
         whole: WholeModel,
+        loss_scale: LossScale,
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole = whole
+        self._whole, self._loss_scale = whole, loss_scale
 
     def load(self) -> None:
         """Fill the states of every rank from where the run starts: one rank reads, all receive.
@@ -74,6 +76,7 @@ class SaveAndLoad:
         if start.full is not None:
             path = start.full.path
             states.num_updates = start.full.updates
+            self._loss_scale.restore(start.full.loss_scale)
             self._spread_file(path / MODEL, "master")
             for kind in MOMENTS:
                 self._spread_file(path / OPTIMIZER, kind, f"{kind}.")
@@ -87,7 +90,8 @@ class SaveAndLoad:
         states.publish()
 
     def _spread(self, state: str, source: Callable[[str], Tensor]) -> None:
-        self._whole.spread(partial(self._states.put, state), source, self._world.device)
+        names = self._whole.names if state == "master" else self._whole.trained
+        self._whole.spread(partial(self._states.put, state), source, self._world.device, names)
 
     def _spread_file(self, path: Path, state: str, prefix: str = "") -> None:
         """Give every rank its parts of the tensors in a file, whose names begin with `prefix`."""
@@ -96,7 +100,8 @@ class SaveAndLoad:
             return
         expected = self._whole.meta()
         if prefix:
-            expected = {f"{kind}.{n}": t for kind in MOMENTS for n, t in expected.items()}
+            trained = self._whole.trained
+            expected = {f"{kind}.{name}": expected[name] for kind in MOMENTS for name in trained}
         check_tensors(path, expected)
         with open_tensors(path) as file:
             self._spread(state, lambda name: file.get_tensor(prefix + name))
@@ -115,7 +120,8 @@ class SaveAndLoad:
         both = {}
         if full:
             for kind in MOMENTS:
-                both |= moments(self._whole.gather(states.whole(kind)), kind)
+                trained = self._whole.gather(states.whole(kind), self._whole.trained)
+                both |= moments(trained, kind)
         if not self._world.is_first:
             return
         run_dir = self._config.train.run_dir
@@ -155,6 +161,7 @@ class SaveAndLoad:
             updates=self._states.num_updates,
             origin=flight.start.origin,
             settings=flight.settings,
+            loss_scale=self._loss_scale.state(),
         )
 
     def _write_full(

@@ -8,15 +8,11 @@ from functools import partial
 
 import torch
 
-from optimus.chunks.engine import ChunkEngine, Use
-from optimus.chunks.optimizer import AdamW
-from optimus.chunks.residency import Pass, Residency
-from optimus.chunks.states import Home
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.residency import Pass
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups
-from optimus.dist.rules import shard_axes, sum_axes
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
@@ -24,6 +20,7 @@ from optimus.parallel.layout import Layout, make_layout
 from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
+from optimus.planner.states import make_states
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
 from optimus.train.units import units_of
@@ -77,29 +74,12 @@ class Shard:
 
     def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of
-        chunks. `poison`: as in Residency. Raises ConfigError where optim.cache_chunks is too small.
-        """
-        config = self._config
-        engine = ChunkEngine(
-            dict(self.model.named_parameters()),
-            self.home_of,
-            AdamW(config.optim),
-            dtype=dtype_of(config.train.dtype),
-            chunk_length=config.optim.chunk_length,
-            deterministic=config.train.deterministic,
-            reduce_dtype=dtype_of(config.optim.grad_reduce_dtype),
-            grad_dtype=dtype_of(config.optim.grad_dtype),
-            everyone=self._groups.everyone,
-            compiled=config.train.compile,
-            overlap=config.optim.overlap,
-            residency=self._residency(poison),
-        )
-        self.model.separate_tied_uses()
-        for name, leaf in self.model.tied_uses().items():
-            engine.add_use(Use(name, leaf, "embed.weight"))
+        chunks. `poison`: as in Residency. A collective of all ranks. Raises ConfigError where
+        optim.cache_chunks is too small."""
+        config, schedule = self._config, self.layout.schedule
+        engine = make_states(config, self.layout, self._groups, self.model, poison)
         if config.optim.overlap:
             engine.wait_in(self.model.readers())
-        schedule = self.layout.schedule
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [
             Pass(action.stage, backward[action.kind])
@@ -110,15 +90,6 @@ class Shard:
         engine.follow(units_of(self.model, self.layout), passes, early)
         return engine
 
-    def _residency(self, poison: bool) -> Residency:
-        optim = self._config.optim
-        return Residency(
-            divides_gradients=optim.resident != "all",
-            divides_parameters=optim.resident == "cache",
-            slots=optim.cache_chunks,
-            poison=poison,
-        )
-
     def add_in_place(self, states: ChunkEngine) -> None:
         """From now on experts add their weights' gradients to the chunks themselves, without a
         buffer of their own and a pass to add it. Not to be undone: `torch.autograd.grad`, by which
@@ -126,34 +97,6 @@ class Shard:
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.weight_grads = partial(_chunk_gradients, states, name)
-
-    def home_of(self, name: str) -> Home:
-        """Whose the gradient of a parameter is, or of a further use of one."""
-        owner = name if name in self.layout.placements else "embed.weight"
-        kind = self.layout.placements[owner].kind
-        place, groups = self._groups.place, self._groups
-        adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
-        sharding = shard_axes(kind, self._config.optim.sharding)
-        spread = tuple(axis for axis in adding if axis not in sharding)
-        other_end = owner == "embed.weight" and not self.layout.has_first
-        # Of the ranks that hold the same, the first counts in the norm.
-        same = {"dp", "ep", "tp"} - set(sharding)
-        if kind.expert:
-            same -= {"ep"}
-        if kind.divided_by_tp:
-            same -= {"tp"}
-        copies = tuple(sorted(same))
-        first = all(getattr(place, axis) == 0 for axis in copies)
-        return Home(
-            stage=self.layout.stage_of(name),
-            adders=groups.over(adding),
-            shards=groups.over(sharding),
-            spread=groups.over(spread),
-            partial_over=groups.tp if kind.partial_over_tp else ALONE,
-            copies=copies,
-            far_copy=other_end,
-            first_copy=first,
-        )
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Tokens where the model is; document ids stay on the host, whose lengths it wants."""

@@ -75,6 +75,8 @@ class Executor:
             Kind.RECV_ACTIVATION: self._receive,
             Kind.RECV_GRADIENT: self._receive,
         }
+        self.loss_scale = 1.0
+        """What backward starts from (fp16)."""
         self.trace: list[Event] = []
         """The last step, action by action."""
         self._before_backward: Callable[[int], None] = lambda stage: None
@@ -164,11 +166,11 @@ class Executor:
         self._before_backward(action.stage)
         if action.kind is Kind.I:
             with WeightGradients() as late:
-                backward(held.output, grad)
+                backward(held.output, grad, self.loss_scale)
             self._late[action.stage, action.microbatch] = late
         else:
             with self._perhaps_last(action, None):
-                backward(held.output, grad)
+                backward(held.output, grad, self.loss_scale)
         if held.x is not None:
             self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
 
