@@ -361,6 +361,14 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     optimizer.add_argument("--rounds", type=int, default=7, help="timed steps of each")
     optimizer.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
     optimizer.add_argument("--device", default="cpu", help="cpu or cuda")
+    optimizer.add_argument(
+        "--ranks",
+        type=int,
+        action="append",
+        help="local ranks for divided states, FSDP2 and the peak of memory (4 and then 8); 0: none",
+    )
+    optimizer.add_argument("--hidden", type=int, default=256, help="of the model that they train")
+    optimizer.add_argument("--result", default="", help=argparse.SUPPRESS)
     optimizer.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -397,11 +405,20 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.bench.optimizer import SIZES, bench_optimizer, format_result
+    from optimus.bench.ranks import check_ranks, format_ranks, on_ranks, rank_main
+    from optimus.launch_env import read_launch_env
 
+    if args.result:  # started by on_ranks
+        rank_main(read_launch_env(), args.hidden, args.rounds, args.result)
+        return 0
+    counts = [count for count in args.ranks or (4, 8) if count]
+    check_ranks(counts, args.hidden)
     peers = [name for name in args.peers.split(",") if name]
     threads = args.threads or (1, 2)
     result = bench_optimizer(args.size or SIZES, threads, args.rounds, peers, args.device)
-    print(json.dumps(result) if args.json else format_result(result))
+    result["ranks"] = on_ranks(counts, args.hidden, args.rounds)
+    text = format_result(result) + (format_ranks(result["ranks"]) if counts else "")
+    print(json.dumps(result) if args.json else text)
     return 0
 
 

@@ -14,6 +14,7 @@ from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
 from optimus_kernels.memory import release as release_memory
 from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
 from optimus_kernels.route import Rows, route
+from optimus_kernels.squares import square_bins_
 from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "release_memory",
     "route",
     "set_form",
+    "square_bins_",
     "swiglu",
     "swiglu_backward",
 ]

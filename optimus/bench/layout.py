@@ -51,7 +51,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     states = shard.make_states()
-    config, news = take_dispatch(config, groups, shard)
+    config, news = take_dispatch(config, groups, shard, states)
     updater = Updater(config, groups, shard, states, plan, world.device)
     schedule = shard.layout.schedule
     own = _random_microbatches(config, plan, groups.data.rank)

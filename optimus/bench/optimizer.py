@@ -3,7 +3,7 @@
 A step takes bf16 gradients to updated fp32 states and bf16 parameters, on one flat chunk. All
 contestants update the same states in turn, so that a noisy machine disturbs all alike; before, each
 is held against ours on a small copy. `bound` moves the same bytes (28 a parameter, half read, half
-written) by the best of torch's plain passes, timed in the same turns.
+written) by the best of torch's plain passes, timed in the same turns. The exact norm stands beside.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optimus.bench.meters import clocked, device_name, free_bytes, versions
+from optimus.bench.norm import bench_norm
 from optimus.errors import ConfigError, OptimusError
 from optimus_kernels import adamw_, backend
 
@@ -180,6 +181,7 @@ def _case(
         "clock": ("wall", "cpu")[clock],
         "absent": absent,
         "contestants": _summary({n: [t[clock] for t in all_] for n, all_ in times.items()}, size),
+        "norm": bench_norm(size, rounds, clock, device),
     }
 
 
@@ -269,5 +271,10 @@ def format_result(result: dict[str, Any]) -> str:
                 f"{row['gb_s']:.1f} | {row['ours_is_faster']:.2f} ({least:.2f}, {median:.2f}, "
                 f"{most:.2f}) |"
             )
+        twin, read = (case["norm"]["ours_is_faster_paired"][name][1] for name in ("twin", "read"))
+        lines.append(
+            f"\nThe exact norm's kernel is {twin:.2f} times as fast as its twin in torch, and "
+            f"{read:.2f} times as fast as torch's plain sum."
+        )
         lines += [f"\n{name}: {why}" for name, why in case["absent"].items()]
     return "\n".join(lines)

@@ -50,6 +50,8 @@ class Manifest:
     settings: Mapping[str, Any]
     files: tuple[FileEntry, ...]
     path: Path
+    loss_scale: Mapping[str, float] | None = None
+    """State of dynamic loss scaling (fp16); None without it."""
 
     @property
     def is_sharded(self) -> bool:
@@ -132,7 +134,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
-        return Manifest(files=entries, path=path, **fields)
+        return Manifest(files=entries, path=path, **fields, loss_scale=raw.get("loss_scale"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -186,6 +188,7 @@ def finish(
     origin: str = "none",
     settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
+    loss_scale: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
     are files that their writers have made durable and that the index describes."""
@@ -201,6 +204,8 @@ def finish(
         "settings": dict(settings or {}),
         "files": [asdict(entry) for entry in entries],
     }
+    if loss_scale is not None:
+        manifest["loss_scale"] = dict(loss_scale)
     files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
     read_manifest(temporary).check_shards()
     if final.exists():

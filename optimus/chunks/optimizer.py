@@ -8,7 +8,7 @@ a maximum for SM3; it needs the slots of a chunk, which `step` is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from optimus.chunks.states import ChunkStates
 from optimus.config import OptimConfig
@@ -22,23 +22,31 @@ class AdamW:
         self._optim = optim
         self.num_updates = 0
 
-    def step(self, chunks: Sequence[ChunkStates], lr: float, grad_scale: float = 1.0) -> None:
+    def step(
+        self,
+        chunks: Sequence[ChunkStates],
+        lr: float,
+        grad_scale: float,
+        updated: Callable[[ChunkStates], None],
+    ) -> None:
         """One update of every chunk's shard from its `grad` times `grad_scale`, and of the rank's
-        own part of the parameters."""
+        own part of the parameters; `updated` is called with each chunk behind its own."""
         self.num_updates += 1
         optim = self._optim
         for one in chunks:
-            own = one.params[one.own]
+            own, setting = one.shard, one.home.setting
+            decay = setting.weight_decay
             adamw_(
                 one.master,
                 one.exp_avg,
                 one.exp_avg_sq,
                 one.grad,
                 None if own.data_ptr() == one.master.data_ptr() else own,
-                lr,
+                lr * setting.lr_scale,
                 *optim.betas,
                 optim.eps,
-                optim.weight_decay,
+                optim.weight_decay if decay is None else decay,
                 self.num_updates,
                 grad_scale,
             )
+            updated(one)

@@ -7,42 +7,84 @@ shard that the rank updates: all of the chunk where states are not divided.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from optimus.chunks.memory import Piece
 from optimus.chunks.states import ChunkStates
 from optimus.dist.collectives import (
+    Group,
+    Transfer,
     all_gather,
     all_reduce_sum,
     all_to_all,
-    reduce_scatter_sum,
+    begin_all_reduce_sum,
+    begin_reduce_scatter_sum,
 )
+
+_UNDER_WAY = 2
+"""Chunks that may travel at once: a backend may hold a copy of each."""
 
 
 class FastReduction:
-    """Microbatches add up locally; one reduce-scatter a step."""
+    """Microbatches add up locally; one reduce-scatter a step, waited for in `finish` if `overlap`.
 
-    def __init__(self, chunks: list[ChunkStates], dtype: torch.dtype) -> None:
+    What is undivided is added up where it lies, shards where they are wanted; only another dtype
+    or a shard of several pieces takes memory on the way.
+    """
+
+    def __init__(self, chunks: list[ChunkStates], dtype: torch.dtype, overlap: bool) -> None:
         self._chunks, self._dtype = chunks, dtype
+        self._at_once = _UNDER_WAY if overlap else 0
+        self._under_way: deque[tuple[ChunkStates, Transfer]] = deque()
+        self._pieces: list[tuple[ChunkStates, Tensor]] = []
 
     def start(self) -> None:
+        self._wait(0)  # for what a step left behind that was given up
+        self._pieces.clear()
         for one in self._chunks:
             one.grads.zero_()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Nothing is held between steps."""
+        return iter(())
 
     def after(self, one: ChunkStates) -> None:
         """Behind the last backward of a step that adds to this chunk."""
         group = one.home.adders
         if group.size == 1:
             return
-        if one.home.shards.size == 1 and one.home.spread.size == group.size:
-            _all_reduce(one.grads, one, self._dtype)
-            return
+        self._wait(max(0, self._at_once - 1))
         travelling = one.grads.to(self._dtype)
-        piece = travelling.new_empty(len(travelling) // group.size)
-        reduce_scatter_sum(piece, travelling, group)
-        _join(one, piece.float())
+        if one.home.shards.size == 1:
+            transfer = begin_all_reduce_sum(travelling, group)
+        else:
+            whole = one.home.spread.size == 1 and one.grad.dtype is self._dtype
+            piece = one.grad if whole else travelling.new_empty(len(travelling) // group.size)
+            transfer = begin_reduce_scatter_sum(piece, travelling, group)
+        self._under_way.append((one, transfer))
+        self._wait(self._at_once)
+
+    def _wait(self, remaining: int) -> None:
+        while len(self._under_way) > remaining:
+            one, transfer = self._under_way.popleft()
+            result = transfer.wait()
+            into = one.grads if one.home.shards.size == 1 else one.grad
+            if result.data_ptr() == into.data_ptr():
+                continue
+            if len(result) == len(into):
+                into.copy_(result)
+            else:  # other ranks' pieces are fetched in `finish`, so that all do it at one time
+                self._pieces.append((one, result))
 
     def finish(self) -> None:
+        self._wait(0)
+        for one, piece in self._pieces:
+            _join(one, piece.to(one.grad.dtype))
+        self._pieces.clear()
         for one in self._chunks:
             all_reduce_sum(one.grad, one.home.partial_over)
 
@@ -67,16 +109,14 @@ class OrderedReduction:
             one.grads.zero_()
             self._sums[one.chunk.number].zero_()
 
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that is held between steps."""
+        for one in self._chunks:
+            yield Piece("deterministic", self._sums[one.chunk.number], one.chunk)
+
     def after(self, one: ChunkStates) -> None:
         """Behind every backward that adds to this chunk."""
-        group, total = one.home.adders, self._sums[one.chunk.number]
-        if group.size == 1:
-            total.add_(one.grads)
-        else:
-            received = torch.empty_like(one.grads)
-            all_to_all(received, one.grads, group)
-            for contribution in received.chunk(group.size):
-                total.add_(contribution)
+        add_in_rank_order(self._sums[one.chunk.number], one.grads, one.home.adders)
         one.grads.zero_()
 
     def finish(self) -> None:
@@ -85,11 +125,16 @@ class OrderedReduction:
             all_reduce_sum(one.grad, one.home.partial_over)
 
 
-def _all_reduce(flat: Tensor, one: ChunkStates, dtype: torch.dtype) -> None:
-    travelling = flat.to(dtype)
-    all_reduce_sum(travelling, one.home.adders)
-    if travelling is not flat:
-        flat.copy_(travelling)
+def add_in_rank_order(total: Tensor, grads: Tensor, group: Group) -> None:
+    """Add to this rank's piece [L / n] of a sum what each of n ranks has for it in its `grads` [L],
+    rank 0 first."""
+    if group.size == 1:
+        total.add_(grads)
+        return
+    received = torch.empty_like(grads)
+    all_to_all(received, grads, group)
+    for contribution in received.chunk(group.size):
+        total.add_(contribution)
 
 
 def _join(one: ChunkStates, piece: Tensor) -> None:

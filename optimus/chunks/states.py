@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.layout import Chunk, Slot
+from optimus.chunks.memory import Piece
+from optimus.chunks.setting import PLAIN, Setting
 from optimus.dist.collectives import ALONE, Group
 
 
@@ -32,6 +34,8 @@ class Home:
     """Axes along which ranks hold the same part of the states."""
     far_copy: bool = False
     """Whether another stage holds the parameter too and counts it."""
+    setting: Setting = PLAIN
+    """How the optimizer treats it."""
     first_copy: bool = field(default=True, compare=False)
     """Whether this rank is the first of those that hold the same part of the states."""
 
@@ -55,31 +59,60 @@ class StateShard:
 class ChunkStates:
     """What a rank keeps of a chunk of L elements, with its shard of L / shards.
 
-    `params` [L] in the training dtype; `grads` [L] fp32, where backward adds; `master`, `exp_avg`,
-    `exp_avg_sq`, `grad` [L / shards] fp32. In fp32 training the master is the rank's part of
-    `params`; undivided, `grad` is `grads`.
+    `params` [L] in the training dtype; `grads` [L] in the gradients', where backward adds; `shard`
+    [L / shards], the rank's part of the parameters; `master`, `exp_avg`, `exp_avg_sq`, `grad`
+    [L / shards] fp32. In fp32 training the master is the shard; undivided, `grad` is `grads`.
+
+    `divided`: the rank keeps its shard of the parameters apart, and `params` may be without memory.
     """
 
-    def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        home: Home,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        divided: bool = False,
+    ) -> None:
         self.chunk, self.home = chunk, home
+        self.divided = divided and home.shards.size > 1
         length, shard = chunk.length, chunk.shard_length
         self.params = torch.zeros(length, dtype=dtype, device=device)
-        self.grads = torch.zeros(length, dtype=torch.float32, device=device)
+        self.grads = torch.zeros(length, dtype=grad_dtype, device=device)
         self.grad = self.grads
         if home.shards.size > 1:
             self.grad = torch.zeros(shard, dtype=torch.float32, device=device)
         first = home.shards.rank * shard
         self.own = slice(first, first + shard)
         """This rank's part of the chunk."""
+        self.shard = self.params[self.own]
+        if self.divided:
+            self.shard = torch.zeros(shard, dtype=dtype, device=device)
         if dtype is torch.float32:
-            self.master = self.params[self.own]
+            self.master = self.shard
         else:
             self.master = torch.zeros(shard, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.master) for _ in range(2))
 
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds."""
+        yield Piece("parameters", self.params, self.chunk)
+        yield Piece("parameters", self.shard, self.chunk)
+        yield Piece("gradients", self.grads, self.chunk)
+        yield Piece("gradients", self.grad, self.chunk)
+        yield Piece("masters", self.master, self.chunk)
+        yield Piece("moments", self.exp_avg, self.chunk)
+        yield Piece("moments", self.exp_avg_sq, self.chunk)
+
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """A parameter's part of a flat [L] buffer."""
         return flat[slot.start : slot.stop].view(slot.shape)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """What backward has added, by parameter."""
+        for slot in self.chunk.slots:
+            yield slot.name, self.view(self.grads, slot)
 
     def piece_of(self, flat: Tensor, slot: Slot) -> tuple[Tensor, slice] | None:
         """Where a parameter meets this rank's shard: that part of a flat [L / shards] buffer, and

@@ -6,6 +6,8 @@ files is checked by `optimus.train.preflight`.
 
 from __future__ import annotations
 
+import math
+
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError
 
@@ -21,6 +23,8 @@ def check(config: Config) -> None:
         _batch,
         _schedule,
         _determinism,
+        _residency,
+        _loss_scale,
         _kernels,
         _compile,
         _pipeline,
@@ -225,9 +229,68 @@ def _determinism(config: Config) -> None:
             f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
             "train.deterministic needs 'fp32'"
         )
+    if config.optim.grad_dtype != "fp32":
+        if config.train.deterministic:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds sums of microbatches; "
+                "train.deterministic needs 'fp32'"
+            )
+        if config.optim.resident != "all":
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', not "
+                f"{config.optim.resident!r}: pieces of gradients add up in fp32"
+            )
+        if config.train.dtype != config.optim.grad_dtype:
+            raise ConfigError(
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} goes with train.dtype = 'bf16', "
+                f"not {config.train.dtype!r}; leave it at 'fp32'"
+            )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
             "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"
+        )
+
+
+def _residency(config: Config) -> None:
+    optim = config.optim
+    if optim.cache_chunks and optim.resident != "cache":
+        raise ConfigError(
+            f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
+            f"{optim.resident!r}; drop it, or use optim.resident = 'cache'"
+        )
+    if optim.resident == "cache" and optim.sharding == "none":
+        raise ConfigError(
+            "optim.resident = 'cache' keeps a rank's shard of the parameters, and optim.sharding = "
+            "'none' gives it none; use 'so' or 'epso'"
+        )
+    if optim.resident == "cache" and config.train.compile:
+        raise ConfigError(
+            "train.compile = true hides when blocks compute from optim.resident = 'cache'; use "
+            "train.compile = false, or optim.resident = 'parameters'"
+        )
+
+
+def _loss_scale(config: Config) -> None:
+    optim, dtype = config.optim, config.train.dtype
+    if dtype == "fp16" and config.train.deterministic:
+        raise ConfigError(
+            "train.dtype = 'fp16': its loss scale follows overflows; train.deterministic needs "
+            "'bf16' or 'fp32'"
+        )
+    for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
+        value, default = getattr(optim, key), type(optim).model_fields[key].default
+        if dtype != "fp16" and value != default:
+            raise ConfigError(
+                f"optim.{key} = {value:g} has no meaning with train.dtype = {dtype!r}; leave it "
+                "out, or use 'fp16'"
+            )
+        if key != "loss_scale_growth_steps" and value and math.frexp(value)[0] != 0.5:
+            near = 2.0 ** round(math.log2(value))
+            raise ConfigError(f"optim.{key} = {value:g} must be a power of two, such as {near:g}")
+    if 0 < optim.loss_scale < optim.min_loss_scale:
+        raise ConfigError(
+            f"optim.loss_scale = {optim.loss_scale:g} is below optim.min_loss_scale = "
+            f"{optim.min_loss_scale:g}; raise it, or lower the latter"
         )
 
 
@@ -278,8 +341,6 @@ def _not_yet(config: Config) -> None:
         only = getattr(getattr(defaults, section), key)
         if value != only:
             raise ConfigError(_unavailable(f"{section}.{key}", value, only))
-    if config.train.dtype == "fp16":
-        raise ConfigError(_unavailable("train.dtype", "fp16", "bf16"))
 
 
 def _unavailable(key: str, value: object, instead: object) -> str:

@@ -270,6 +270,17 @@ class TrainConfig(Section):
     """Length of a sampled continuation, in tokens."""
 
 
+class ParameterGroup(Section):
+    """Parameters that AdamW treats in a way of their own."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """Which: their names match it as file names match `*norm*` or `blocks.[01].*`."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay; absent: optim.weight_decay."""
+    lr_scale: NonNegative = 1.0
+    """Their learning rate is that of the schedule times this."""
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -288,17 +299,44 @@ class OptimConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, on every parameter."""
+    """Decoupled weight decay, on every parameter but those that `groups` say otherwise of."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Weight decay and learning rate by name, the first group that matches a parameter counts; a
+    pattern that matches none is refused. Names are those in a checkpoint's model.safetensors."""
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of parameters that are not trained: they take no gradient and no optimizer state."""
     clip_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
     clip_after_warmup: bool = False
     """Clip only once the warm-up is over, as the paper does."""
     sharding: Literal["none", "so", "epso"] = "none"
     """Over which ranks the optimizer states are divided."""
+    resident: Literal["all", "parameters", "cache"] = "all"
+    """What a rank keeps whole of chunks that are divided over ranks. `all`: parameters and
+    gradients (ZeRO-1). `parameters`: gradients only for the backward of one microbatch, then its
+    piece of their sum (ZeRO-2). `cache`: parameters only while they are needed, too (ZeRO-3, the
+    rCache of Elixir), which needs `sharding`. Bits do not change if deterministic."""
+    cache_chunks: CountOrZero = 0
+    """resident = `cache`: chunks of parameters that are whole at a time; 0: as many as there are,
+    each gathered once a step."""
     chunk_length: Count = 1 << 24
     """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients travel between ranks."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which a rank adds up the gradients of its microbatches: `bf16` (the paper's) takes
+    half the memory and rounds every sum; it needs train.dtype = "bf16"."""
+    overlap: bool = True
+    """Let gradients travel while backward goes on (never if deterministic) and updated parameters
+    while the next forward does, which changes no bits; false: wait for each."""
+    loss_scale: NonNegative = 0.0
+    """fp16: what backward starts from instead of 1, a power of two, at the first update; 0: 65536
+    times the microbatches of the global batch, rounded up. It halves when a gradient overflows
+    anywhere, and that update is skipped on all ranks; at `min_loss_scale` the run ends instead."""
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """fp16: the loss scale does not fall below this power of two."""
+    loss_scale_growth_steps: Count = 1000
+    """fp16: updates in a row without overflow after which the loss scale doubles."""
 
 
 class RecomputeConfig(Section):

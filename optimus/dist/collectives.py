@@ -116,12 +116,46 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+class Transfer:
+    """A message or a collective on its way. Its tensors live as long as it does."""
+
+    def __init__(
+        self, tensor: torch.Tensor, work: Any, group: Group, what: str, *read: torch.Tensor
+    ) -> None:
+        self.tensor, self._work, self._group, self._what = tensor, work, group, what
+        self._read = read
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has come or may be used again. Raises LostPeerError."""
+        if self._work is not None:
+            with lost_peers(self._what, self._group):
+                self._work.wait()
+            self._work, self._read = None, ()
+        return self.tensor
+
+
 @_collective
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
     """In place: the sum of `tensor` over the group."""
     if group.size > 1:
-        _count("all_reduce", group, tensor)
-        distributed.all_reduce(tensor, distributed.ReduceOp.SUM, group=group.handle)
+        _all_reduce_sum(tensor, group, async_op=False)
+
+
+@_collective
+def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
+    """`all_reduce_sum` that does not wait. All ranks of a group begin in one order."""
+    work = _all_reduce_sum(tensor, group, async_op=True) if group.size > 1 else None
+    return Transfer(tensor, work, group, "all_reduce_sum")
+
+
+def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
+    _count("all_reduce", group, tensor)
+    total = distributed.ReduceOp.SUM
+    return distributed.all_reduce(tensor, total, group=group.handle, async_op=async_op)
 
 
 @_collective
@@ -135,13 +169,23 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
 @_collective
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
     """Fill `out` [size * n, ...] with every rank's `shard` [n, ...], in rank order."""
+    _all_gather(out, shard, group, async_op=False)
+
+
+@_collective
+def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
+    """`all_gather` that does not wait. All ranks of a group begin in one order."""
+    return Transfer(out, _all_gather(out, shard, group, async_op=True), group, "all_gather", shard)
+
+
+def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Any:
     if group.size == 1:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
-        return
+        return None
     _count("all_gather", group, out, shard)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(out, shard, group=group.handle)
+    return gather(out, shard, group=group.handle, async_op=async_op)
 
 
 @_collective
@@ -172,15 +216,29 @@ def all_to_all_rows(
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
     """Fill `out` [n, ...] with this rank's part of the sum over the group of `whole` [size * n,
     ...]."""
+    _reduce_scatter_sum(out, whole, group, async_op=False)
+
+
+@_collective
+def begin_reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> Transfer:
+    """`reduce_scatter_sum` that does not wait. All ranks of a group begin in one order."""
+    work = _reduce_scatter_sum(out, whole, group, async_op=True)
+    return Transfer(out, work, group, "reduce_scatter_sum", whole)
+
+
+def _reduce_scatter_sum(
+    out: torch.Tensor, whole: torch.Tensor, group: Group, async_op: bool
+) -> Any:
     if group.size == 1:
         if out.data_ptr() != whole.data_ptr():
             out.copy_(whole)
-        return
+        return None
     _count("reduce_scatter", group, whole)
     scatter = (
         getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
-    scatter(out, whole, distributed.ReduceOp.SUM, group=group.handle)
+    total = distributed.ReduceOp.SUM
+    return scatter(out, whole, total, group=group.handle, async_op=async_op)
 
 
 @_collective
@@ -190,6 +248,11 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
         _count("broadcast", group, tensor)
         origin = distributed.get_global_rank(group.handle, source)
         distributed.broadcast(tensor, origin, group=group.handle)
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of a group that has a handle, in their order within it."""
+    return distributed.get_process_group_ranks(group.handle)
 
 
 @_collective
@@ -231,25 +294,6 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
         distributed.barrier(group=group.handle)
-
-
-class Transfer:
-    """A message on its way between two ranks. Its tensor lives as long as it does."""
-
-    def __init__(self, tensor: torch.Tensor, work: Any, group: Group, what: str) -> None:
-        self.tensor, self._work, self._group, self._what = tensor, work, group, what
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> torch.Tensor:
-        """The tensor, once it has come or may be used again. Raises LostPeerError."""
-        if self._work is not None:
-            with lost_peers(self._what, self._group):
-                self._work.wait()
-            self._work = None
-        return self.tensor
 
 
 @_collective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,23 +47,42 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
     members = mesh.groups_of(world.rank)
     # Before "ends", which only some ranks make.
     channels = open_channels(members["pp"], world, lambda ranks: _make(ranks, world, "pp"))
-    handles: dict[tuple[int, ...], Any] = {}
+    handles: dict[tuple[bool, tuple[int, ...]], Any] = {}
     if world.size > 1:
-        handles[tuple(range(world.size))] = world.everyone.handle
-    for name, ranks in members.items():  # in the same order on all ranks of a group
-        if len(ranks) > 1 and ranks not in handles:
-            handles[ranks] = _make(ranks, world, _label(name, mesh))
-    groups = {
-        name: Group(len(ranks), ranks.index(world.rank), handles.get(ranks), _label(name, mesh))
-        for name, ranks in members.items()
-    }
+        handles[False, tuple(range(world.size))] = world.everyone.handle
+    for name, ranks in members.items():  # in one order on all ranks of a group
+        key = (name in _STATES, ranks)
+        if len(ranks) > 1 and key not in handles:
+            handles[key] = _make(ranks, world, _label(name, mesh))
+    return _gather(mesh, world.rank, world.everyone, handles, channels)
+
+
+def plan_groups(mesh: Mesh, rank: int) -> Groups:
+    """The groups that a rank would have, without any process: for plans, which ask how many ranks
+    there are and which number this one has. Nothing can be sent over them."""
+    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, Channels())
+
+
+def _gather(
+    mesh: Mesh,
+    rank: int,
+    everyone: Group,
+    handles: Mapping[tuple[bool, tuple[int, ...]], Any],
+    channels: Channels,
+) -> Groups:
+    groups = {}
+    for name, ranks in mesh.groups_of(rank).items():
+        handle = handles.get((name in _STATES, ranks))
+        groups[name] = Group(len(ranks), ranks.index(rank), handle, _label(name, mesh))
     return Groups(
-        mesh=mesh,
-        place=mesh.place(world.rank),
-        everyone=world.everyone,
-        channels=channels,
-        **groups,
+        mesh=mesh, place=mesh.place(rank), everyone=everyone, channels=channels, **groups
     )
+
+
+_STATES = ("dp", "data")
+"""Gradients and parameters travel over these while the model computes. They share no process group
+with others of the same ranks, whose operations would queue up behind, and would have to be begun in
+one order with theirs."""
 
 
 def _label(name: str, mesh: Mesh) -> str:

@@ -23,6 +23,8 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
+        self.weights: list[Tensor] = []
+        """Whose gradients are put off."""
 
     def __enter__(self) -> WeightGradients:
         _in_force.append(self)
@@ -38,9 +40,10 @@ class WeightGradients:
         while self._work:
             self._work.popleft()()
 
-    def put_off(self, work: Callable[[], None]) -> None:
-        """`work` computes gradients and adds them."""
+    def put_off(self, work: Callable[[], None], *weights: Tensor) -> None:
+        """`work` computes the gradients of `weights`, adds them and runs their hooks."""
         self._work.append(work)
+        self.weights += weights
 
 
 def in_force() -> WeightGradients | None:
@@ -53,7 +56,7 @@ def later_or_now(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | Non
     late = in_force()
     if late is None:
         return gradient()
-    late.put_off(lambda: accumulate(weight, gradient()))
+    late.put_off(lambda: accumulate(weight, gradient()), weight)
     return None
 
 

@@ -84,7 +84,8 @@ class Experts(nn.Module):
         """Of a backward's weight gradients: asked in it, since its schedule decides."""
         late = late_gradients.in_force()
         if late is not None:
-            return lambda work: late.put_off(partial(self._compute, work))
+            weights = (self.gate_up, self.down)
+            return lambda work: late.put_off(partial(self._compute, work), *weights)
         return None if self.weight_grads is None else self.weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:

@@ -5,7 +5,7 @@ Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -161,8 +161,19 @@ class Transformer(nn.Module):
     def compile_blocks(self) -> None:
         """Let torch.compile make each block's passes, as one graph without breaks, at their first
         call. Blocks of the same settings share the code; names and parameters stay as they are."""
-        for block in self.blocks.values():
-            block.compile(fullgraph=True)
+        for block in self.blocks.values():  # `forward` alone: hooks of a block stay outside
+            block.forward = torch.compile(block.forward, fullgraph=True)
+
+    def readers(self) -> Iterator[tuple[nn.Module, list[str]]]:
+        """The modules that a forward pass here calls one after the other, each with the names of
+        all parameters that it reads; the final norm also with what is read behind it."""
+        behind = ("final_norm.", "head.") + (("embed.",) if self.config.tie_embeddings else ())
+        parts = [(self.embed, ("embed.",))]
+        parts += [(block, (f"blocks.{number}.",)) for number, block in self.blocks.items()]
+        names = [name for name, _ in self.named_parameters()]
+        for module, prefixes in [*parts, (self.final_norm, behind)]:
+            if module is not None:
+                yield module, [name for name in names if name.startswith(prefixes)]
 
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a leaf of its own over the same storage.

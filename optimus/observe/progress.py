@@ -39,7 +39,9 @@ class Progress:
 
 
 def _figures(record: Mapping[str, Any]) -> str:
+    loss, norm = record["loss"], record["grad_norm"]
+    gradient = "overflow, skipped" if norm is None else f"norm {norm:.3f}"
     return (
-        f"loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-        f"{record['tokens_per_s']:,.0f} tok/s"
+        f"loss {'overflow' if loss is None else f'{loss:.4f}'}  {gradient}  "
+        f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tok/s"
     )

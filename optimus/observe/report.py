@@ -28,8 +28,11 @@ def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -
     seconds = sum(record["step_time_s"] for record in metrics)
     text = (
         f"{last['step']} steps, {last['tokens']:,} tokens in {seconds:.0f} s of steps "
-        f"({last['tokens'] / seconds:,.0f} tokens/s); last training loss {last['loss']:.4f}"
+        f"({last['tokens'] / seconds:,.0f} tokens/s)"
     )
+    losses = [record["loss"] for record in metrics if record["loss"] is not None]
+    if losses:  # that of an update skipped for an overflow may be missing
+        text += f"; last training loss {losses[-1]:.4f}"
     if evaluations:
         text += f"; held-out loss {evaluations[-1]['loss']:.4f} at step {evaluations[-1]['step']}"
     return text

@@ -70,6 +70,7 @@ def _pass(
     platform.synchronize(device)
     start = time.perf_counter()
     out = one.experts(x, weights, chosen)
-    torch.autograd.grad([out], [x, weights, *one.experts.parameters()], [grad])
+    learning = [p for p in one.experts.parameters() if p.requires_grad]
+    torch.autograd.grad([out], [x, weights, *learning], [grad])
     platform.synchronize(device)
     return time.perf_counter() - start

@@ -11,6 +11,9 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.parallel.placement import Placement, place_parameters, whole_model
 
+FURTHER_USES = {"head.weight": "embed.weight"}
+"""Names under which a tied parameter is used once more: that parameter."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,6 +39,16 @@ class Layout:
     @property
     def has_last(self) -> bool:
         return self.stages[-1] == self.schedule.num_stages - 1
+
+    def owner_of(self, name: str) -> str:
+        """The parameter here behind a name: itself, or that of which the name is a further use; ""
+        for a name of neither."""
+        owner = name if name in self.placements else FURTHER_USES.get(name, "")
+        return owner if owner in self.placements else ""
+
+    def is_far_copy(self, name: str) -> bool:
+        """Whether a parameter lies here for a further use and another stage answers for it."""
+        return name in FURTHER_USES.values() and not self.has_first
 
     def stage_of(self, name: str) -> int:
         """The stage of this rank that a parameter, or a further use of one, belongs to."""

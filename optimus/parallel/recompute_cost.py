@@ -89,7 +89,8 @@ class KeptBytes:
     manager; parameters do not count, nor do indices outside of autograd's keeping."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._skipped = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        # By storage, since its memory may come only when the parameters are needed.
+        self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._kept: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no memory is counted under a second owner
         self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved)
@@ -113,6 +114,6 @@ class KeptBytes:
 
     def _note(self, saved: Tensor) -> None:
         memory = saved.untyped_storage()
-        if memory.data_ptr() not in self._skipped:
+        if memory._cdata not in self._skipped:
             self._kept[memory.data_ptr()] = memory.nbytes()
             self._alive.append(saved.detach())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from optimus.chunks.memory import KINDS
 from optimus.config import Config
+from optimus.dist.mesh import Mesh
 from optimus.model.flops import count_parameters, flops_per_token
+from optimus.planner.states import plan_ranks
 
 _GIB = 1 << 30
 
@@ -13,19 +16,27 @@ _GIB = 1 << 30
 def plan(config: Config) -> dict[str, Any]:
     """What the run needs, ready for JSON; a configuration with a bare `[model]` will do.
 
-    Always `total_params`, `active_params` and `memory`, the bytes of model states that one device
-    holds under plain data parallelism, without activations. With `train.seq_len` also
-    `flops_per_token`, with a global batch `flops_per_step`, and with a number of steps `tokens` and
-    `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and backward.
+    Always `total_params`, `active_params`, `world`, and `memory`, the bytes of model states on the
+    fullest rank, without activations; `ranks` has them by place, the same for all dp and ep. With
+    `train.seq_len` also `flops_per_token`, with a global batch `flops_per_step`, and with a number
+    of steps `tokens` and `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and
+    backward. Where `parallel.dp` is 0 the world is taken to hold one replica.
     """
-    train = config.train
+    train, parallel = config.train, config.parallel
     total, active = count_parameters(config.model)
+    mesh = Mesh(parallel.pp, parallel.dp or 1, parallel.ep, parallel.tp)
+    ranks = [{"pp": place.pp, "tp": place.tp, **sizes} for place, sizes in plan_ranks(config, mesh)]
+    fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {
         "architecture": config.model.architecture,
         "total_params": total,
         "active_params": active,
         "dtype": train.dtype,
-        "memory": model_state_bytes(config, total),
+        "world": mesh.world_size,
+        "mesh": mesh.sizes._asdict(),
+        "sharding": config.optim.sharding,
+        "memory": {key: size for key, size in fullest.items() if key not in ("pp", "tp")},
+        "ranks": ranks,
     }
     if not train.seq_len:
         return result
@@ -40,27 +51,8 @@ def plan(config: Config) -> dict[str, Any]:
     return result
 
 
-def model_state_bytes(config: Config, total_params: int) -> dict[str, int]:
-    """Bytes on a device: parameters in the training dtype; gradients, accumulated in fp32, one more
-    for the head's use of tied embeddings; masters and the two moments of AdamW in fp32, where fp32
-    parameters are their own masters; in deterministic mode two more buffers of gradients."""
-    model = config.model
-    gradients = 4 * total_params
-    if model.tie_embeddings:
-        gradients += 4 * model.vocab_size * model.hidden_size
-    masters = config.train.dtype == "fp32"
-    parts = {
-        "parameters": (4 if masters else 2) * total_params,
-        "gradients": gradients,
-        "optimizer": (8 if masters else 12) * total_params,
-        "deterministic": 2 * gradients if config.train.deterministic else 0,
-    }
-    return {**parts, "total": sum(parts.values())}
-
-
 def format_plan(result: dict[str, Any]) -> str:
     """The plan for the eye, a line a fact."""
-    memory = result["memory"]
     lines = [
         ("parameters", f"{result['total_params']:,}"),
         ("active for a token", f"{result['active_params']:,}"),
@@ -73,13 +65,30 @@ def format_plan(result: dict[str, Any]) -> str:
         lines.append(("per update", f"{batch:,} tokens, {work:,.1f} TFLOP"))
     if "flops" in result:
         lines.append(("whole run", f"{result['tokens']:,} tokens, {result['flops']:.3e} FLOP"))
-    lines.append(("on each device", f"{_gib(memory['total'])} of model states, data parallel"))
-    for name in ("parameters", "gradients", "optimizer", "deterministic"):
-        if memory[name]:
-            lines.append((f"  {name}", _gib(memory[name])))
-    lines.append(("", f"{result['dtype']} training; activations come on top"))
+    lines += _memory_lines(result)
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    memory, ranks, mesh = result["memory"], result["ranks"], result["mesh"]
+    axes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    ranks_of = f"{result['world']:,} ranks ({axes})" if axes else "one rank"
+    head = f"{_told(memory['total'])} of model states"
+    lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
+    lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
+    lines += [(f"  {kind}", _told(memory[kind])) for kind in KINDS if memory[kind]]
+    lines.append(("  of it padding", _told(memory["padding"])))
+    if len(ranks) > 1:
+        for rank in ranks:
+            name = " ".join(f"{axis} {rank[axis]}" for axis in ("pp", "tp") if mesh[axis] > 1)
+            lines.append((f"on ranks of {name}", _told(rank["total"])))
+    lines.append(("", f"{result['dtype']} training; activations come on top"))
+    return lines
+
+
+def _told(size: int) -> str:
+    return f"{size:,} bytes, {_gib(size)}"
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,10 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.planner.states import check_names
+from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
+from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import SaveAndLoad, check_saves
@@ -41,6 +45,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
         flight = preflight(config, launch.world_size, decides_start=launch.is_first)
         if launch.is_first:
             check_saves(config, flight)
+            check_names(config)
             directory = RunDirectory(config.train.run_dir)
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met
@@ -49,6 +54,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
         flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
         fix_arithmetic(config, world)
         config, flight = settle_kernels(config, world, flight)
+        check_half(config, world)
         if world.is_first:
             say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
         Run(config, world, flight, directory).go()
@@ -78,6 +84,11 @@ def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
     return float(every.min()), float(every.max())
 
 
+def _or_none(value: float) -> float | None:
+    """JSON has no NaN; only a step that was skipped for an overflow has one."""
+    return value if math.isfinite(value) else None
+
+
 class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
@@ -94,9 +105,10 @@ class Run:
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
         self.states = self.shard.make_states()
-        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard)
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config = config
-        self.saves = SaveAndLoad(config, world, self.groups, layout, flight, self.states)
+        scaling = LossScale(config, flight.plan.num_microbatches)
+        self.saves = SaveAndLoad(config, world, self.groups, layout, flight, self.states, scaling)
         self.flight = flight = self.saves.load()
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
@@ -108,7 +120,7 @@ class Run:
         if config.train.compile:
             self.model.compile_blocks()
         self.updater = Updater(
-            config, self.groups, self.shard, self.states, flight.plan, world.device
+            config, self.groups, self.shard, self.states, flight.plan, world.device, scaling
         )
         self.loader = Loader(
             flight.dataset,
@@ -174,14 +186,18 @@ class Run:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
     def sample(self, step: int) -> None:
-        """A continuation of the first held-out (or training) instance, for the eye."""
+        """A continuation of the first held-out (or training) instance, for the eye. Written by the
+        first rank alone, unless its parameters are divided: then all ranks write the same."""
         train = self.config.train
-        if self.directory is None or not train.sample_interval or step % train.sample_interval:
+        if not train.sample_interval or step % train.sample_interval:
+            return
+        if self.directory is None and self.states.cache is None:
             return
         dataset = self.flight.eval_dataset or self.flight.dataset
         with uncompiled(self.config):
             text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
-        self.directory.say(f"sample at step {step}: {text!r}")
+        if self.directory is not None:
+            self.directory.say(f"sample at step {step}: {text!r}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl of one update."""
@@ -189,8 +205,8 @@ class Run:
         flops = flops_per_token(model, plan.seq_len) * plan.tokens / seconds / self.world.size
         record = {
             "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": _or_none(result.loss),
+            "grad_norm": _or_none(result.grad_norm),
             "lr": result.lr,
             "tokens": self.flight.tokens_after(result.step),
             "step_time_s": seconds,
@@ -200,9 +216,13 @@ class Run:
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
-            record["aux_loss"], record["z_loss"] = result.aux_loss, result.z_loss
+            record["aux_loss"] = _or_none(result.aux_loss)
+            record["z_loss"] = _or_none(result.z_loss)
             low, high = expert_load(result.expert_rows, model)
             record["expert_load_min"], record["expert_load_max"] = low, high
+        if self.config.train.dtype == "fp16":
+            record["loss_scale"] = result.loss_scale
+            record["skipped_steps"] = result.skipped_steps
         return record
 
     def _find_peak(self) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.pieces import Buffer
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects, all_reduce_max, looking_at_what_is_sent
@@ -44,33 +45,35 @@ class Watch:
 
     def __init__(self, config: Config, groups: Groups, shard: Shard, states: ChunkEngine) -> None:
         self._config, self._groups, self._shard, self._states = config, groups, shard, states
-        self._device = next(iter(states.parameters().values())).device
+        self._device = next(shard.model.parameters()).device
         self.start(0)
 
     def start(self, step: int) -> None:
         self._step, self._bad_gradient, self._depth = step, "", 0
 
-    def look_at_gradients(self, stage: int) -> None:
-        """Before a sum over ranks hides whose they are."""
-        states = self._states
-        if self._bad_gradient or all(map(guards.is_finite, states.buffers_of(stage))):
-            return
-        last_first = list(states.gradients_of(stage))[::-1]
-        self._bad_gradient = guards.first_nonfinite(last_first) or ""
-        self._depth = [name for name, _ in last_first].index(self._bad_gradient)
+    def look_at(self, buffer: Buffer) -> None:
+        """Before a sum over ranks hides whose they are; the last of the model come first."""
+        if not self._bad_gradient and not guards.is_finite(buffer.grads):
+            last_first = list(buffer.named_grads())[::-1]
+            self._bad_gradient = guards.first_nonfinite(last_first) or ""
+            self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
-    def agree(self, microbatches: list[Microbatch]) -> None:
-        """Return if no rank found anything; otherwise raise the same NonFiniteError everywhere.
+    def anyone_in_trouble(self) -> bool:
+        """Whether any rank found anything: the same answer everywhere."""
+        flag = torch.tensor([int(self._in_trouble())], device=self._device)
+        all_reduce_max(flag, self._groups.everyone)
+        return bool(flag.item())
 
-        Then all ranks run the step's microbatches forward once more, together.
+    def _in_trouble(self) -> bool:
+        return bool(self._bad_gradient) or not self._losses_are_finite()
+
+    def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
+        """Raise the same NonFiniteError everywhere, once `anyone_in_trouble`.
+
+        All ranks run the step's microbatches forward once more, together.
         """
         everyone = self._groups.everyone
-        trouble = bool(self._bad_gradient) or not self._losses_are_finite()
-        flag = torch.tensor([int(trouble)], device=self._device)
-        all_reduce_max(flag, everyone)
-        if not flag.item():
-            return
-        found = self._findings(microbatches, trouble)
+        found = self._findings(microbatches, self._in_trouble())
         first = found[0]
         if first.rank == everyone.rank:
             log_dir = Path(self._config.train.run_dir) / "log"
@@ -79,7 +82,7 @@ class Watch:
         also = f" (and {more} more ranks)" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
-            f"{first.what}{also}",
+            f"{first.what}{also}{circumstance}",
             on_every_rank=True,
         )
 
@@ -107,7 +110,7 @@ class Watch:
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """This rank's part of the story; None where it has none."""
         watch, stage = guards.ForwardWatch(), self._groups.place.pp
-        parameter = guards.first_nonfinite(self._states.parameters().items())
+        parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         looking = looking_at_what_is_sent(watch.look)
         with uncompiled(self._config), looking, watch.over(self._shard.model):
             self._shard.executor.evaluate(microbatches)
@@ -122,11 +125,10 @@ class Watch:
         """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
         on the rank that put it into a collective first: backward runs once more to see that."""
         sent: list[bool] = []
-        with (
-            uncompiled(self._config),
-            looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor))),
-        ):
-            self._shard.executor.run(microbatches, lambda *_: None, lambda: None)
+        if not self._states.residency.divides_gradients:  # else buffers are gone by now
+            looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
+            with uncompiled(self._config), looking:
+                self._shard.executor.run(microbatches, lambda *_: None, lambda: None)
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf
             what = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"

@@ -32,12 +32,16 @@ FROZEN = (
     "optim.betas",
     "optim.eps",
     "optim.weight_decay",
+    "optim.groups",
+    "optim.frozen",
 )
 """Besides every `model.` setting: what a resumed run must share with its checkpoint. The batch is
 stored as it really was, whatever train.global_batch_tokens left to the world."""
 
+# Moments of parameters that were not trained do not exist: those start from model@STEP.
+_FIXED = ("optim.frozen",)
 CHANGEABLE = (
-    *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN),
+    *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN if key not in _FIXED),
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )

@@ -30,6 +30,7 @@ from optimus.model.transformer import Transformer
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import whole_model
 from optimus.resilience import guards
+from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, start_again
 from optimus.train.whole import WholeModel
 
@@ -76,9 +77,10 @@ class SaveAndLoad:
         layout: Layout,
         flight: Preflight,
         states: ChunkEngine,
+        loss_scale: LossScale,
     ) -> None:
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole = WholeModel(config, layout, groups)
+        self._whole, self._loss_scale = WholeModel(config, layout, groups, world.device), loss_scale
         # Asked anew each time: where states lie may change.
         self._rank_states = partial(states_of_rank, config, layout, groups, states)
 
@@ -93,6 +95,7 @@ class SaveAndLoad:
             problem = load_full(self._rank_states(), full, self._config.checkpoint.distribute)
             if not problem:
                 self._states.num_updates = full.updates
+                self._loss_scale.restore(full.loss_scale)
                 break
             damaged[full.path] = problem
             self._flight = self._fall_back(damaged)
@@ -177,6 +180,7 @@ class SaveAndLoad:
             "updates": self._states.num_updates,
             "origin": flight.start.origin,
             "settings": flight.settings,
+            "loss_scale": self._loss_scale.state(),
         }
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.dist.groups import Groups
 from optimus.parallel.dispatch import measure_dispatches
@@ -19,14 +20,14 @@ _SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.determini
 
 
 def settle_dispatch(
-    config: Config, flight: Preflight, groups: Groups, shard: Shard
+    config: Config, flight: Preflight, groups: Groups, shard: Shard, states: ChunkEngine
 ) -> tuple[Config, Preflight, list[str]]:
     """Choose `parallel.ep_dispatch` where it is "auto": in both values it is then what was chosen,
     and the lines are for the log. A collective of all ranks, alike on each."""
     stored = flight.start.full.settings if flight.start.full is not None else {}
     same = all(stored.get(key) == flight.settings[key] for key in _SAME)
     kept = stored.get(_DISPATCH, "auto") if same else "auto"
-    config, news = take_dispatch(config, groups, shard, kept)
+    config, news = take_dispatch(config, groups, shard, states, kept)
     if news:
         settings = flight.settings | {_DISPATCH: config.parallel.ep_dispatch}
         flight = replace(flight, settings=settings)
@@ -34,7 +35,7 @@ def settle_dispatch(
 
 
 def take_dispatch(
-    config: Config, groups: Groups, shard: Shard, kept: str = "auto"
+    config: Config, groups: Groups, shard: Shard, states: ChunkEngine, kept: str = "auto"
 ) -> tuple[Config, list[str]]:
     """Put the dispatch that "auto" stands for into the model and the configuration, and say so in a
     line: the checkpoint's where it `kept` one, else what is measured to be faster."""
@@ -45,6 +46,8 @@ def take_dispatch(
     elif kept != "auto":
         choice, why = kept, "as in the checkpoint"
     else:
+        experts = {id(p) for one in dispatchers(shard.model)[:1] for p in one.experts.parameters()}
+        states.gather([name for name, p in shard.model.named_parameters() if id(p) in experts])
         seconds = _measure(config, groups, shard)
         choice = min(seconds, key=lambda name: seconds[name])
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())

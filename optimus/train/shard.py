@@ -8,23 +8,23 @@ from functools import partial
 
 import torch
 
-from optimus.chunks.engine import ChunkEngine, Use
-from optimus.chunks.optimizer import AdamW
-from optimus.chunks.states import Home
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.residency import Pass
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups
-from optimus.dist.rules import shard_axes, sum_axes
 from optimus.model.late_gradients import put_off_whole
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.layout import Layout, make_layout
+from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
+from optimus.planner.states import make_states
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
+from optimus.train.units import units_of
 from optimus_kernels import WeightGrads
 
 
@@ -73,31 +73,30 @@ class Shard:
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(schedule, stages, groups.channels, boundary_shape, dtype)
 
-    def make_states(self) -> ChunkEngine:
+    def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of
-        chunks."""
-        config = self._config
-        engine = ChunkEngine(
-            dict(self.model.named_parameters()),
-            self.home_of,
-            AdamW(config.optim),
-            dtype=dtype_of(config.train.dtype),
-            chunk_length=config.optim.chunk_length,
-            deterministic=config.train.deterministic,
-            reduce_dtype=dtype_of(config.optim.grad_reduce_dtype),
-            everyone=self._groups.everyone,
-            compiled=config.train.compile,
-        )
-        self.model.separate_tied_uses()
-        for name, leaf in self.model.tied_uses().items():
-            engine.add_use(Use(name, leaf, "embed.weight"))
+        chunks. `poison`: as in Residency. A collective of all ranks. Raises ConfigError where
+        optim.cache_chunks is too small."""
+        config, schedule = self._config, self.layout.schedule
+        engine = make_states(config, self.layout, self._groups, self.model, poison)
+        if config.optim.overlap:
+            engine.wait_in(self.model.readers())
+        backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+        passes = [
+            Pass(action.stage, backward[action.kind])
+            for action in schedule.ranks[self._groups.place.pp]
+            if action.kind in backward
+        ]
+        early = not (schedule.splits_backward or config.train.compile)
+        engine.follow(units_of(self.model, self.layout), passes, early)
         return engine
 
     def keep_microbatches_apart(self) -> None:
         """See to it that what is added up behind a microbatch's last action is its gradient alone,
         where its backward is split (deterministic mode)."""
         if self.layout.schedule.splits_backward:
-            put_off_whole([*self.model.parameters(), *self.model.tied_uses().values()])
+            leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
+            put_off_whole(leaf for leaf in leaves if leaf.requires_grad)
 
     def add_in_place(self, states: ChunkEngine) -> None:
         """From now on experts add their weights' gradients to the chunks themselves, without a
@@ -106,34 +105,6 @@ class Shard:
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.weight_grads = partial(_chunk_gradients, states, name)
-
-    def home_of(self, name: str) -> Home:
-        """Whose the gradient of a parameter is, or of a further use of one."""
-        owner = name if name in self.layout.placements else "embed.weight"
-        kind = self.layout.placements[owner].kind
-        place, groups = self._groups.place, self._groups
-        adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
-        sharding = shard_axes(kind, self._config.optim.sharding)
-        spread = tuple(axis for axis in adding if axis not in sharding)
-        other_end = owner == "embed.weight" and not self.layout.has_first
-        # Of the ranks that hold the same, the first counts in the norm.
-        same = {"dp", "ep", "tp"} - set(sharding)
-        if kind.expert:
-            same -= {"ep"}
-        if kind.divided_by_tp:
-            same -= {"tp"}
-        copies = tuple(sorted(same))
-        first = all(getattr(place, axis) == 0 for axis in copies)
-        return Home(
-            stage=self.layout.stage_of(name),
-            adders=groups.over(adding),
-            shards=groups.over(sharding),
-            spread=groups.over(spread),
-            partial_over=groups.tp if kind.partial_over_tp else ALONE,
-            copies=copies,
-            far_copy=other_end,
-            first_copy=first,
-        )
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Tokens where the model is; document ids stay on the host, whose lengths it wants."""

@@ -18,6 +18,7 @@ from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan
+from optimus.train.loss_scale import LossScale
 from optimus.train.nonfinite import Watch
 from optimus.train.schedule import clips_at, learning_rate
 from optimus.train.shard import Shard
@@ -32,9 +33,14 @@ class UpdateResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
+    """NaN where the update was skipped for an overflow under loss scaling (fp16)."""
     lr: float
     expert_rows: Tensor
     """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
+    loss_scale: float = 1.0
+    """Of this update."""
+    skipped_steps: int = 0
+    """Since the run began, this one included."""
 
 
 class Updater:
@@ -48,13 +54,17 @@ class Updater:
         states: ChunkEngine,
         plan: BatchPlan,
         device: torch.device,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        """`loss_scale`: that of a run which goes on; None begins anew."""
+        self._loss_scale = loss_scale or LossScale(config, plan.num_microbatches)
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._shard, self._states = shard, states
         shard.add_in_place(states)
         if config.train.deterministic:
             shard.keep_microbatches_apart()
         self._watch = Watch(config, groups, shard, states)
+        states.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -62,37 +72,48 @@ class Updater:
         """Do update `step` on this rank's `microbatches`.
 
         Raises NonFiniteError on every rank, before masters change, if any rank's loss or gradient
-        is not finite.
+        is not finite; while the loss scale can still fall, the update is skipped instead.
         """
+        self._shard.executor.loss_scale = scale = self._loss_scale.scale
         own = self._shard.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
         self._states.start()
-        terms = self._shard.executor.run(own, self._reduce, self._make_update(step, own, lr))
-        return self._result(step, terms, lr)
-
-    def _reduce(self, stage: int, microbatch: int) -> None:
-        """REDUCE_GRAD: what this rank adds is looked at first, as a sum hides whose NaN it is."""
-        self._watch.look_at_gradients(stage)
-        self._states.reduce(stage)
+        terms = self._shard.executor.run(
+            own,
+            lambda stage, microbatch: self._states.reduce(stage),
+            self._make_update(step, own, lr),
+            self._states.before_backward,
+            self._states.last_backward,
+        )
+        return self._result(step, terms, lr, scale)
 
     def _make_update(self, step: int, own: list[Microbatch], lr: float) -> Callable[[], None]:
         """OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
 
         def opt_step() -> None:
-            self._watch.agree(own)
-            self._states.finish(self._far_ends)
-            self._norm = self._finite_norm(step)
+            scaling = self._loss_scale
+            overflow = self._watch.anyone_in_trouble()
+            if overflow and not scaling.can_fall:
+                self._watch.explain(own, scaling.at_its_least())
+            self._states.finish(self._far_ends)  # of thrown away gradients too: all is received
+            self._norm = math.nan if overflow else self._finite_norm(step)
+            if math.isnan(self._norm):
+                scaling.after_overflow()
+                return
             limit = self._config.optim.clip_norm
             clips = clips_at(step, self._config.optim) and self._norm > limit
-            self._states.update(lr, limit / self._norm if clips else 1.0)
+            self._states.update(lr, (limit / self._norm if clips else 1.0) / scaling.scale)
+            scaling.after_update()
 
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """The gradient norm, before clipping."""
-        norm = self._states.grad_norm()
+        """The gradient norm, before clipping; NaN if their sum overflows under loss scaling."""
+        norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
+            if self._loss_scale.can_fall:
+                return math.nan
             raise NonFiniteError(
                 f"step {step}: the gradient norm over all ranks is {norm} although every rank's "
                 "own gradients are finite; the sum overflows, lower the learning rate",
@@ -100,7 +121,9 @@ class Updater:
             )
         return norm
 
-    def _result(self, step: int, terms: dict[tuple[int, int], Terms], lr: float) -> UpdateResult:
+    def _result(
+        self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
+    ) -> UpdateResult:
         """Means over the global batch, from every stage's and microbatch's own fp32 sums."""
         counted = list(terms.values()) if self._groups.place.tp == 0 else []
         empty = torch.zeros(0, device=self._device)
@@ -108,18 +131,29 @@ class Updater:
         def joined(values: list[Tensor]) -> Tensor:
             return torch.cat([value.reshape(-1) for value in values]) if values else empty
 
-        ce_sum, aux, z = exact_sums(
-            [
-                joined([one.ce_sum for one in counted if one.ce_sum is not None]),
-                joined([one.aux for one in counted]),
-                joined([one.z for one in counted]),
-            ],
-            self._groups.everyone,
-        )
+        values = [
+            joined([one.ce_sum for one in counted if one.ce_sum is not None]),
+            joined([one.aux for one in counted]),
+            joined([one.z for one in counted]),
+        ]
+        ce_sum, aux, z = self._sums(values)
         count = self._plan.num_microbatches * max(1, len(self._config.model.sparse_layers))
         rows = self._expert_rows(terms)
         loss = ce_sum / self._plan.targets
-        return UpdateResult(step, loss, aux / count, z / count, self._norm, lr, rows)
+        skipped = self._loss_scale.skipped
+        return UpdateResult(
+            step, loss, aux / count, z / count, self._norm, lr, rows, scale, skipped
+        )
+
+    def _sums(self, values: list[Tensor]) -> list[float]:
+        """The sum over all ranks of each of three tensors; NaNs if any of a skipped update's is not
+        finite."""
+        if not math.isnan(self._norm):
+            return exact_sums(values, self._groups.everyone)
+        finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
+        infinite = (~torch.cat(values).isfinite()).float()
+        *sums, trouble = exact_sums([*finite, infinite], self._groups.everyone)
+        return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
         model = self._config.model

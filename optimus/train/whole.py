@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from optimus.checkpoint.distribute import Distribute, give
+from optimus.chunks.setting import setting_of
 from optimus.config import Config
 from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
@@ -19,10 +20,20 @@ from optimus.parallel.placement import Placement, place_parameters, whole_model
 class WholeModel:
     """Names and shapes of the whole model, and which rank holds which part of it."""
 
-    def __init__(self, config: Config, layout: Layout, groups: Groups) -> None:
-        self._config, self._layout, self._groups = config, layout, groups
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        groups: Groups,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where the parts lie; None: on the CPU."""
+        self._config, self._layout, self._groups, self._device = config, layout, groups, device
         self._meta = whole_model(config.model)
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
+        self.names = tuple(self.shapes)
+        self.trained = tuple(n for n in self.names if not setting_of(n, config.optim).frozen)
+        """Those of `names` that have gradients and moments."""
 
     def spread(
         self,
@@ -42,9 +53,12 @@ class WholeModel:
             if name in self._layout.placements:
                 put(name, self._layout.placements[name].take(whole))
 
-    def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold
-        but copies give nothing."""
+    def gather(
+        self, local: Mapping[str, Tensor], names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Whole fp32 tensors on the first rank, {} on others, of all parameters or of `names`. A
+        collective of all ranks; ranks that hold but copies give nothing."""
+        names = self.names if names is None else names
         group, place = self._groups.model, self._groups.place
         if group.size == 1:
             return dict(local) if self._groups.everyone.rank == 0 else {}
@@ -52,28 +66,27 @@ class WholeModel:
             return {}
         mine = self._held_by(place)
         if group.rank > 0:
-            for name in self.shapes:
+            for name in names:
                 if name in mine:
                     send(local[name].contiguous(), group, 0).wait()
             return {}
-        return self._receive_all(local)
+        return self._receive_all(local, names)
 
-    def _receive_all(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _receive_all(
+        self, local: Mapping[str, Tensor], names: Collection[str]
+    ) -> dict[str, Tensor]:
         group, mesh = self._groups.model, self._layout.mesh
         places = [mesh.place(rank) for rank in mesh.group_of(0, ("pp", "ep", "tp"))]
         held = [self._held_by(place) for place in places]
         out: dict[str, Tensor] = {}
-        for name, shape in self.shapes.items():
-            some = next(iter(local.values()))
-            whole = torch.empty(shape, dtype=some.dtype)
+        for name in names:
+            whole = torch.empty(self.shapes[name], dtype=torch.float32)
             for source, parts in enumerate(held):
                 if name not in parts:
                     continue
                 part = local.get(name)
                 if source > 0:
-                    empty = torch.empty(
-                        parts[name].local_shape, dtype=some.dtype, device=some.device
-                    )
+                    empty = torch.empty(parts[name].local_shape, device=self._device)
                     part = receive(empty, group, source).wait()
                 parts[name].put(whole, part)
             out[name] = whole

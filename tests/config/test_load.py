@@ -75,7 +75,12 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
-        ("train.dtype=fp16", r"train.dtype = 'fp16' is not available .* 'bf16'"),
+        ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
+        ("optim.groups=[{weight_decay=0}]", r"optim.groups.0.pattern is missing"),
+        (
+            'optim.groups=[{pattern="*", weight_deca=0}]',
+            r"unknown key optim.groups.0.weight_deca = 0; did you mean optim.groups.0.weight_decay",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, told):
@@ -95,6 +100,18 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
             r"decay_steps = 5 has no meaning",
         ),
         ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
+        (
+            {"train__dtype": "fp16"},
+            r"train.dtype = 'fp16'.* train.deterministic needs 'bf16' or 'fp32'",
+        ),
+        (
+            {"train__dtype": "fp16", "train__deterministic": False, "optim__loss_scale": 1000.0},
+            r"optim.loss_scale = 1000 must be a power of two, such as 1024",
+        ),
+        (
+            {"train__dtype": "fp16", "train__deterministic": False, "optim__loss_scale": 0.5},
+            r"optim.loss_scale = 0.5 is below optim.min_loss_scale = 1",
+        ),
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
         (
             {"train__sample_interval": 5, "parallel__ep": 2},

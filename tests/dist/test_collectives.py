@@ -59,6 +59,64 @@ def test_a_group_of_one_changes_nothing():
     assert collectives.all_gather_objects("x", group) == ["x"]
 
 
+def begin_all() -> dict:
+    """Three at once, awaited in another order than they were begun in."""
+    group = everyone()
+    collectives.traffic.clear()
+    own = torch.tensor([float(group.rank + 1)])
+    summed, gathered, part = own.clone(), torch.empty(group.size), torch.empty(1)
+    begun = [
+        collectives.begin_all_reduce_sum(summed, group),
+        collectives.begin_all_gather(gathered, own, group),
+        collectives.begin_reduce_scatter_sum(part, torch.arange(group.size) + own, group),
+    ]
+    results = [one.wait().tolist() for one in reversed(begun)]
+    assert all(one.is_done() for one in begun)
+    return {"results": results, "traffic": dict(collectives.traffic)}
+
+
+def test_collectives_that_do_not_wait(ranks):
+    for rank, seen in enumerate(ranks(3, begin_all)):
+        assert seen["results"] == [[6.0 + 3 * rank], [1, 2, 3], [6]]
+        assert seen["traffic"] == {
+            ("all ranks", "all_reduce"): [1, 4],
+            ("all ranks", "all_gather"): [1, 12],
+            ("all ranks", "reduce_scatter"): [1, 12],
+        }
+
+
+def test_begun_alone_they_are_done():
+    group, tensor, gathered = Group(1, 0), torch.tensor([3.0]), torch.zeros(1)
+    begun = [
+        collectives.begin_all_reduce_sum(tensor, group),
+        collectives.begin_all_gather(gathered, tensor, group),
+        collectives.begin_reduce_scatter_sum(torch.zeros(1), tensor, group),
+    ]
+    assert all(one.is_done() and one.wait().item() == 3 for one in begun)
+
+
+def begin_with_a_dead_peer() -> str:
+    group = everyone()
+    if group.rank == 1:
+        import os
+
+        os._exit(0)
+    try:
+        collectives.begin_all_gather(torch.ones(2), torch.ones(1), group).wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_dead_peer_is_named_while_waiting(ranks):
+    from tests.helpers.rank_pool import RanksFailed
+
+    with pytest.raises(RanksFailed) as failed:
+        ranks(2, begin_with_a_dead_peer)
+    word = failed.value.outcomes[0].value()
+    assert "LostPeerError: " in word and "all_gather over all ranks did not complete" in word
+
+
 def wait_for_a_dead_peer() -> str:
     group = everyone()
     if group.rank == 1:

@@ -27,6 +27,9 @@ def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
         collectives.all_gather(gathered, torch.tensor([rank]), group)
         assert gathered[group.rank] == rank
         seen[name] = gathered.tolist()
+    computing = [everyone, groups.pp, groups.ep, groups.tp, groups.model, groups.ends]
+    for states in (groups.dp, groups.data):
+        assert states.size == 1 or all(states.handle is not one.handle for one in computing)
     return seen
 
 

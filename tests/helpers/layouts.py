@@ -21,7 +21,7 @@ from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
+from optimus.dist.world import World, start_world
 from optimus.model.init import initialise_
 from optimus.model.router import Router
 from optimus.train.batch import plan_batch
@@ -194,15 +194,26 @@ class Outcome(NamedTuple):
 
 def run_case(tree: dict[str, Any]) -> Outcome | None:
     """A run of STEPS updates on tokens made from their numbers; the first rank tells of it."""
+    return run_in(start_world(device="cpu"), tree)
+
+
+def run_several(trees: Sequence[dict[str, Any]], poison: Sequence[bool]) -> list[Outcome | None]:
+    """The same of several runs on the same ranks, one after the other."""
+    world = start_world(device="cpu")
+    return [run_in(world, tree, mode) for tree, mode in zip(trees, poison, strict=True)]
+
+
+def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome | None:
+    """`poison`: what is freed of chunks becomes NaN instead."""
     torch.set_num_threads(1)
     config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
+    parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
     groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     routes = _Routes(shard, groups.data.rank, groups.data.size)
-    states = shard.make_states()
+    states = shard.make_states(poison)
     updater = Updater(config, groups, shard, states, plan, world.device)
     whole = WholeModel(config, shard.layout, groups)
     initial = _digests(whole.gather(states.whole("master")))

@@ -12,7 +12,6 @@ import os
 
 import pytest
 import torch
-from torch import nn
 
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
@@ -28,8 +27,7 @@ FAST = {"train__deterministic": False, "train__threads": 1, "optim__warmup_steps
 
 @pytest.fixture
 def without_a_compiler(monkeypatch):
-    whole = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(whole, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def gradients(model: Transformer, tokens: torch.Tensor) -> tuple[float, list[torch.Tensor]]:

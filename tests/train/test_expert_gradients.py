@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from optimus.chunks import engine as engine_module
 from optimus.config import make_config
@@ -121,8 +120,7 @@ def test_on_torch_that_widens_in_a_hook(ranks):
 
 
 def test_compiled_blocks_go_by_autograd(monkeypatch):
-    whole = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(whole, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     tree = tiny_tree("d", "r", **FAST, train__compile=True, model__num_layers=1)
     straight, plain = two_ways(tree)

@@ -82,6 +82,14 @@ OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b,
   return 0;
 }
 
+// Of the CPU's library alone: the squares of x [size], whose size is a multiple of 32, added to bins
+// [2 * 640 + 1] as squares.py says.
+OPTIMUS_API int optimus_cpu_square_bins(const float* x, int64_t size, int64_t* bins) {
+  if (negative(size)) return OPTIMUS_BAD_SIZE;
+  kernels().square_bins(x, size / 32, bins);
+  return 0;
+}
+
 int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts) {
   return pieces_of(tokens * top_k) * num_experts;
 }

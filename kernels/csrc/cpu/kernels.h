@@ -27,6 +27,7 @@ struct Kernels {
                          const int32_t* row_slot, int64_t rows, int64_t top_k, int64_t hidden,
                          void* dy, float* dweights);
   Adamw* adamw;
+  void (*square_bins)(const float* x, int64_t blocks, int64_t* bins);
 };
 
 // In files of their own: they are compiled with products and sums kept apart.

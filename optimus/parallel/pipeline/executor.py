@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
 
 Microbatch = tuple[Tensor, Tensor | None]
 """Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
+
+LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
+"""`last_backward(stage, late)` is entered around the stage's last B, or its last W: no gradient of
+the stage is added to behind it. In a W `late` are the weights whose gradients are still to come."""
 
 
 class Event(NamedTuple):
@@ -66,7 +71,9 @@ class Executor:
             Kind.RECV_GRADIENT: channels.gradients_in,
         }
         self._boundary_shape, self._dtype = boundary_shape, dtype
-        self._splits = schedule.splits_backward
+        self._last = {
+            (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
+        }  # later ones replace earlier ones
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -77,8 +84,11 @@ class Executor:
             Kind.RECV_ACTIVATION: self._receive,
             Kind.RECV_GRADIENT: self._receive,
         }
+        self.loss_scale = 1.0
+        """What backward starts from (fp16)."""
         self.trace: list[Event] = []
         """The last step, action by action."""
+        self._before_backward: Callable[[int], None] = lambda stage: None
         self.terms: dict[tuple[int, int], Terms] = {}
         """Those of the last step so far, by stage and microbatch."""
 
@@ -87,13 +97,18 @@ class Executor:
         microbatches: Sequence[Microbatch],
         reduce_grad: Callable[[int, int], None],
         opt_step: Callable[[], None],
+        before_backward: Callable[[int], None] = lambda stage: None,
+        last_backward: LastBackward = lambda stage, late: nullcontext(),
     ) -> dict[tuple[int, int], Terms]:
         """One step; returns the terms of each (stage, microbatch) here.
 
-        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions. Raises LostPeerError
+        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions;
+        `before_backward(stage)` is called before each that adds to gradients. Raises LostPeerError
         naming the action that waited.
         """
         assert len(microbatches) == self._schedule.num_microbatches
+        self._last_backward = last_backward
+        self._before_backward = before_backward
         table = self._table | {
             Kind.REDUCE_GRAD: lambda action: reduce_grad(action.stage, action.microbatch),
             Kind.OPT_STEP: lambda action: opt_step(),
@@ -160,17 +175,28 @@ class Executor:
         grad = None
         if not stage.is_last:
             grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
+        self._before_backward(action.stage)
         if action.kind is Kind.I:
             with WeightGradients() as late:
-                backward(held.output, grad)
+                backward(held.output, grad, self.loss_scale)
             self._late[action.stage, action.microbatch] = late
         else:
-            backward(held.output, grad)
+            with self._perhaps_last(action, None):
+                backward(held.output, grad, self.loss_scale)
         if held.x is not None:
             self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
 
     def _weights(self, action: Action) -> None:
-        self._late.pop((action.stage, action.microbatch)).compute()
+        self._before_backward(action.stage)
+        late = self._late.pop((action.stage, action.microbatch))
+        with self._perhaps_last(action, late.weights):
+            late.compute()
+
+    def _perhaps_last(
+        self, action: Action, late: Collection[Tensor] | None
+    ) -> AbstractContextManager:
+        is_last = self._last[action.kind, action.stage] == action
+        return self._last_backward(action.stage, late) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
         """Leave a result for the send behind it, or for the neighbouring stage on this rank."""

@@ -30,5 +30,5 @@ def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
         mesh.pp,
         parallel.virtual_stages,
         num_microbatches,
-        reduce_each=config.train.deterministic,
+        reduce_each=config.train.deterministic or config.optim.resident != "all",
     )

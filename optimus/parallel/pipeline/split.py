@@ -40,8 +40,9 @@ class _Linear(torch.autograd.Function):
             return flat.t() @ x.reshape(-1, x.shape[-1])
 
         grad_x = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = later_or_now(weight, weight_gradient) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.has_bias else None
-        return grad_x, later_or_now(weight, weight_gradient), grad_bias
+        return grad_x, grad_weight, grad_bias
 
 
 def split_linears(model: nn.Module) -> None:

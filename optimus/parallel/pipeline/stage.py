@@ -92,11 +92,16 @@ class Stage:
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
 
 
-def backward(output: Output, grad: Tensor | None) -> None:
-    """Add the stage's gradients; `grad` is that of output.x, from the stage behind."""
+def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
+    """Add the stage's gradients; `grad` is that of output.x, from the stage behind, which carries
+    the loss scale already. A first stage of frozen parameters has none to add."""
+    objective, scale = output.objective, None
+    if objective is not None and loss_scale != 1.0:
+        scale = torch.full_like(objective, loss_scale)
     roots = [
         (root, given)
-        for root, given in ((output.x, grad), (output.objective, None))
-        if root is not None
+        for root, given in ((output.x, grad), (objective, scale))
+        if root is not None and root.requires_grad
     ]
-    torch.autograd.backward([root for root, _ in roots], [given for _, given in roots])
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [given for _, given in roots])

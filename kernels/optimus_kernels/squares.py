@@ -1,0 +1,117 @@
+"""square_bins_: the squares of a flat tensor, added up exactly, so that no order changes a bit.
+
+Squares are added in fp64 within blocks of 32, by halves: element j to element j + 16, then j to
+j + 8 and so on. The sums of blocks are added exactly: their significands as integers, a bin for
+each exponent, in two halves so that 2^36 of them fit. Bins of any tensors, in any order and on any
+ranks, add up as integers do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from optimus_kernels import backend
+from optimus_kernels.ops import define
+
+BLOCK = 32
+"""Elements; tensors are cut at multiples of it."""
+_BINS = 640
+_LEAST = -340
+"""Binary exponent of the first bin: below any sum of squares of fp32, as the last is above."""
+_LOW = 27
+"""Bits of a significand's lower half; the upper has 26."""
+_AT_ONCE = 1 << 20
+"""Elements that the twin takes at once: its temporaries are of this length."""
+
+
+def new_bins(device: torch.device) -> Tensor:
+    """int64 [2 * 640 + 1] zeros: upper halves, lower halves, and how many blocks are not finite."""
+    return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
+
+
+def square_bins_(bins: Tensor, flat: Tensor) -> None:
+    """Add the squares of `flat`, fp32 [n] and contiguous with n a multiple of 32, to `bins`.
+
+    Raises ValueError and TypeError for others.
+    """
+    _square_bins(bins, flat)
+
+
+def total_of(bins: Tensor) -> float:
+    """The sum that bins hold, rounded towards zero once; NaN if a block was not finite."""
+    *halves, infinite = bins.tolist()
+    if infinite:
+        return math.nan
+    total = 0
+    for exponent in range(_BINS):
+        high, low = halves[exponent], halves[_BINS + exponent]
+        total += ((high << _LOW) + low) << exponent
+    shift = max(0, total.bit_length() - 900)  # a float holds no integer of more than 1023 bits
+    return math.ldexp(total >> shift, _LEAST - 53 + shift)
+
+
+def reference(bins: Tensor, flat: Tensor) -> None:
+    """The twin in plain torch, to the bit."""
+    for part in flat.split(_AT_ONCE):
+        sums = part.view(-1, BLOCK).double().square_()
+        while sums.shape[1] > 1:
+            sums = torch.add(*sums.chunk(2, dim=1))
+        _add_blocks(bins, sums.squeeze(1))
+
+
+def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
+    """fp64 blocks >= 0 into the bins."""
+    finite = torch.isfinite(blocks)
+    bins[-1] += (~finite).sum()
+    fraction, exponent = torch.frexp(torch.where(finite, blocks, 0.0))
+    significand = (fraction * 2.0**53).to(torch.int64)
+    place = (exponent.long() - _LEAST).clamp_(0, _BINS - 1)
+    bins.scatter_add_(0, place, significand >> _LOW)
+    bins.scatter_add_(0, place + _BINS, significand & ((1 << _LOW) - 1))
+
+
+def _check(bins: Tensor, flat: Tensor) -> None:
+    if bins.dtype is not torch.int64 or flat.dtype is not torch.float32:
+        raise TypeError(f"square_bins_: bins {bins.dtype} and flat {flat.dtype}; int64 and fp32")
+    if bins.shape != (2 * _BINS + 1,) or flat.dim() != 1 or flat.numel() % BLOCK:
+        raise ValueError(
+            f"square_bins_: bins {list(bins.shape)} must be [{2 * _BINS + 1}] and flat "
+            f"{list(flat.shape)} a multiple of {BLOCK}"
+        )
+    if not (bins.is_contiguous() and flat.is_contiguous()) or bins.device != flat.device:
+        raise ValueError("square_bins_: bins and flat must be contiguous and on one device")
+
+
+def _run(bins: Tensor, flat: Tensor) -> None:
+    _check(bins, flat)
+    kernel = _own(flat)
+    if kernel is None:
+        reference(bins, flat)
+    else:
+        kernel(flat.data_ptr(), flat.numel(), bins.data_ptr())
+
+
+def _own(flat: Tensor) -> Callable[..., int] | None:
+    """The kernel, which only CPUs have; None: compute the twin."""
+    found = backend.active(flat.device).library if flat.is_cpu else None
+    return None if found is None else _bind(found)
+
+
+@functools.cache
+def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
+    """None for test libraries without it."""
+    if not hasattr(library, "optimus_cpu_square_bins"):
+        return None
+    function = library.optimus_cpu_square_bins
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+    return function
+
+
+_square_bins = define("square_bins_(Tensor(a!) bins, Tensor flat) -> ()", _run, _check)

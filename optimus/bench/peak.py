@@ -1,0 +1,99 @@
+"""The most memory that a training step takes, against what its parts add up to."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.config import Config
+from optimus.data.loader import Microbatch
+from optimus.dist.collectives import all_gather_objects
+from optimus.dist.groups import join_groups
+from optimus.dist.world import World
+from optimus.errors import OptimusError
+from optimus.model.init import initialise_
+from optimus.parallel.recompute_cost import KeptBytes
+from optimus.train.preflight import divide
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+
+_WARMUP = 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
+    """Bytes of this process's resident memory at the peak of a step, above what it held before the
+    model was built, the worst rank's; and the formula of the first rank's parts. A collective of
+    all ranks.
+
+    Before, a `small` model is trained, so that libraries and process groups have what they keep.
+    Large pieces are given back to the system at once: the figure is of what lives.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
+    _train(small, world)
+    gc.collect()
+    libc.malloc_trim(0)
+    before = _status("VmRSS")
+    peak, parts = _train(config, world)
+    worst = max(all_gather_objects(peak - before, world.everyone))
+    return {"measured": worst, "formula": sum(parts.values()), "parts": parts}
+
+
+def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
+    """Peak of resident memory in the last of a few updates, and the bytes of its parts."""
+    mesh, plan = divide(config, world.size)
+    groups = join_groups(mesh, world)
+    shape = (plan.microbatch_size, plan.seq_len)
+    own = [
+        Microbatch(torch.randint(config.model.vocab_size, shape))
+        for _ in range(plan.microbatches_per_rank)
+    ]
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    for step in range(1, 1 + _WARMUP):
+        updater.run(step, own)
+    states.wait()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    updater.run(1 + _WARMUP, own)
+    states.wait()
+    peak = _status("VmHWM")
+    parts = {
+        "parameters": sum(one.params.nbytes for one in states.chunks),
+        "gradients": sum(one.grads.nbytes for one in states.chunks),
+        "states": sum(_state_bytes(one) for one in states.chunks),
+        "activations": _activations(shard, own[0]),
+        "two_chunks": 2 * max(one.grads.nbytes for one in states.chunks),
+    }
+    return peak, parts
+
+
+def _state_bytes(one: Any) -> int:
+    """Sharded: master and moments, in fp32 training without a master; and the reduced gradient."""
+    own = [one.exp_avg, one.exp_avg_sq]
+    own += [one.master] if one.master.data_ptr() != one.params[one.own].data_ptr() else []
+    own += [one.grad] if one.grad is not one.grads else []
+    return sum(tensor.nbytes for tensor in own)
+
+
+def _activations(shard: Shard, microbatch: Microbatch) -> int:
+    """What a forward pass keeps for backward."""
+    with KeptBytes(shard.model) as kept:
+        shard.model.losses(microbatch.tokens)
+    return kept.total
+
+
+def _status(key: str) -> int:
+    """Bytes, from /proc/self/status. Raises OptimusError where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError as error:
+        raise OptimusError(f"the peak of memory is read from /proc: {error}") from error
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:"))) * 1024

@@ -1,0 +1,124 @@
+"""`optimus bench optimizer` on several ranks: EPSO against SO, FSDP2, and the peak of memory.
+
+The parent starts local ranks of `optimus bench optimizer --ranks N --result FILE`, one group of
+processes for each number of ranks; there the contestants take turns on copies of one model, whose
+experts and other parameters stand to each other as in Mula-7B-A1B.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus import platform
+from optimus.bench.fsdp import against_fsdp
+from optimus.bench.peak import measure_peak
+from optimus.bench.sharding import compare_shardings
+from optimus.config import Config, make_config
+from optimus.dist.world import World, end_world, start_world
+from optimus.errors import ConfigError, OptimusError
+from optimus.launch_env import LaunchEnv
+from optimus.train.spawn import spawn_local
+
+_SEQ_LEN = 128
+
+
+def mula_like(hidden: int, ranks: int, ep: int = 1, **optim: Any) -> Config:
+    """A model of Mula-7B-A1B's proportions: 13.5 times as many parameters in experts as outside of
+    them. At hidden 256 it has 27 M in 4 layers."""
+    heads = max(1, hidden // 64)
+    return make_config(
+        {
+            "model": {
+                "architecture": "olmoe",
+                "num_layers": 4,
+                "hidden_size": hidden,
+                "num_attention_heads": heads,
+                "intermediate_size": hidden // 2,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "vocab_size": 23 * hidden // 4,
+            },
+            "train": {
+                "dtype": "fp32",
+                "seq_len": _SEQ_LEN,
+                "global_batch_tokens": _SEQ_LEN * ranks,
+                "threads": 1,
+                "device": "cpu",
+            },
+            "parallel": {"ep": ep, "ep_dispatch": "allgather"},
+            "optim": {"chunk_length": hidden**2 * 16, "warmup_steps": 0, "schedule": "constant"}
+            | optim,
+        }
+    )
+
+
+def check_ranks(counts: Sequence[int], hidden: int) -> None:
+    """Raises ConfigError."""
+    if hidden < 64 or hidden % 64 or any(count < 2 or count % 2 for count in counts):
+        raise ConfigError("--ranks are even numbers, --hidden is a multiple of 64")
+
+
+def on_ranks(counts: Sequence[int], hidden: int, rounds: int) -> list[dict[str, Any]]:
+    """What each number of ranks found. Raises OptimusError."""
+    found = []
+    for count in counts:
+        with tempfile.TemporaryDirectory(prefix="optimus-bench-") as directory:
+            result = Path(directory) / "result.json"
+            settings = ("--hidden", str(hidden), "--rounds", str(rounds), "--result", str(result))
+            arguments = ("bench", "optimizer", "--ranks", str(count), *settings)
+            if spawn_local(arguments, count) or not result.exists():
+                raise OptimusError(f"bench optimizer on {count} ranks failed; see their messages")
+            found.append(json.loads(result.read_text()))
+    return found
+
+
+def rank_main(launch: LaunchEnv, hidden: int, rounds: int, result: str) -> None:
+    """One rank of `on_ranks`; the first writes the file `result`."""
+    world = start_world(launch, device="cpu")
+    platform.set_threads(1, False, launch.local_world_size)
+    found = _measure(world, hidden, rounds)
+    end_world()
+    if launch.is_first:
+        Path(result).write_text(json.dumps(found))
+
+
+def _measure(world: World, hidden: int, rounds: int) -> dict[str, Any]:
+    size = world.size
+    large, small = (mula_like(width, size, sharding="epso") for width in (hidden, 64))
+    peak = measure_peak(large, small, world)
+    shardings = []
+    for ep in (2, size // 2):
+        configs = [mula_like(hidden, size, ep, sharding=name) for name in ("so", "epso")]
+        shardings.append(compare_shardings(*configs, world, rounds))
+        if size == 4:
+            break
+    fsdp = against_fsdp(mula_like(hidden, size, sharding="epso"), world, rounds)
+    return {
+        "ranks": size, "torch": torch.__version__,
+        "peak": peak, "shardings": shardings, "fsdp": fsdp,
+    }  # fmt: skip
+
+
+def format_ranks(found: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = [
+        "",
+        "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
+        "ours by FSDP2, a step | peak by formula |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        for row in one["shardings"]:
+            fsdp, peak = one["fsdp"], one["peak"]
+            lines.append(
+                f"| {one['ranks']} | {row['dp']} x {row['ep']} | {row['update']['paired'][1]:.3f} "
+                f"({row['predicted']:.3f}) | {row['step']['paired'][1]:.3f} | "
+                f"{fsdp['paired'][1]:.3f} | {peak['measured'] / peak['formula']:.3f} |"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""Parameters that are not trained: chunks of nothing but them, whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from optimus.chunks.layout import ChunkLayout, Parameter, lay_out
+from optimus.chunks.memory import Piece
+from optimus.chunks.states import Home, StateShard
+
+
+class FrozenParameters:
+    """Holds frozen parameters in flat chunks, in the training dtype; they are their own masters."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        homes: Mapping[str, Home],
+        dtype: torch.dtype,
+        chunk_length: int,
+    ) -> None:
+        """`named` come in order of first use, with their values, and become views of chunks that
+        take no gradient. `homes` say which ranks hold copies."""
+        parameters = [Parameter(n, tuple(p.shape), homes[n]) for n, p in named.items()]
+        self.layout: ChunkLayout = lay_out(parameters, chunk_length)
+        self._flats: list[Tensor] = []
+        self._views: dict[str, Tensor] = {}
+        for chunk in self.layout.chunks:
+            device = named[chunk.slots[0].name].device
+            flat = torch.zeros(chunk.length, dtype=dtype, device=device)
+            self._flats.append(flat)
+            for slot in chunk.slots:
+                parameter = named[slot.name]
+                view = flat[slot.start : slot.stop].view(slot.shape)
+                view.copy_(parameter.data)
+                parameter.data = self._views[slot.name] = view
+                parameter.requires_grad_(False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._views
+
+    def put(self, name: str, whole: Tensor) -> None:
+        """Set a parameter from all of its elements."""
+        view = self._views[name]
+        view.copy_(whole.view(view.shape))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Views of them, by name."""
+        return dict(self._views)
+
+    def masters(self) -> dict[str, Tensor]:
+        """In fp32, by name."""
+        return {name: view.float() for name, view in self._views.items()}
+
+    def shards(self) -> Iterator[StateShard]:
+        """What checkpoints keep of them: values, which are their own masters."""
+        for chunk, flat in zip(self.layout.chunks, self._flats, strict=True):
+            yield StateShard(chunk, 0, chunk.key, {"master": flat})
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that this holds."""
+        for chunk, flat in zip(self.layout.chunks, self._flats, strict=True):
+            yield Piece("parameters", flat, chunk)

@@ -1,0 +1,121 @@
+"""The model states of a rank: made here for training, and on the meta device for plans.
+
+There is one description: a plan makes the very engine that a run would, of tensors without memory,
+and counts their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from optimus.chunks.engine import ChunkEngine, Use
+from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Residency
+from optimus.chunks.setting import check_patterns, setting_of
+from optimus.chunks.states import Home
+from optimus.config import Config
+from optimus.dist.collectives import ALONE
+from optimus.dist.groups import Groups, plan_groups
+from optimus.dist.mesh import Mesh, Place
+from optimus.dist.rules import shard_axes, sum_axes
+from optimus.model.transformer import Transformer
+from optimus.parallel.apply import build_model
+from optimus.parallel.divisible import check_divisible
+from optimus.parallel.layout import FURTHER_USES, Layout, make_layout
+from optimus.parallel.placement import whole_model
+from optimus.platform import dtype_of
+
+
+def make_states(
+    config: Config, layout: Layout, groups: Groups, model: Transformer, poison: bool = False
+) -> ChunkEngine:
+    """The states of this rank's `model`, from the values its parameters have now; they become views
+    of chunks. `poison`: as in Residency."""
+    optim = config.optim
+    engine = ChunkEngine(
+        dict(model.named_parameters()),
+        lambda name: home_of(name, config, layout, groups),
+        AdamW(optim),
+        dtype=dtype_of(config.train.dtype),
+        chunk_length=optim.chunk_length,
+        deterministic=config.train.deterministic,
+        reduce_dtype=dtype_of(optim.grad_reduce_dtype),
+        grad_dtype=dtype_of(optim.grad_dtype),
+        everyone=groups.everyone,
+        compiled=config.train.compile,
+        overlap=optim.overlap,
+        residency=Residency(
+            divides_gradients=optim.resident != "all",
+            divides_parameters=optim.resident == "cache",
+            slots=optim.cache_chunks,
+            poison=poison,
+        ),
+    )
+    model.separate_tied_uses()
+    for name, leaf in model.tied_uses().items():
+        engine.add_use(Use(name, leaf, FURTHER_USES[name]))
+    return engine
+
+
+def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home | None:
+    """Whose the gradient of a parameter is, or of a further use of one; None for other names."""
+    owner = layout.owner_of(name)
+    if not owner:
+        return None
+    kind, place = layout.placements[owner].kind, groups.place
+    adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
+    setting = setting_of(owner, config.optim)
+    sharding = () if setting.frozen else shard_axes(kind, config.optim.sharding)
+    spread = tuple(axis for axis in adding if axis not in sharding)
+    # Of the ranks that hold the same, the first counts in the norm.
+    same = {"dp", "ep", "tp"} - set(sharding)
+    if kind.expert:
+        same -= {"ep"}
+    if kind.divided_by_tp:
+        same -= {"tp"}
+    copies = tuple(sorted(same))
+    first = all(getattr(place, axis) == 0 for axis in copies)
+    return Home(
+        stage=layout.stage_of(name),
+        adders=groups.over(adding),
+        shards=groups.over(sharding),
+        spread=groups.over(spread),
+        partial_over=groups.tp if kind.partial_over_tp else ALONE,
+        copies=copies,
+        far_copy=layout.is_far_copy(owner),
+        setting=setting,
+        first_copy=first,
+    )
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError for patterns of `[optim]` that name none of the model's parameters."""
+    optim = config.optim
+    if optim.groups or optim.frozen:
+        check_patterns(optim, dict(whole_model(config.model).named_parameters()))
+
+
+def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
+    """Bytes of model states on the rank at `place`, split as `optimus.chunks.memory` does."""
+    rank = mesh.rank_at(place)
+    # How many microbatches there are changes no state.
+    layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
+    groups = plan_groups(mesh, rank)
+    model = build_model(config, layout, groups, torch.device("meta"))
+    return make_states(config, layout, groups, model).bytes_held()
+
+
+def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
+    """Bytes on one rank of each kind. Along dp and ep ranks hold as much as each other: shards are
+    of one length, and ep divides experts evenly.
+
+    Raises ConfigError where the mesh does not divide the model or a pattern names no parameter.
+    """
+    check_divisible(config, mesh)
+    check_names(config)
+    for pp in range(mesh.pp):
+        for tp in range(mesh.tp):
+            place = Place(pp, 0, 0, tp)
+            yield place, plan_bytes(config, mesh, place)

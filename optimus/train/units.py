@@ -1,0 +1,51 @@
+"""The units of a decoder: what its chunks of states follow through a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from optimus.chunks.units import Notice, Unit, on_gradient, watch_module
+from optimus.model.transformer import Transformer
+from optimus.parallel.layout import Layout
+
+
+def units_of(model: Transformer, layout: Layout) -> list[Unit]:
+    """This rank's, in order of first use: the embedding, each block, final norm and head.
+
+    A tied head is a further use of the embedding by its own name; on another stage than the
+    embedding's it also holds the embedding's parameter.
+    """
+    units = []
+    own = dict(model.named_parameters())
+    if layout.has_first:
+        watch = partial(watch_module, model.embed)
+        units.append(Unit("the embedding", 0, _below("embed.", own), watch))
+    for number, block in model.blocks.items():
+        stage = layout.stage_of(f"blocks.{number}.")
+        names = _below(f"blocks.{number}.", own)
+        units.append(Unit(f"block {number}", stage, names, partial(watch_module, block)))
+    if layout.has_last:
+        names = (*_below("final_norm.", own), *_below("head.", own), *model.tied_uses())
+        if not layout.has_first:
+            names += _below("embed.", own)
+        stage = layout.schedule.num_stages - 1
+        units.append(Unit("the head", stage, names, partial(_watch_head, model)))
+    return units
+
+
+def _below(prefix: str, names: Any) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(prefix))
+
+
+def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
+    """From the final norm, whose weights belong to it, to the logits."""
+    model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
+    head = model._head
+
+    def watched(x: Any) -> Any:
+        logits = head(x)
+        on_gradient(logits, before_backward)
+        return logits
+
+    model._head = watched

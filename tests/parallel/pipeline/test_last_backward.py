@@ -1,0 +1,59 @@
+"""What the executor tells while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import start_world
+from optimus.model.init import initialise_
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+
+
+def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
+    """What runs within `last_backward` on a pipeline rank; whether its late gradients are told of,
+    and are those of its own linear layers."""
+    torch.set_num_threads(1)
+    config, world = make_config(tree), start_world(device="cpu")
+    groups = join_groups(Mesh(pp=2), world)
+    shard = Shard(config, groups, plan_batch(config, 1), world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    found = []
+
+    @contextlib.contextmanager
+    def last_backward(stage: int, late):
+        place = len(shard.executor.trace)  # where the action that begins will stand
+        own = {id(p) for name, p in shard.model.named_parameters() if "proj" in name}
+        yield
+        assert len(shard.executor.trace) == place
+        right = late is not None and own <= set(map(id, late))
+        found.append((place, late is not None, right))
+
+    own = [Microbatch(torch.randint(VOCAB, (1, CONTEXT))) for _ in range(3)]
+    shard.executor.run(own, lambda *_: None, lambda: None, last_backward=last_backward)
+    trace = shard.executor.trace
+    return [(str(trace[place].action), late, right) for place, late, right in found]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+)
+def test_the_last_backward_of_each_stage_is_told(ranks, schedule, virtual_stages):
+    tree = tiny_tree(
+        "d", "r", parallel__pp=2, parallel__schedule=schedule, model__num_layers=4,
+        parallel__virtual_stages=virtual_stages, train__global_batch_tokens=3 * CONTEXT,
+        train__deterministic=False,
+    )  # fmt: skip
+    late = schedule == "zb-h1"
+    for rank, told in enumerate(ranks(2, last_actions, tree, start_world=False)):
+        stages = reversed(range(rank, 2 * virtual_stages, 2))
+        kind = "W" if late else "B"
+        assert told == [(f"{kind}(stage {s}, microbatch 2)", late, late) for s in stages]

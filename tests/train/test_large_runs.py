@@ -1,0 +1,75 @@
+"""The paper's large runs at their 3,072 ranks, without any of them: the fake backend, no memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.config import load_config
+from optimus.dist.collectives import Group
+from optimus.dist.groups import join_groups
+from optimus.dist.world import World
+from optimus.launch_env import LaunchEnv
+from optimus.planner.plan import plan
+from optimus.train.preflight import divide
+from optimus.train.shard import Shard
+from tests.planner.test_plan import CONFIGS
+from tests.planner.test_states import LARGE
+
+WORLD = 3072
+META = torch.device("meta")
+
+
+def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
+    """Of the first rank of each stage: bytes of its states, and how many elements of experts and of
+    other parameters it holds."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed = torch.distributed
+    config = load_config(path)
+    mesh, batch = divide(config, WORLD)
+    found = []
+    for stage in range(mesh.pp):
+        rank = stage * (WORLD // mesh.pp)
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+        everyone = Group(WORLD, rank, distributed.group.WORLD)
+        world = World(LaunchEnv(rank, WORLD, 0, 12, "env://"), META, "fake", everyone)
+        shard = Shard(config, join_groups(mesh, world), batch, META)
+        sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if "experts" in name)
+        states = shard.make_states()
+        found.append((states.bytes_held(), experts, sum(sizes.values()) - experts))
+        distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_stage_of_the_paper_s_large_runs_is_built(ranks, name):
+    path = CONFIGS / "run" / f"{name}.toml"
+    config = load_config(path)
+    result, parallel = plan(config), config.parallel
+    ((*stages,),) = ranks(1, build_stages, str(path), start_world=False)
+    assert len(stages) == LARGE[name] == parallel.pp
+    assert (parallel.ep, config.optim.sharding, parallel.schedule) == (12, "epso", "1f1b")
+    total = sum(parallel.ep * experts + rest for _, experts, rest in stages)
+    assert total == result["total_params"]
+    for (held, experts, rest), rank in zip(stages, result["ranks"], strict=True):
+        assert held == {key: rank[key] for key in held}
+        exact = 12 * (experts / parallel.dp + rest / (parallel.dp * parallel.ep))
+        assert exact <= held["masters"] + held["moments"] <= exact + held["padding"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recomputed"),
+    [
+        ("mula-20b-a2b", ()),
+        ("mula-100b-a7b", ("moe",)),
+        ("mula-220b-a10b", ("norm", "attention", "moe")),
+    ],
+)
+def test_the_recipe_is_that_of_mula_7b(name, recomputed):
+    config = load_config(CONFIGS / "run" / f"{name}.toml")
+    base = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
+    assert config.optim == base.optim.model_copy(update={"sharding": "epso"})
+    assert config.train == base.train.model_copy(update={"max_steps": 15895})
+    assert config.recompute.modules == recomputed

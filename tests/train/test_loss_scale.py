@@ -1,0 +1,217 @@
+"""fp16: gradients travel scaled, an overflow anywhere skips the update everywhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.errors import NonFiniteError
+from optimus.model.init import initialise_
+from optimus.train import half
+from optimus.train.batch import plan_batch
+from optimus.train.loss_scale import LossScale
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from tests.helpers.rank_pool import RanksFailed
+from tests.helpers.runs import assert_same_run, metrics_of, train_on
+from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
+
+HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
+STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}
+MICROBATCHES = [
+    torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(n)) for n in range(8)
+]
+
+
+def half_tree(**overrides) -> dict:
+    return tiny_tree("d", "r", **(HALF | STILL | overrides))
+
+
+def make_scale(**optim) -> LossScale:
+    overrides = {f"optim__{key}": value for key, value in optim.items()}
+    return LossScale(tiny_config("d", "r", **HALF, **overrides), num_microbatches=6)
+
+
+def test_the_scale_halves_and_doubles():
+    scale = make_scale(loss_scale_growth_steps=3)
+    assert scale.scale == 65536 * 8  # of 6 microbatches, rounded up
+    scale.after_overflow()
+    assert (scale.scale, scale.skipped) == (65536 * 4, 1)
+    for _ in range(2):
+        scale.after_update()
+    scale.after_overflow()  # begins the count of good steps anew
+    for _ in range(3):
+        assert scale.scale == 65536 * 2
+        scale.after_update()
+    assert (scale.scale, scale.good_steps, scale.skipped) == (65536 * 4, 0, 2)
+
+
+def test_the_scale_stops_at_its_least_and_is_restored():
+    scale = make_scale(loss_scale=4.0, min_loss_scale=2.0)
+    assert scale.can_fall
+    scale.after_overflow()
+    assert scale.scale == 2.0 and not scale.can_fall
+    scale.after_update()
+    other = make_scale()
+    other.restore(scale.state())
+    assert vars(other) | {"_least": 2.0} == vars(scale)
+    higher = make_scale(min_loss_scale=8.0)
+    higher.restore(scale.state())
+    assert higher.scale == 8.0
+
+
+def test_other_types_have_no_scale():
+    scale = LossScale(tiny_config("d", "r"), num_microbatches=6)
+    assert scale.scale == 1.0 and not scale.can_fall and scale.state() is None
+
+
+def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
+    """Updates on the same microbatches; at step and rank `poisoned` an infinity enters a gradient.
+
+    By step: the result and the masters of this rank, as told after it.
+    """
+    torch.set_num_threads(1)
+    config = make_config(tree)
+    world, parallel = start_world(device="cpu"), config.parallel
+    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    own = [Microbatch(tokens) for tokens in MICROBATCHES[groups.data.rank :: groups.data.size]]
+    told = {}
+    for step in range(1, steps + 1):
+        handle = None
+        if poisoned == (step, world.rank):
+            # A norm's, since weight gradients that are put off (zb-h1) pass no hook.
+            last = [p for n, p in shard.model.named_parameters() if "norm" in n][-1]
+            handle = last.register_hook(lambda grad: torch.full_like(grad, math.inf))
+        result = updater.run(step, own)
+        if handle is not None:
+            handle.remove()
+        masters = {name: whole.clone() for name, whole in states.whole("master").items()}
+        moments = {name: whole.clone() for name, whole in states.whole("exp_avg").items()}
+        told[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
+        told[step]["moments"] = moments
+    return told
+
+
+WHOLE_EVERYWHERE = tuple(
+    f"blocks.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.router", "mlp_norm")
+)
+"""Parameters that no layout here divides."""
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+LAYOUTS = [
+    pytest.param(1, {}, id="one"),
+    pytest.param(2, {"optim__sharding": "so"}, id="dp2-so"),
+    pytest.param(2, {"parallel__pp": 2}, id="pp2"),
+    pytest.param(2, {"parallel__ep": 2, "optim__sharding": "epso"}, id="ep2-epso"),
+    pytest.param(2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="pp2-zb"),
+]
+
+
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+def test_scaled_gradients_train_as_those_of_fp32(ranks, size, layout):
+    """Norms, losses and moments against fp32 on one process, within fp16's own rounding (2^-11 a
+    number). AdamW forgives a factor, its moments do not; auxiliary losses begin on every stage."""
+    layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
+    single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
+    (plain,) = ranks(1, run_updates, single, 3, start_world=False)
+    for told in ranks(size, run_updates, half_tree(**layout), 3, start_world=False):
+        for step in (1, 2, 3):
+            assert told[step]["loss_scale"] == 65536 * 8 and told[step]["skipped_steps"] == 0
+            assert told[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-3)
+            assert told[step]["aux_loss"] == pytest.approx(plain[step]["aux_loss"], rel=1e-2)
+            assert told[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-2)
+            for name, moment in told[step]["moments"].items():
+                if name in WHOLE_EVERYWHERE:
+                    assert _relative(moment, plain[step]["moments"][name]) < 1e-2, name
+
+
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+def test_an_overflow_anywhere_skips_the_update_everywhere(ranks, size, layout):
+    everyone = ranks(size, run_updates, half_tree(**layout), 3, (2, size - 1), start_world=False)
+    for told in everyone:
+        assert [told[step]["updates"] for step in (1, 2, 3)] == [1, 1, 2]
+        assert [told[step]["skipped_steps"] for step in (1, 2, 3)] == [0, 1, 1]
+        scales = [told[step]["loss_scale"] for step in (1, 2, 3)]
+        assert scales == [2.0**19, 2.0**19, 2.0**18]
+        assert math.isnan(told[2]["grad_norm"]) and math.isfinite(told[2]["loss"])
+        assert math.isfinite(told[3]["grad_norm"])
+        for name, master in told[2]["masters"].items():
+            assert torch.equal(master, told[1]["masters"][name]), name
+    assert any(
+        not torch.equal(told[3]["masters"][name], master)
+        for told in everyone
+        for name, master in told[2]["masters"].items()
+    )
+
+
+def test_a_real_overflow_falls_to_the_scale_that_fits():
+    """After updates skipped for too large a scale, the first that is done has the bits of a run
+    that begins with its scale; powers of two round nothing, so that another gives the same norm."""
+    large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
+    done = next(step for step in large if large[step]["updates"] == 1)
+    assert 5 < done < 30
+    assert all(math.isnan(large[step]["grad_norm"]) for step in range(1, done))
+    scale = large[done]["loss_scale"]
+    assert scale == 2.0 ** (33 - (done - 1))
+    (fits,) = run_updates(half_tree(**DENSE, optim__loss_scale=scale), 1).values()
+    assert fits["grad_norm"] == large[done]["grad_norm"]
+    for name, master in fits["masters"].items():
+        assert torch.equal(master, large[done]["masters"][name]), name
+    (smaller,) = run_updates(half_tree(**DENSE, optim__loss_scale=scale / 16), 1).values()
+    assert smaller["grad_norm"] == pytest.approx(fits["grad_norm"], rel=1e-6)
+
+
+def test_a_nan_that_stays_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **HALF, optim__loss_scale=4.0, optim__lr=1e30)
+    tree["optim"] |= {"min_lr": 0.0, "warmup_steps": 0, "clip_norm": 0.0}
+    with pytest.raises(RanksFailed, match="NonFiniteError.*loss scale is at its least, 1") as told:
+        train_on(ranks, 2, tree)
+    assert "Traceback" in str(told.value)
+    lines = metrics_of(tmp_path / "run")
+    assert [line["skipped_steps"] for line in lines][-2:] == [1, 2]
+    assert lines[-1]["grad_norm"] is None and lines[-1]["loss_scale"] == 2.0
+    assert NonFiniteError.exit_code == 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, size):
+    run = HALF | {"train__max_steps": 6, "optim__loss_scale": 2.0**36}
+    run |= {"optim__loss_scale_growth_steps": 2, "checkpoint__interval": 3}
+    train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "whole", **run))
+    for stop in (4, 0):
+        tree = tiny_tree(tiny_data, tmp_path / "halves", **run, train__stop_at_step=stop)
+        train_on(ranks, size, tree)
+    lines = metrics_of(tmp_path / "whole")
+    assert lines[0]["loss_scale"] == 2.0**36
+    assert lines[-1]["skipped_steps"] > 0  # or nothing would be restored
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_device_without_an_operation_is_refused_in_one_line(monkeypatch):
+    def missing(self, tokens):
+        raise NotImplementedError("\"addmm_impl_cpu_\" not implemented\nfor 'Half'")
+
+    config, world = tiny_config("d", "r", **HALF), start_world(device="cpu")
+    half.check_half(config, world)  # this torch has them all
+    monkeypatch.setattr(half.Transformer, "losses", missing)
+    with pytest.raises(
+        half.ConfigError, match="train.dtype = 'fp16'.*addmm.*use 'bf16'"
+    ) as refused:
+        half.check_half(config, world)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,183 @@
+"""Weight decay and learning rates by name, and parameters that are not trained."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from optimus.checkpoint import manager
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import start_world
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from tests.helpers.rank_pool import RanksFailed
+from tests.helpers.runs import assert_same_run, train_on, weights_of
+from tests.helpers.tiny import VOCAB, tiny_tree
+
+GROUPS = [
+    {"pattern": "*norm*", "weight_decay": 0.0},
+    {"pattern": "*experts*", "lr_scale": 0.25, "weight_decay": 0.5},
+]
+FROZEN = ["embed.*", "blocks.0.attention.*_proj.weight"]
+RUN = {"optim__groups": GROUPS, "optim__frozen": FROZEN, "optim__chunk_length": 2000}
+FEW = {"train__max_steps": 5}
+
+
+def is_frozen(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in FROZEN)
+
+
+def test_two_updates_are_those_of_torch_with_the_same_groups():
+    """Warm-up included: lr_scale multiplies what the schedule says."""
+    torch.set_num_threads(1)
+    tree = tiny_tree("d", "r", **RUN, optim__eps=1e-3, optim__clip_norm=0.0)
+    config, world = make_config(tree), start_world(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB, (1, 32), generator=generator)
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"global_batch_tokens": 32})}
+    )
+    plan, groups = plan_batch(config, 1), join_groups(Mesh(), world)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, 0)
+    plain = Transformer(config.model)
+    initialise_(plain, 0)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    optim = config.optim
+    by_name = dict(plain.named_parameters())
+    decay = {name: 0.0 if "norm" in name else 0.5 if "experts" in name else 0.1 for name in by_name}
+    rate = {name: 0.25 if "experts" in name else 1.0 for name in by_name}
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p], "weight_decay": decay[name], "name": name}
+            for name, p in by_name.items()
+            if not is_frozen(name)
+        ],
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+    for step in (1, 2):
+        updater.run(step, [Microbatch(tokens)])
+        adamw.zero_grad()
+        terms = plain.losses(tokens)
+        (terms.ce_sum / 31 + 0.01 * terms.aux + 0.001 * terms.z).backward()
+        for group in adamw.param_groups:
+            group["lr"] = optim.lr * step / optim.warmup_steps * rate[group["name"]]
+        adamw.step()
+    for name, ours in shard.model.named_parameters():
+        torch.testing.assert_close(ours, by_name[name], rtol=0, atol=2e-6, msg=name)
+    assert all((p.grad is None) is is_frozen(name) for name, p in shard.model.named_parameters())
+
+
+def test_chunks_hold_parameters_of_one_setting():
+    config, world = make_config(tiny_tree("d", "r", **RUN)), start_world(device="cpu")
+    shard = Shard(config, join_groups(Mesh(), world), plan_batch(config, 1), world.device)
+    states = shard.make_states()
+    for one in states.chunks:
+        names = [slot.name for slot in one.chunk.slots]
+        assert len({("norm" in name, "experts" in name) for name in names}) == 1
+        assert not any(map(is_frozen, names))
+    frozen = [slot.name for slot in states.frozen.layout.slots]
+    assert frozen and all(map(is_frozen, frozen))
+    names = {name for name, _ in shard.model.named_parameters()}
+    assert set(states.whole("exp_avg")) == {name for name in names if not is_frozen(name)}
+
+
+def test_a_group_that_changes_nothing_changes_no_bit(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "plain", **FEW))
+    same = [{"pattern": "*norm*", "weight_decay": 0.1}, {"pattern": "*", "lr_scale": 1.0}]
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "groups", optim__groups=same, **FEW))
+    assert_same_run(tmp_path / "plain", tmp_path / "groups")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"model__tie_embeddings": True, "train__dtype": "bf16"}, id="tied-bf16"),
+    ],
+)
+def test_layouts_train_to_the_same_bits(ranks, tiny_data, tmp_path, model):
+    one = tmp_path / "one"
+    train_on(ranks, 1, tiny_tree(tiny_data, one, **RUN, **FEW, **model))
+    for size, layout in (
+        (2, {"optim__sharding": "so"}),
+        (2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}),
+        (4, {"parallel__pp": 2, "optim__sharding": "epso"}),
+    ):
+        other = tmp_path / "-".join([str(size), *map(str, layout.values())])
+        train_on(ranks, size, tiny_tree(tiny_data, other, **RUN, **FEW, **model, **layout))
+        assert_same_run(one, other)
+
+
+def test_frozen_parameters_are_saved_and_a_run_resumes_on_other_ranks(ranks, tiny_data, tmp_path):
+    run = RUN | {"train__max_steps": 6, "train__dtype": "bf16"}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **run))
+    for size, sharding, stop in ((2, "epso", 3), (1, "none", 0)):
+        more = {"optim__sharding": sharding, "train__stop_at_step": stop}
+        train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "two", **run, **more))
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    begun = Transformer(make_config(tiny_tree("d", "r")).model)
+    initialise_(begun, 0)
+    tensors = weights_of(tmp_path / "two")
+    for name, parameter in begun.named_parameters():
+        assert torch.equal(tensors[name], parameter.bfloat16().float()) is is_frozen(name) or (
+            "norm" in name  # begins with ones, and bf16 steps of masters may not show
+        )
+        assert (f"exp_avg.{name}" in tensors) is not is_frozen(name)
+
+
+@pytest.mark.parametrize("recomputed", [[], ["block"], ["norm", "moe"]], ids=str)
+def test_a_first_stage_may_be_frozen_whole(ranks, tiny_data, tmp_path, recomputed):
+    run = FEW | {"optim__frozen": ["embed.*", "blocks.0.*"], "checkpoint__model_interval": 5}
+    run |= {"recompute__modules": recomputed}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **run))
+    pipeline = {"parallel__pp": 2, "parallel__stage_layers": [1, 1]}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "two", **run, **pipeline))
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    saved = load_file(manager.model_path(tmp_path / "two", 5) / "model.safetensors")
+    assert "model.embed_tokens.weight" in saved
+
+
+def test_frozen_experts_are_measured_and_left_alone(ranks, tiny_data, tmp_path):
+    run = {"train__max_steps": 1, "train__deterministic": False, "optim__warmup_steps": 0}
+    run |= {"optim__frozen": ["*experts*"]}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "run", **run, parallel__ep=2))
+    begun = Transformer(make_config(tiny_tree("d", "r")).model)
+    initialise_(begun, 0)
+    tensors = weights_of(tmp_path / "run")
+    for name, parameter in begun.named_parameters():
+        changed = not torch.equal(tensors[name], parameter)
+        assert changed is ("experts" not in name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"optim__frozen": ["embed.*"]}, r"optim.frozen = .*must keep it"),
+        ({"optim__groups": []}, r"optim.groups = \[\].*must keep it.*allow_change"),
+    ],
+)
+def test_what_a_run_must_keep_is_refused_on_resume(ranks, tiny_data, tmp_path, change, told):
+    run = {"train__max_steps": 2, "optim__warmup_steps": 0}
+    run |= {"optim__groups": [{"pattern": "*norm*", "weight_decay": 0.0}]}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", **run, train__stop_at_step=1))
+    with pytest.raises(RanksFailed, match=told):
+        train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", **(run | change)))
+
+
+def test_a_pattern_that_names_nothing_is_refused_at_the_start(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", optim__frozen=["*nrom*"])
+    with pytest.raises(RanksFailed, match=r"optim.frozen names '\*nrom\*', which matches no"):
+        train_on(ranks, 1, tree)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,292 @@
+"""Gradients and parameters that are whole only while they are needed: the bits of whole ones."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+
+from optimus.config import make_config
+from optimus.data.loader import Microbatch
+from optimus.dist.collectives import traffic
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import make_mesh
+from optimus.dist.world import start_world
+from optimus.errors import ConfigError, NonFiniteError
+from optimus.launch_env import read_launch_env
+from optimus.model.init import initialise_
+from optimus.observe.metrics import read_json_lines
+from optimus.train.batch import plan_batch
+from optimus.train.loop import Run
+from optimus.train.preflight import preflight
+from optimus.train.run_dir import RunDirectory
+from optimus.train.shard import Shard
+from optimus.train.update import Updater
+from tests.helpers.layouts import run_several
+from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
+from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+
+SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
+PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
+LAYOUTS = {
+    "dp2-dense-tied-bf16": (
+        2,
+        DENSE
+        | {
+            "model__tie_embeddings": True,
+            "model__num_layers": 4,
+            "train__dtype": "bf16",
+        },
+        (1, 1),
+    ),
+    "dp2-unrouted-experts": (
+        2,
+        {"model__num_experts": 32, "model__num_experts_per_tok": 1},
+        (3, 2),
+    ),
+    "dp2-ep2-tied-recompute": (
+        4,
+        {
+            "parallel__ep": 2,
+            "model__tie_embeddings": True,
+            "recompute__modules": ["norm", "attention", "moe"],
+        },
+        (2, 2),
+    ),
+    "dp2-ep2-bf16-blocks-recomputed": (
+        4,
+        {"parallel__ep": 2, "train__dtype": "bf16", "recompute__modules": ["block"]},
+        (3, 3),
+    ),
+    "dp2-pp2-tied": (4, PIPELINE | {"model__tie_embeddings": True}, (5, 3)),
+    "dp2-pp2-interleaved-bf16": (
+        4,
+        PIPELINE
+        | {
+            "parallel__schedule": "interleaved",
+            "parallel__virtual_stages": 2,
+            "train__dtype": "bf16",
+        },
+        (5, 3),
+    ),
+    "dp2-pp2-zb-h1": (4, PIPELINE | {"parallel__schedule": "zb-h1"}, (3, 2)),
+    "dp2-tp2-sequence": (4, {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
+}
+"""Ranks, settings, and the fewest slots that so and epso do with."""
+DIVISIONS = (
+    {"optim__sharding": "none", "optim__resident": "parameters"},
+    {"optim__sharding": "so", "optim__resident": "cache", "optim__cache_chunks": 3},
+    {"optim__sharding": "epso", "optim__resident": "cache", "optim__cache_chunks": 3},
+    {"optim__sharding": "epso", "optim__resident": "parameters"},
+)
+
+
+ALONE = {"start_world": False, "timeout_s": 120}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_divided_chunks_train_to_the_same_bits(ranks, layout):
+    size, run, (so, epso) = LAYOUTS[layout]
+    divisions = [
+        {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
+        for sharding, resident, slots in (
+            ("none", "all", 0),
+            ("none", "parameters", 0),
+            ("so", "cache", so),
+            ("epso", "cache", epso),
+        )
+    ]
+    trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in divisions]
+    poison = [division["optim__sharding"] == "so" for division in divisions]
+    whole, *divided = ranks(size, run_several, trees, poison, **ALONE)[0]
+    for division, one in zip(divisions[1:], divided, strict=True):
+        assert one.metrics == whole.metrics, division
+        assert one.final == whole.final, division
+
+
+def test_without_the_mode_losses_agree(ranks):
+    fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
+    trees = [tiny_tree("d", "r", **SMALL, **fast, **division) for division in ({}, *DIVISIONS)]
+    whole, *divided = ranks(4, run_several, trees, [False] * len(trees), **ALONE)[0]
+    for one in divided:
+        for ours, theirs in zip(one.metrics, whole.metrics, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+
+
+def samples_of_run(tree: dict) -> list[str]:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run_tree(tree)
+    return re.findall("sample at step .*", told.getvalue())
+
+
+def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data, tmp_path):
+    run = {
+        "train__max_steps": 6,
+        "optim__chunk_length": 2000,
+        "train__eval_interval": 1,
+        "train__sample_interval": 2,
+        "train__sample_tokens": 4,
+    }
+    one, many, stop, told = tmp_path / "one", tmp_path / "many", 0, []
+    (expected,) = ranks(1, samples_of_run, tiny_tree(tiny_data, one, **run), **ALONE)
+    for division in DIVISIONS[1:]:
+        stop += 2
+        tree = tiny_tree(tiny_data, many, **run, **division, train__stop_at_step=stop)
+        told += ranks(2, samples_of_run, tree, **ALONE)[0]
+    assert_same_run(one, many)
+    assert read_json_lines(one / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
+    assert told == expected and len(told) == 3
+
+
+def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tmp_path):
+    """Dispatchers and recomputation are timed outside of any step."""
+    run = {
+        "parallel__ep": 2,
+        "recompute__modules": ["block"],
+        "train__deterministic": False,
+        "train__threads": 1,
+        "train__max_steps": 2,
+        "optim__warmup_steps": 0,
+        "optim__chunk_length": 2000,
+    }
+    for name, division in (("all", {}), ("cache", DIVISIONS[1])):
+        train_on(ranks, 4, tiny_tree(tiny_data, tmp_path / name, **run, **division))
+    ours, theirs = (metrics_of(tmp_path / name) for name in ("cache", "all"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+
+
+def spoil_a_shard(tree: dict) -> str:
+    """Rank 1's part of some parameter becomes NaN after step 1; the error of this rank."""
+    config, launch = make_config(tree), read_launch_env()
+    flight = preflight(config, launch.world_size)
+    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
+    world = start_world(launch, config.parallel.timeout_s, "cpu")
+    run = Run(config, world, flight, directory)
+    run.update(1)
+    if world.rank == 1:
+        run.states.chunks[2].shard[0] = torch.nan
+    try:
+        run.update(2)
+    except NonFiniteError as error:
+        slots = run.states.chunks[2].chunk.slots
+        return f"{error} {[slot.name for slot in slots]}"
+    return "no error"
+
+
+def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **DIVISIONS[1], train__dtype="bf16")
+    told = ranks(2, spoil_a_shard, tree, **ALONE)
+    assert told[0] == told[1]
+    name = re.search(r"on rank 1 .* at step 2: parameter (\S+) is non-finite", told[0])[1]
+    assert f"'{name}'" in told[0]
+
+
+def count_step(tree: dict) -> dict:
+    """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
+    torch.set_num_threads(1)
+    config = make_config(tree)
+    world = start_world(device="cpu")
+    parallel = config.parallel
+    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    shard = Shard(config, groups, plan, world.device)
+    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    states = shard.make_states()
+    updater = Updater(config, groups, shard, states, plan, world.device)
+    tokens = torch.randint(0, VOCAB, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+    for step in (1, 2):
+        traffic.clear()
+        updater.run(step, [Microbatch(tokens)] * plan.microbatches_per_rank)
+    cache = states.cache
+    sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
+    return {
+        "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
+        "fetched": [sizes[number] for number in cache.plan.fetched()],
+        "chunks": len(states.chunks),
+        "slots": cache.slots,
+        "bytes": [held for _, held in cache.trace],
+        "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
+        "between": states.resident_bytes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "slots", "microbatches"), [(2, 1, 1), (3, 2, 1), (3, 2, 4), (3, 5, 3)]
+)
+def test_a_model_of_a_chunk_a_unit_fetches_by_the_formula(ranks, layers, slots, microbatches):
+    tree = tiny_tree(
+        "d",
+        "r",
+        **DENSE,
+        optim__chunk_length=10240,  # embedding, a block and the head alike
+        optim__sharding="so",
+        optim__resident="cache",
+        optim__cache_chunks=slots,
+        model__num_layers=layers,
+        train__global_batch_tokens=2 * microbatches * CONTEXT,
+    )
+    for one in ranks(2, count_step, tree, start_world=False):
+        n, k = layers + 2, microbatches
+        fetches = 2 * k * n - (2 * k - 1) * min(slots, n)
+        size = 4 * 10240
+        assert one["chunks"] == n
+        assert one["traffic"]["all_gather"] == [fetches, fetches * size]
+        assert one["traffic"]["all_to_all"] == [k * n, k * n * size]
+        assert one["bytes"] == one["planned"] and max(one["bytes"]) <= slots * size
+
+
+@pytest.mark.parametrize(
+    ("size", "run"),
+    [(2, {}), (4, PIPELINE), (4, PIPELINE | {"parallel__schedule": "gpipe"})],
+    ids=["dp2", "pp2-1f1b", "pp2-gpipe"],
+)
+def test_any_run_fetches_what_is_planned(ranks, size, run):
+    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[2], train__dtype="bf16")
+    for one in ranks(size, count_step, tree, start_world=False):
+        calls, total = one["traffic"]["all_gather"]
+        assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
+        assert one["bytes"] == one["planned"]
+        assert one["between"] == {"params": 0, "grads": 0}
+
+
+def make_states_of(tree: dict) -> str:
+    config, world = make_config(tree), start_world(device="cpu")
+    groups = join_groups(make_mesh(world.size, 1, world.size, 1, 1), world)
+    shard = Shard(config, groups, plan_batch(config, world.size), world.device)
+    initialise_(shard.model, 0, shard.layout.placements)
+    try:
+        shard.make_states()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_too_few_slots_are_refused_in_one_line(ranks):
+    tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": 1})
+    told = ranks(2, make_states_of, tree, start_world=False)[0]
+    assert told.startswith("optim.cache_chunks = 1: some block ") and "\n" not in told
+    enough = int(re.search(r"use (\d+) or more", told)[1])
+    for slots, refused in ((enough - 1, True), (enough, False)):
+        tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": slots})
+        assert bool(ranks(2, make_states_of, tree, start_world=False)[0]) == refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"optim__cache_chunks": 3}, "optim.cache_chunks = 3"),
+        ({"optim__resident": "cache"}, "optim.sharding = 'none'"),
+        (
+            {"optim__resident": "cache", "optim__sharding": "so", "train__compile": True}
+            | {"train__deterministic": False},
+            "train.compile = true",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        make_config(tiny_tree("d", "r", **settings))
