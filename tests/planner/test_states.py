@@ -118,6 +118,21 @@ SHORT = {"optim__chunk_length": 2000}
             },
             id="dp2-ep2-epso-frozen-groups",
         ),
+        pytest.param(2, SHORT | TIED | {"optim__resident": "parameters"}, id="dp2-in-pieces-tied"),
+        pytest.param(
+            4,
+            FAST
+            | SHORT
+            | TIED
+            | {
+                "train__dtype": "fp16",
+                "parallel__pp": 2,
+                "optim__sharding": "epso",
+                "optim__resident": "cache",
+                "optim__frozen": ["*attention.*_proj*"],
+            },
+            id="pp2-dp2-epso-cache-tied-frozen-fp16",
+        ),
     ],
 )
 def test_planned_bytes_are_those_that_training_holds(ranks, size, run):
