@@ -182,7 +182,19 @@ def test_all_ranks_of_a_kind_hold_as_much():
     mesh = Mesh(2, 2, 2, 2)
     kinds = {(place.pp, place.tp): sizes for place, sizes in plan_ranks(config, mesh)}
     for pp, dp, ep, tp in itertools.product(range(2), repeat=4):
-        assert plan_bytes(config, mesh, Place(pp, dp, ep, tp)) == kinds[pp, tp]
+        assert plan_bytes(config, mesh, Place(pp, dp, ep, tp)) | {"cache": 0} == kinds[pp, tp]
+
+
+def test_a_plan_counts_the_chunks_in_the_cache():
+    tree = tiny_tree("d", "r", **BF16, **SHORT, optim__sharding="so", optim__resident="cache")
+    tree["parallel"] = {"dp": 4}
+    all_of_them = plan(make_config(tree))["memory"]
+    tree["optim"]["cache_chunks"] = 2
+    two = plan(make_config(tree))["memory"]
+    held = {kind: size for kind, size in two.items() if kind not in ("cache", "total")}
+    assert all(all_of_them[kind] == size for kind, size in held.items())
+    assert two["total"] - two["cache"] == all_of_them["total"] - all_of_them["cache"]
+    assert all_of_them["cache"] == 4 * two["parameters"] > two["cache"] > 0
 
 
 def test_a_plan_refuses_what_training_would():
