@@ -7,31 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from optimus.chunks.agree import check_alike, homes_of
 from optimus.chunks.arrivals import Arrivals
-from optimus.chunks.departures import Departures, Parcel
-from optimus.chunks.follow import Follower, check_slots
+from optimus.chunks.follow import check_slots
 from optimus.chunks.frozen import FrozenParameters
+from optimus.chunks.gradients import Gradients, by_first_use
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.memory import count_bytes
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.pieces import Buffer, PieceReduction
+from optimus.chunks.pieces import Buffer
 from optimus.chunks.rcache import ChunkCache
-from optimus.chunks.reduce import FastReduction, OrderedReduction
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home, StateShard
 from optimus.chunks.storage import Memory
-from optimus.chunks.tied import Use, UseInPieces, WholeUse
+from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import ALONE, Group, all_gather, all_reduce_sum
+from optimus.dist.collectives import ALONE, Group, all_gather
 
-_WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, each an attribute of ChunkStates."""
 
@@ -76,7 +73,6 @@ class ChunkEngine:
         self.frozen = FrozenParameters(frozen, homes, dtype, chunk_length)
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
-        self._grad_dtype = grad_dtype
         self.layout: ChunkLayout = lay_out(
             [
                 Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
@@ -87,7 +83,6 @@ class ChunkEngine:
         )
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency, self._memory = residency, Memory(residency.poison)
-        self._follower: Follower | None = None
         self.cache: ChunkCache | None = None
         self.chunks: list[ChunkStates] = []
         for chunk in self.layout.chunks:
@@ -96,30 +91,19 @@ class ChunkEngine:
             )
             self.chunks.append(one)
             self._take_values(one)
-        self._uses: list[WholeUse | UseInPieces] = []
-        self.before_sum: Callable[[Buffer], None] = lambda one: None
-        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
-        self._accumulates_natively = dtype is grad_dtype or (_WIDENS_NATIVELY and not compiled)
-        # Freed storage takes no new views.
-        targets = {name: self._view(name, "grads") for name in named}
-        together = any(one.home.adders.size > 1 for one in self.chunks)
-        if residency.divides_gradients:
-            self._reduction = PieceReduction(self.chunks, deterministic, reduce_dtype, self._memory)
-        elif deterministic and together:
-            self._reduction = OrderedReduction(self.chunks)
-        else:
-            self._reduction = FastReduction(self.chunks, reduce_dtype, overlap)
         self._arrivals = Arrivals()
-        early = overlap and together and not (deterministic or residency.divides_gradients)
-        self._departures = Departures(
-            self._accumulates_natively, early, lambda one: self.before_sum(one)
+        self._by_first_use = by_first_use(self.chunks, named)
+        self._gradients = Gradients(
+            named,
+            self.chunks,
+            self._memory,
+            deterministic=deterministic,
+            reduce_dtype=reduce_dtype,
+            grad_dtype=grad_dtype,
+            compiled=compiled,
+            overlap=overlap,
+            in_pieces=residency.divides_gradients,
         )
-        place = {name: number for number, name in enumerate(named)}
-        self._by_first_use = sorted(self.chunks, key=lambda one: place[one.chunk.slots[0].name])
-        for one in self._by_first_use:
-            names = [slot.name for slot in one.chunk.slots]
-            parts = {name: (named[name], targets[name]) for name in names}
-            self._depart(one, parts, partial(self._reduction.after, one))
 
     def _take_values(self, one: ChunkStates) -> None:
         """From the parameters, which become views of the chunk."""
@@ -152,8 +136,7 @@ class ChunkEngine:
         if not self.residency.divides_gradients:
             return
         chunk_of = {name: self.chunks[slot.chunk] for name, slot in self.slots.items()}
-        buffer_of: dict[str, Buffer] = chunk_of | {use.use.name: use for use in self._uses}
-        chunk_of |= {use.use.name: chunk_of[use.use.owner] for use in self._uses}
+        chunk_of |= {use: chunk_of[owner] for use, owner in self._gradients.owner_of.items()}
         needed = [[chunk_of[name] for name in u.parameters if name in chunk_of] for u in units]
         needs = [frozenset(c.chunk.number for c in chunks if c.divided) for chunks in needed]
         divided = [one for one in self.chunks if one.divided]
@@ -168,19 +151,7 @@ class ChunkEngine:
                 regions,
             )
             self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
-        self._follower = Follower(
-            units,
-            [[buffer_of[name] for name in u.parameters if name in buffer_of] for u in units],
-            self._reduction,
-            self.cache,
-            lambda one: self.before_sum(one),
-            early,
-        )
-
-    def before_backward(self, stage: int) -> None:
-        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
-        if self._follower is not None:
-            self._follower.before_backward(stage)
+        self._gradients.follow(units, self.cache, early)
 
     def gather(self, names: Collection[str]) -> None:
         """Make parameters whole for a use that is no visit of a unit, until the next visit. A
@@ -194,7 +165,7 @@ class ChunkEngine:
         """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
         flats = {
             "params": [one.params for one in self.chunks],
-            "grads": [one.grads for one in (*self.chunks, *self._uses)],
+            "grads": self._gradients.flats,
         }
         return {
             kind: sum(flat.untyped_storage().nbytes() for flat in every)
@@ -208,45 +179,20 @@ class ChunkEngine:
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
             return
-        home = self._home_of(use.name)
-        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
-        if isinstance(self._reduction, PieceReduction):
-            states = UseInPieces(use, home)
-            self._reduction.add(states)
-        self._uses.append(states)
-        self._depart(states, {use.name: (use.leaf, states.target)}, states.after)
+        self._gradients.add_use(use, self._home_of(use.name))
 
-    def _depart(
-        self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
-    ) -> None:
-        """Let backward add into these parts of the buffer, which leaves by `send`."""
-        for leaf, part in parts.values():
-            self._accumulate(leaf, part)
-        self._departures.add(Parcel(buffer, parts, send))
+    @property
+    def before_sum(self) -> Callable[[Buffer], None]:
+        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
+        return self._gradients.before_sum
 
-    def _accumulate(self, leaf: Tensor, target: Tensor) -> None:
-        """Let backward add into `target`, in its dtype."""
-        if self._accumulates_natively:
-            if leaf.dtype is not target.dtype:
-                leaf.grad_dtype = target.dtype
-            leaf.grad = target
-            return
-
-        def widen(leaf: Tensor) -> None:
-            if leaf.grad is not None:  # it is where a gradient is put off or written past autograd
-                target.add_(leaf.grad)
-                leaf.grad = None
-
-        leaf.register_post_accumulate_grad_hook(widen)
+    @before_sum.setter
+    def before_sum(self, look: Callable[[Buffer], None]) -> None:
+        self._gradients.before_sum = look
 
     def start(self) -> None:
         """Before the first backward of a step."""
-        self._reduction.start()
-        self._departures.start()
-        for use in self._uses:
-            use.start()
-        if self._follower is not None:
-            self._follower.start()
+        self._gradients.start()
 
     def gradient(self, name: str) -> Tensor:
         """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
@@ -255,74 +201,27 @@ class ChunkEngine:
 
     def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """What backward has added for a stage on this rank, by name, before any reduction."""
-        for one in self._held(stage):
-            yield from one.named_grads()
+        return self._gradients.gradients_of(stage)
 
-    def _held(self, stage: int) -> list[Buffer]:
-        """Gradients of a stage that have memory."""
-        every: list[Buffer] = [*self.chunks, *self._uses]
-        return [one for one in every if one.home.stage == stage and self._memory.holds(one.grads)]
+    def before_backward(self, stage: int) -> None:
+        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
+        self._gradients.before_backward(stage)
 
     def last_backward(
         self, stage: int, late: Collection[Tensor] | None = None
     ) -> AbstractContextManager:
         """Around what `reduce` comes behind: gradients may leave as soon as they are complete.
         `late`: the only leaves that are given one still (None: any may be)."""
-        return self._departures.last_backward(stage, late)
+        return self._gradients.last_backward(stage, late)
 
     def reduce(self, stage: int) -> None:
         """Behind a backward of the stage: every one in deterministic mode, else a step's last."""
-        self._departures.check(stage)
-        if self._follower is not None:
-            self._follower.reduce(stage)
-        else:
-            self._departures.rest(stage)
+        self._gradients.reduce(stage)
 
     def finish(self, far_ends: Mapping[str, Group] | None = None) -> None:
         """Complete all gradients before the update. `far_ends` names parameters of which other
         ranks of a group hold further uses: theirs are added too."""
-        if self._follower is not None:
-            self._follower.finish()
-        self._reduction.finish()
-        for use in self._uses:
-            use.finish()
-        far_ends = far_ends or {}
-        for name, group in far_ends.items():
-            if group.size > 1 and name in self.slots:
-                self._add_far(name, group)
-        for use in self._uses:
-            if use.use.owner not in far_ends or far_ends[use.use.owner].size == 1:
-                self._add_whole(use.use.owner, use.total)
-
-    def _add_far(self, name: str, group: Group) -> None:
-        """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
-        own = [use.total for use in self._uses if use.use.owner == name]
-        slot = self.slots[name]
-        whole = torch.zeros(slot.shape, dtype=torch.float32, device=self._device)
-        if own:
-            whole.add_(own[0])
-        else:
-            self._gather_grad(name, whole)
-        all_reduce_sum(whole, group)
-        here = self.chunks[slot.chunk].piece_of(self.chunks[slot.chunk].grad, slot)
-        if here is not None:
-            here[0].copy_(whole.flatten()[here[1]])
-
-    def _gather_grad(self, name: str, into: Tensor) -> None:
-        slot = self.slots[name]
-        one = self.chunks[slot.chunk]
-        whole = one.grad
-        if one.home.shards.size > 1:
-            whole = one.grad.new_empty(one.chunk.length)
-            all_gather(whole, one.grad, one.home.shards)
-        into.copy_(one.view(whole, slot))
-
-    def _add_whole(self, name: str, gradient: Tensor) -> None:
-        slot = self.slots[name]
-        one = self.chunks[slot.chunk]
-        here = one.piece_of(one.grad, slot)
-        if here is not None:
-            here[0].add_(gradient.flatten()[here[1]])
+        self._gradients.finish(far_ends)
 
     # -- the update ------------------------------------------------------------------------------
 
@@ -338,8 +237,7 @@ class ChunkEngine:
         then of all parameters: begun, where `wait_in` was told who waits for them."""
         self.wait()  # for what no forward pass has read since the update before
         self._optimizer.step(self._by_first_use, lr, grad_scale, self._give_out)
-        if self._follower is not None:
-            self._reduction.release()
+        self._gradients.release()
         self._drop_old()
 
     def _give_out(self, one: ChunkStates) -> None:
@@ -437,8 +335,14 @@ class ChunkEngine:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
-        holders = [*self.chunks, self._reduction, *self._uses, self.frozen]
+        holders = [*self.chunks, self._gradients, self.frozen]
         return count_bytes(piece for one in holders for piece in one.pieces())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache of divided parameters takes, if the largest chunks are in it."""
+        sizes = sorted(one.params.nbytes for one in self.chunks if one.divided)
+        return sum(sizes[-self.residency.slots :])
 
     @property
     def num_updates(self) -> int:

@@ -77,7 +77,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     head = f"{_told(memory['total'])} of model states"
     lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
     lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
-    lines += [(f"  {kind}", _told(memory[kind])) for kind in KINDS if memory[kind]]
+    lines += [(f"  {kind}", _told(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
     lines.append(("  of it padding", _told(memory["padding"])))
     if len(ranks) > 1:
         for rank in ranks:

@@ -98,18 +98,24 @@ def check_names(config: Config) -> None:
 
 
 def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
-    """Bytes of model states on the rank at `place`, split as `optimus.chunks.memory` does."""
+    """Bytes of model states on the rank at `place` between updates, split as
+    `optimus.chunks.memory` does."""
+    return _plan_engine(config, mesh, place).bytes_held()
+
+
+def _plan_engine(config: Config, mesh: Mesh, place: Place) -> ChunkEngine:
     rank = mesh.rank_at(place)
     # How many microbatches there are changes no state.
     layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, rank)
     model = build_model(config, layout, groups, torch.device("meta"))
-    return make_states(config, layout, groups, model).bytes_held()
+    return make_states(config, layout, groups, model)
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
-    """Bytes on one rank of each kind. Along dp and ep ranks hold as much as each other: shards are
-    of one length, and ep divides experts evenly.
+    """Bytes on one rank of each kind, with "cache" in their total: chunks of parameters that are
+    whole at a time under optim.resident = "cache". Along dp and ep ranks hold as much as each
+    other: shards are of one length, and ep divides experts evenly.
 
     Raises ConfigError where the mesh does not divide the model or a pattern names no parameter.
     """
@@ -118,4 +124,6 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
     for pp in range(mesh.pp):
         for tp in range(mesh.tp):
             place = Place(pp, 0, 0, tp)
-            yield place, plan_bytes(config, mesh, place)
+            engine = _plan_engine(config, mesh, place)
+            sizes, cache = engine.bytes_held(), engine.cache_bytes
+            yield place, sizes | {"cache": cache, "total": sizes["total"] + cache}

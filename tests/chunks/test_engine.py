@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from optimus.chunks import engine as engine_module
+from optimus.chunks import gradients as gradients_module
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.optimizer import AdamW
@@ -123,9 +123,9 @@ def test_bf16_parameters_follow_fp32_masters():
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
-    if natively and not engine_module._WIDENS_NATIVELY:
+    if natively and not gradients_module._WIDENS_NATIVELY:
         pytest.skip("this torch has no Tensor.grad_dtype")
-    monkeypatch.setattr(engine_module, "_WIDENS_NATIVELY", natively)
+    monkeypatch.setattr(gradients_module, "_WIDENS_NATIVELY", natively)
     model, reference = make_model(), make_model()
     engine = make_engine(model, torch.bfloat16)
     reference.to(torch.bfloat16)

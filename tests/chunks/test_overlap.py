@@ -51,6 +51,18 @@ INTERLEAVED = {
         pytest.param(2, {"parallel__ep": 2, "optim__sharding": "epso"}, id="ep2-epso"),
         pytest.param(4, {**ZERO_BUBBLE, "model__tie_embeddings": True}, id="zb-h1-tied"),
         pytest.param(
+            4,
+            {
+                **ZERO_BUBBLE,
+                "model__tie_embeddings": True,
+                "train__dtype": "fp16",
+                "optim__loss_scale": 2.0**36,  # the first updates are skipped
+                "optim__frozen": ["embed.*", "blocks.0.attention.*_proj.weight"],
+                "optim__groups": [{"pattern": "*norm*", "weight_decay": 0.0}],
+            },
+            id="zb-h1-tied-frozen-fp16",
+        ),
+        pytest.param(
             4, {**INTERLEAVED, "recompute__modules": ["block"]}, id="interleaved-recomputed"
         ),
         pytest.param(

@@ -118,6 +118,21 @@ SHORT = {"optim__chunk_length": 2000}
             },
             id="dp2-ep2-epso-frozen-groups",
         ),
+        pytest.param(2, SHORT | TIED | {"optim__resident": "parameters"}, id="dp2-in-pieces-tied"),
+        pytest.param(
+            4,
+            FAST
+            | SHORT
+            | TIED
+            | {
+                "train__dtype": "fp16",
+                "parallel__pp": 2,
+                "optim__sharding": "epso",
+                "optim__resident": "cache",
+                "optim__frozen": ["*attention.*_proj*"],
+            },
+            id="pp2-dp2-epso-cache-tied-frozen-fp16",
+        ),
     ],
 )
 def test_planned_bytes_are_those_that_training_holds(ranks, size, run):
@@ -167,7 +182,19 @@ def test_all_ranks_of_a_kind_hold_as_much():
     mesh = Mesh(2, 2, 2, 2)
     kinds = {(place.pp, place.tp): sizes for place, sizes in plan_ranks(config, mesh)}
     for pp, dp, ep, tp in itertools.product(range(2), repeat=4):
-        assert plan_bytes(config, mesh, Place(pp, dp, ep, tp)) == kinds[pp, tp]
+        assert plan_bytes(config, mesh, Place(pp, dp, ep, tp)) | {"cache": 0} == kinds[pp, tp]
+
+
+def test_a_plan_counts_the_chunks_in_the_cache():
+    tree = tiny_tree("d", "r", **BF16, **SHORT, optim__sharding="so", optim__resident="cache")
+    tree["parallel"] = {"dp": 4}
+    all_of_them = plan(make_config(tree))["memory"]
+    tree["optim"]["cache_chunks"] = 2
+    two = plan(make_config(tree))["memory"]
+    held = {kind: size for kind, size in two.items() if kind not in ("cache", "total")}
+    assert all(all_of_them[kind] == size for kind, size in held.items())
+    assert two["total"] - two["cache"] == all_of_them["total"] - all_of_them["cache"]
+    assert all_of_them["cache"] == 4 * two["parameters"] > two["cache"] > 0
 
 
 def test_a_plan_refuses_what_training_would():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimus.chunks import engine as engine_module
+from optimus.chunks import gradients as gradients_module
 from optimus.config import make_config
 from optimus.data.loader import Microbatch
 from optimus.dist.groups import join_groups
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
     """Updates with gradients that go straight to chunks, and with those that autograd adds."""
     torch.set_num_threads(1)
-    engine_module._WIDENS_NATIVELY &= natively
+    gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
     by_autograd = updates(tree, world, lambda shard, states: None)
     return updates(tree, world, Shard.add_in_place), by_autograd

@@ -120,6 +120,8 @@ LAYOUTS = [
     pytest.param(2, {"parallel__pp": 2}, id="pp2"),
     pytest.param(2, {"parallel__ep": 2, "optim__sharding": "epso"}, id="ep2-epso"),
     pytest.param(2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="pp2-zb"),
+    pytest.param(2, {"optim__resident": "parameters"}, id="dp2-in-pieces"),
+    pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="dp2-so-cache"),
 ]
 
 

@@ -114,6 +114,8 @@ def test_layouts_train_to_the_same_bits(ranks, tiny_data, tmp_path, model):
         (2, {"optim__sharding": "so"}),
         (2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}),
         (4, {"parallel__pp": 2, "optim__sharding": "epso"}),
+        (2, {"optim__resident": "parameters"}),
+        (4, {"parallel__pp": 2, "optim__sharding": "epso", "optim__resident": "cache"}),
     ):
         other = tmp_path / "-".join([str(size), *map(str, layout.values())])
         train_on(ranks, size, tiny_tree(tiny_data, other, **RUN, **FEW, **model, **layout))

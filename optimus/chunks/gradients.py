@@ -1,0 +1,227 @@
+"""A rank's gradients from backward to the update: where they add up and when they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from optimus.chunks.departures import Departures, Parcel
+from optimus.chunks.follow import Follower
+from optimus.chunks.layout import Slot
+from optimus.chunks.memory import Piece
+from optimus.chunks.pieces import Buffer, PieceReduction
+from optimus.chunks.rcache import ChunkCache
+from optimus.chunks.reduce import FastReduction, OrderedReduction
+from optimus.chunks.states import ChunkStates, Home
+from optimus.chunks.storage import Memory
+from optimus.chunks.tied import Use, UseInPieces, WholeUse
+from optimus.chunks.units import Unit
+from optimus.dist.collectives import Group, all_gather, all_reduce_sum
+
+_WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
+
+
+class Gradients:
+    """Backward adds to chunks, and to a buffer of its own for each further use of a parameter."""
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        chunks: Sequence[ChunkStates],
+        memory: Memory,
+        *,
+        deterministic: bool,
+        reduce_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        compiled: bool,
+        overlap: bool,
+        in_pieces: bool,
+    ) -> None:
+        """`named`: trained parameters in order of first use, views of `chunks`. `in_pieces`: whole
+        for one backward only, which waits for `follow`. The rest as for ChunkEngine."""
+        self._chunks, self._memory, self._deterministic = list(chunks), memory, deterministic
+        self._grad_dtype = grad_dtype
+        self._by_name: dict[str, tuple[ChunkStates, Slot]] = {
+            slot.name: (one, slot) for one in chunks for slot in one.chunk.slots
+        }
+        self.before_sum: Callable[[Buffer], None] = lambda one: None
+        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
+        self._follower: Follower | None = None
+        self._uses: list[WholeUse | UseInPieces] = []
+        dtypes_agree = all(p.dtype is grad_dtype for p in named.values())
+        self._accumulates_natively = dtypes_agree or (_WIDENS_NATIVELY and not compiled)
+        # Freed storage takes no new views.
+        targets = {name: one.view(one.grads, slot) for name, (one, slot) in self._by_name.items()}
+        together = any(one.home.adders.size > 1 for one in chunks)
+        if in_pieces:
+            self._reduction = PieceReduction(self._chunks, deterministic, reduce_dtype, memory)
+        elif deterministic and together:
+            self._reduction = OrderedReduction(self._chunks)
+        else:
+            self._reduction = FastReduction(self._chunks, reduce_dtype, overlap)
+        early = overlap and together and not (deterministic or in_pieces)
+        self._departures = Departures(
+            self._accumulates_natively, early, lambda one: self.before_sum(one)
+        )
+        for one in by_first_use(chunks, named):
+            names = [slot.name for slot in one.chunk.slots]
+            parts = {name: (named[name], targets[name]) for name in names}
+            self._depart(one, parts, partial(self._reduction.after, one))
+
+    def add_use(self, use: Use, home: Home) -> None:
+        """Give a further use of a parameter a gradient buffer of its own."""
+        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
+        if isinstance(self._reduction, PieceReduction):
+            states = UseInPieces(use, home)
+            self._reduction.add(states)
+        self._uses.append(states)
+        self._depart(states, {use.name: (use.leaf, states.target)}, states.after)
+
+    def _depart(
+        self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
+    ) -> None:
+        """Let backward add into these parts of the buffer, which leaves by `send`."""
+        for leaf, part in parts.values():
+            self._accumulate(leaf, part)
+        self._departures.add(Parcel(buffer, parts, send))
+
+    def _accumulate(self, leaf: Tensor, target: Tensor) -> None:
+        """Let backward add into `target`, in its dtype."""
+        if self._accumulates_natively:
+            if leaf.dtype is not target.dtype:
+                leaf.grad_dtype = target.dtype
+            leaf.grad = target
+            return
+
+        def widen(leaf: Tensor) -> None:
+            if leaf.grad is not None:  # it is where a gradient is put off or written past autograd
+                target.add_(leaf.grad)
+                leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(widen)
+
+    def follow(self, units: Sequence[Unit], cache: ChunkCache | None, early: bool) -> None:
+        """Give units' buffers memory when they need it; `early` as for Follower."""
+        buffer_of: dict[str, Buffer] = {name: one for name, (one, _) in self._by_name.items()}
+        buffer_of |= {use.use.name: use for use in self._uses}
+        self._follower = Follower(
+            units,
+            [[buffer_of[name] for name in u.parameters if name in buffer_of] for u in units],
+            self._reduction,
+            cache,
+            lambda one: self.before_sum(one),
+            early,
+        )
+
+    @property
+    def owner_of(self) -> dict[str, str]:
+        """The parameters of which there are further uses, by the names of these."""
+        return {use.use.name: use.use.owner for use in self._uses}
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """All whole buffers."""
+        return [one.grads for one in (*self._chunks, *self._uses)]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that is held beside the chunks."""
+        for one in (self._reduction, *self._uses):
+            yield from one.pieces()
+
+    def before_backward(self, stage: int) -> None:
+        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
+        if self._follower is not None:
+            self._follower.before_backward(stage)
+
+    def release(self) -> None:
+        """After the update."""
+        if isinstance(self._reduction, PieceReduction):
+            self._reduction.release()
+
+    def start(self) -> None:
+        """Before the first backward of a step."""
+        self._reduction.start()
+        self._departures.start()
+        for use in self._uses:
+            use.start()
+        if self._follower is not None:
+            self._follower.start()
+
+    def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+        """What backward has added for a stage on this rank, by name, before any reduction."""
+        for one in self._held(stage):
+            yield from one.named_grads()
+
+    def _held(self, stage: int) -> list[Buffer]:
+        """Gradients of a stage that have memory."""
+        every: list[Buffer] = [*self._chunks, *self._uses]
+        return [one for one in every if one.home.stage == stage and self._memory.holds(one.grads)]
+
+    def last_backward(
+        self, stage: int, late: Collection[Tensor] | None = None
+    ) -> AbstractContextManager:
+        """Around what `reduce` comes behind: gradients may leave as soon as they are complete.
+        `late`: the only leaves that are given one still (None: any may be)."""
+        return self._departures.last_backward(stage, late)
+
+    def reduce(self, stage: int) -> None:
+        """Behind a backward of the stage: every one in deterministic mode, else a step's last."""
+        self._departures.check(stage)
+        if self._follower is not None:
+            self._follower.reduce(stage)
+        else:
+            self._departures.rest(stage)
+
+    def finish(self, far_ends: Mapping[str, Group] | None = None) -> None:
+        """Complete all gradients before the update. `far_ends` names parameters of which other
+        ranks of a group hold further uses: theirs are added too."""
+        if self._follower is not None:
+            self._follower.finish()
+        self._reduction.finish()
+        for use in self._uses:
+            use.finish()
+        far_ends = far_ends or {}
+        for name, group in far_ends.items():
+            if group.size > 1 and name in self._by_name:
+                self._add_far(name, group)
+        for use in self._uses:
+            if use.use.owner not in far_ends or far_ends[use.use.owner].size == 1:
+                self._add_whole(use.use.owner, use.total)
+
+    def _add_far(self, name: str, group: Group) -> None:
+        """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
+        own = [use.total for use in self._uses if use.use.owner == name]
+        one, slot = self._by_name[name]
+        whole = torch.zeros(slot.shape, dtype=torch.float32, device=one.grad.device)
+        if own:
+            whole.add_(own[0])
+        else:
+            self._gather_grad(name, whole)
+        all_reduce_sum(whole, group)
+        here = one.piece_of(one.grad, slot)
+        if here is not None:
+            here[0].copy_(whole.flatten()[here[1]])
+
+    def _gather_grad(self, name: str, into: Tensor) -> None:
+        one, slot = self._by_name[name]
+        whole = one.grad
+        if one.home.shards.size > 1:
+            whole = one.grad.new_empty(one.chunk.length)
+            all_gather(whole, one.grad, one.home.shards)
+        into.copy_(one.view(whole, slot))
+
+    def _add_whole(self, name: str, gradient: Tensor) -> None:
+        one, slot = self._by_name[name]
+        here = one.piece_of(one.grad, slot)
+        if here is not None:
+            here[0].add_(gradient.flatten()[here[1]])
+
+
+def by_first_use(chunks: Sequence[ChunkStates], named: Mapping[str, Tensor]) -> list[ChunkStates]:
+    """Chunks in the order in which a forward pass comes to them."""
+    place = {name: number for number, name in enumerate(named)}
+    return sorted(chunks, key=lambda one: place[one.chunk.slots[0].name])
