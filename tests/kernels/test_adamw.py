@@ -42,7 +42,7 @@ def native(request, tmp_path_factory) -> Native:
 
 @pytest.fixture
 def compiled(native, monkeypatch) -> None:
-    monkeypatch.setattr(library, "native", lambda tensor: native)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: native)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def twin(monkeypatch) -> Callable[..., None]:
 
     def run(*tensors, **numbers) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(library, "native", lambda tensor: None)
+            patch.setattr(library, "native", lambda tensor, **_: None)
             adamw_(*tensors, **numbers)
 
     return run
@@ -214,7 +214,7 @@ def test_the_gpu_form_gives_the_same_bits(monkeypatch, twin, tmp_path):
         ours = [tensor[shift:] for tensor in copies(tensors)]
         theirs = [tensor[shift:] for tensor in tensors]
         with monkeypatch.context() as patch:
-            patch.setattr(library, "native", lambda tensor: emulated)
+            patch.setattr(library, "native", lambda tensor, **_: emulated)
             adamw_(*ours, step=4, grad_scale=0.7, **NUMBERS)
         twin(*theirs, step=4, grad_scale=0.7, **NUMBERS)
         assert_same(ours, theirs)

@@ -91,7 +91,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
 def test_route_in_fibers(emulated, monkeypatch, routing):
-    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     checks.check_route(routing, "cpu")
 
 
@@ -99,7 +99,7 @@ def test_route_in_fibers(emulated, monkeypatch, routing):
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 def test_rows_in_fibers(emulated, monkeypatch, dtype):
-    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     for routing in SMALL:
         for size in (1, 136, 521):
             run_rows(routing, size, dtype, "cpu")
@@ -116,7 +116,7 @@ EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
 def test_experts_in_fibers(emulated, monkeypatch, routing):
     """The whole block as on a GPU: grouped products of torch between these kernels."""
     exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
-    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     monkeypatch.setattr(GROUPED, "_form", "torch")
     actual = checks.experts_step(routing, torch.float32, torch.float32, "cpu")()
     checks.assert_near(actual, exact, 1e-5)
@@ -126,10 +126,10 @@ def test_experts_in_fibers(emulated, monkeypatch, routing):
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(emulated, monkeypatch, tmp_path, bug):
-    monkeypatch.setattr(library, "native", lambda tensor: emulated)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     bug.check(emulated)
     planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
-    monkeypatch.setattr(library, "native", lambda tensor: planted)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: planted)
     # New memory is filled: it may be that of the sound run, whose results are still in it.
     torch.set_deterministic_debug_mode("warn")
     try:

@@ -32,7 +32,7 @@ def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
 def lanes(request, sycl, monkeypatch) -> Iterator[int]:
     """Every op runs csrc/sycl, in sub-groups of this many lanes."""
     sycl.use(sycl.source, request.param)
-    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: sycl)
     return request.param
 
 
@@ -84,7 +84,7 @@ def test_the_file_compiles_as_it_stands(sycl, more):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
-    monkeypatch.setattr(library, "native", lambda tensor: sycl)
+    monkeypatch.setattr(library, "native", lambda tensor, **_: sycl)
     sycl.use(sycl.source, 16)
     bug.check(sycl)
     planted = bug.plant(tmp_path) / "sycl/kernels.sycl"
