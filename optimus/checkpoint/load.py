@@ -115,12 +115,15 @@ def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) 
 
 
 def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "master") -> None:
-    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process.
+    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process:
+    of all parameters, or, as those that are not trained have no moments, of some.
 
     Raises CheckpointError if they are not the checkpoint's, by name or shape, or it is damaged.
     """
     index = manifest.index()
     shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
+    if state != "master":
+        shapes = {name: index.shapes[name] for name in index.shapes} | shapes
     check_shapes(manifest.path, index, shapes)
     wants = []
     for name, tensor in into.items():

@@ -260,6 +260,7 @@ class ChunkEngine:
 
     def publish(self) -> None:
         """Make the parameters what the masters say, on all ranks."""
+        self.frozen.settle()
         self.wait()
         for one in self._by_first_use:
             own = one.shard

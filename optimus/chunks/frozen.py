@@ -27,6 +27,7 @@ class FrozenParameters:
         parameters = [Parameter(n, tuple(p.shape), homes[n]) for n, p in named.items()]
         self.layout: ChunkLayout = lay_out(parameters, chunk_length)
         self._flats: list[Tensor] = []
+        self._wide: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
         for chunk in self.layout.chunks:
             device = named[chunk.slots[0].name].device
@@ -56,9 +57,18 @@ class FrozenParameters:
         return {name: view.float() for name, view in self._views.items()}
 
     def shards(self) -> Iterator[StateShard]:
-        """What checkpoints keep of them: values, which are their own masters."""
-        for chunk, flat in zip(self.layout.chunks, self._flats, strict=True):
+        """What checkpoints keep of them: values in fp32, which are their own masters. What is put
+        into narrower ones' copies counts from `settle` on, which lets the copies go."""
+        self._wide = [flat.float() for flat in self._flats]
+        for chunk, flat in zip(self.layout.chunks, self._wide, strict=True):
             yield StateShard(chunk, 0, chunk.key, {"master": flat})
+
+    def settle(self) -> None:
+        """Take over what was put into `shards`."""
+        for flat, wide in zip(self._flats, self._wide, strict=False):
+            if wide is not flat:
+                flat.copy_(wide)
+        self._wide = []
 
     def pieces(self) -> Iterator[Piece]:
         """Everything that this holds."""

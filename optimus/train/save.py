@@ -151,6 +151,7 @@ class SaveAndLoad:
             path = manager.full_path(run_dir, step)
             write = self._write_companions
             save_full(self._rank_states(), path, settings.scatter, write, **self._facts(step))
+            self._states.frozen.settle()
         if self._world.is_first:
             manager.forget_old(run_dir, settings.keep_models)
 

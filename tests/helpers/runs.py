@@ -36,6 +36,8 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     newest, tensors = manager.newest_valid(run_dir), {}
     for state in STATES:
         whole = {name: torch.empty(shape) for name, shape in newest.index().shapes.items()}
+        if state != "master":  # parameters that are not trained have none
+            whole = {name: t for name, t in whole.items() if newest.index().has(name, state)}
         read_whole(newest, whole, state)
         tensors |= {f"{state}.{name}": tensor for name, tensor in whole.items()}
     return tensors
