@@ -126,6 +126,8 @@ class Watch:
         on the rank that put it into a collective first: backward runs once more to see that."""
         sent: list[bool] = []
         if not self._states.residency.divides_gradients:  # else buffers are gone by now
+            self._states.finish()  # what is under way
+            self._states.start()
             looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
             with uncompiled(self._config), looking:
                 self._shard.executor.run(microbatches, lambda *_: None, lambda: None)
