@@ -103,7 +103,8 @@ def test_expert_parallelism_by_allgather(ranks):
         "reduce_scatter": microbatches * L * n * (2 * STREAM + WEIGHTS),
         "all_reduce": 4 * shared,
     }
-    assert traffic_of(ranks, 2, parallel__ep=2) == {"ep": expected}
+    chosen = {"parallel__ep": 2, "parallel__ep_dispatch": "allgather"}
+    assert traffic_of(ranks, 2, **chosen) == {"ep": expected}
 
 
 def test_auto_is_settled_before_it_is_measured_and_said(ranks):
