@@ -96,11 +96,6 @@ def estimate(
     peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     place = _nearest(request.out)
-    written_per_s = _write_speed(place)
-    processes = request.workers * world
-    tokenize_s = sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
-    passes = 4 if strategy == "bucket" else 2
-    shard_s = passes * shard_bytes / written_per_s / world if written_per_s else None
     free = shutil.disk_usage(place).free
     return {
         "inputs": len(inputs),
@@ -119,11 +114,22 @@ def estimate(
         "disk_final_bytes": final,
         "disk_free_bytes": free,
         "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
-        "tokenize_s": tokenize_s,
-        "shard_s": shard_s,
+        "tokenize_s": _tokenize_seconds(sample, request.workers * world),
+        "shard_s": _shard_seconds(place, strategy, shard_bytes, world),
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
+
+
+def _tokenize_seconds(sample: Sample, processes: int) -> float:
+    return sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
+
+
+def _shard_seconds(place: Path, strategy: str, shard_bytes: int, world: int) -> float | None:
+    """None where nothing could be written to measure it."""
+    written_per_s = _write_speed(place)
+    passes = 4 if strategy == "bucket" else 2
+    return passes * shard_bytes / written_per_s / world if written_per_s else None
 
 
 def _settled(strategy: str, world: int, shard_bytes: int) -> str:

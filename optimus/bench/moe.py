@@ -53,23 +53,28 @@ _COLUMNS = (
 _LIMITS = {"fp32": 1e-5, "bf16": 1e-2}
 
 
+def make_block(case: Case) -> FastSparseMoE:
+    """Our block at a case's sizes, on the meta device."""
+    model = {
+        "architecture": "olmoe",
+        "num_layers": 1,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.inner,
+        "num_attention_heads": 1,
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.top_k,
+        "vocab_size": 2,
+    }
+    with torch.device("meta"):
+        return FastSparseMoE(make_config({"model": model}).model)
+
+
 class Ours(nn.Module):
     """Our block, router and its statistics included."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        model = {
-            "architecture": "olmoe",
-            "num_layers": 1,
-            "hidden_size": case.hidden,
-            "intermediate_size": case.inner,
-            "num_attention_heads": 1,
-            "num_experts": case.experts,
-            "num_experts_per_tok": case.top_k,
-            "vocab_size": 2,
-        }
-        with torch.device("meta"):
-            self.block = FastSparseMoE(make_config({"model": model}).model)
+        self.block = make_block(case)
         self.block.router.weight = self.router = nn.Parameter(weights["router"])
         self.block.experts.gate_up = nn.Parameter(weights["gate_up"])
         self.block.experts.down = nn.Parameter(weights["down"])

@@ -73,14 +73,7 @@ class ChunkEngine:
         self.frozen = FrozenParameters(frozen, homes, dtype, chunk_length)
         self._named, self._home_of, self._everyone = dict(named), home_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
-        self.layout: ChunkLayout = lay_out(
-            [
-                Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
-                for name, p in named.items()
-                for home in (homes[name],)
-            ],
-            chunk_length,
-        )
+        self.layout = _lay_out(named, homes, chunk_length)
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency, self._memory = residency, Memory(residency.poison)
         self.cache: ChunkCache | None = None
@@ -358,3 +351,14 @@ class ChunkEngine:
         slot: Slot = self.slots[name]
         one = self.chunks[slot.chunk]
         return one.view(getattr(one, buffer), slot)
+
+
+def _lay_out(
+    named: Mapping[str, nn.Parameter], homes: Mapping[str, Home], chunk_length: int
+) -> ChunkLayout:
+    parameters = [
+        Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
+        for name, p in named.items()
+        for home in (homes[name],)
+    ]
+    return lay_out(parameters, chunk_length)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 import optimus_kernels as kernels
 from optimus import platform
 from optimus.bench.meters import clocked, device_name, versions
+from optimus.bench.moe import make_block
 from optimus.bench.moe_cases import CPU_CASES, Case, make_case
-from optimus.config import make_config
-from optimus.model.moe import FastSparseMoE
 
 WAYS = ("straight", "autograd")
 _CLOCK = 1  # processor time
@@ -38,18 +37,7 @@ class Contestant:
     """A block with gradients of its own; weights are shared."""
 
     def __init__(self, way: str, case: Case, weights: dict[str, Tensor]) -> None:
-        model = {
-            "architecture": "olmoe",
-            "num_layers": 1,
-            "hidden_size": case.hidden,
-            "intermediate_size": case.inner,
-            "num_attention_heads": 1,
-            "num_experts": case.experts,
-            "num_experts_per_tok": case.top_k,
-            "vocab_size": 2,
-        }
-        with torch.device("meta"):
-            self.block = FastSparseMoE(make_config({"model": model}).model)
+        self.block = make_block(case)
         self.block.router.weight = nn.Parameter(weights["router"])
         experts = self.block.experts
         experts.gate_up, experts.down = (nn.Parameter(weights[n]) for n in ("gate_up", "down"))

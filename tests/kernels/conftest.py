@@ -1,7 +1,10 @@
-"""Small kernel sources of our own, so that builds are real and take a moment."""
+"""Small kernel sources of our own, so that builds are real and take a moment; and the real kernels
+of each instruction set."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,3 +48,20 @@ def filled() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
+def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
+    """The CPU kernels of one instruction set: a library chooses once, so each gets its own copy."""
+    found = backend.active("cpu")
+    if found.library is None:
+        pytest.skip(f"no CPU kernels: {found.why_not}")
+    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTIMUS_CPU_ISA", request.param)
+        loaded = ctypes.CDLL(str(path))
+        loaded.optimus_cpu_isa.restype = ctypes.c_char_p
+        chosen = loaded.optimus_cpu_isa().decode()
+    if chosen != request.param:
+        pytest.skip(f"this processor has no {request.param}")
+    return loaded

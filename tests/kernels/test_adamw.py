@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import shutil
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import optimus_kernels.adamw as module
-from optimus_kernels import adamw_, backend, build, library
+from optimus_kernels import adamw_, build, library
 from optimus_kernels.library import Native
 from tests.helpers.cuda_cpu import CudaOnCpu
 
@@ -23,21 +22,10 @@ NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay":
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
-def native(request, tmp_path_factory) -> Native:
-    """The kernels of one instruction set: a library chooses once, so each gets its own copy."""
-    found = backend.active("cpu")
-    if found.library is None:
-        pytest.skip(f"no CPU kernels: {found.why_not}")
-    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTIMUS_CPU_ISA", request.param)
-        loaded = ctypes.CDLL(str(path))
-        loaded.optimus_cpu_isa.restype = ctypes.c_char_p
-        chosen = loaded.optimus_cpu_isa().decode()
-    if chosen != request.param:
-        pytest.skip(f"this processor has no {request.param}")
-    return Native(loaded, "cpu")
+@pytest.fixture(scope="module")
+def native(cpu_library) -> Native:
+    """The kernels of one instruction set."""
+    return Native(cpu_library, "cpu")
 
 
 @pytest.fixture

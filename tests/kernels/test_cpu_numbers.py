@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-
 import pytest
 import torch
 
-from optimus_kernels import backend
 from optimus_kernels.library import DTYPES, Native
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
-def native(request, tmp_path_factory):
-    """The kernels of one instruction set: a library chooses once, so each gets its own copy."""
-    found = backend.active("cpu")
-    if found.library is None:
-        pytest.skip(f"no CPU kernels: {found.why_not}")
-    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTIMUS_CPU_ISA", request.param)
-        library = ctypes.CDLL(str(path))
-        library.optimus_cpu_isa.restype = ctypes.c_char_p
-        chosen = library.optimus_cpu_isa().decode()
-    if chosen != request.param:
-        pytest.skip(f"this processor has no {request.param}")
-    return Native(library, "cpu")
+@pytest.fixture(scope="module")
+def native(cpu_library):
+    """The kernels of one instruction set."""
+    return Native(cpu_library, "cpu")
 
 
 def every_half(dtype):

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
 from fractions import Fraction
 
 import pytest
 import torch
 
 import optimus_kernels.squares as module
-from optimus_kernels import backend
 from optimus_kernels.squares import BLOCK, new_bins, reference, square_bins_, total_of
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
-def kernel(request, tmp_path_factory):
-    """That of one instruction set: a library chooses once, so each gets its own copy."""
-    found = backend.active("cpu")
-    if found.library is None:
-        pytest.skip(f"no CPU kernels: {found.why_not}")
-    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTIMUS_CPU_ISA", request.param)
-        loaded = ctypes.CDLL(str(path))
-        loaded.optimus_cpu_isa.restype = ctypes.c_char_p
-        chosen = loaded.optimus_cpu_isa().decode()
-    if chosen != request.param:
-        pytest.skip(f"this processor has no {request.param}")
-    return module._bind(loaded)
+@pytest.fixture(scope="module")
+def kernel(cpu_library):
+    """That of one instruction set."""
+    return module._bind(cpu_library)
 
 
 @pytest.fixture
