@@ -12,17 +12,12 @@ import torch
 from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh, Place, make_mesh
-from optimus.dist.world import start_world
+from optimus.dist.mesh import Mesh, Place
 from optimus.errors import ConfigError
-from optimus.model.init import initialise_
 from optimus.planner.plan import format_plan, plan
 from optimus.planner.states import plan_bytes, plan_ranks
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from tests.helpers.tiny import VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 from tests.planner.test_plan import CONFIGS
 
 FAST = {"train__deterministic": False}
@@ -58,19 +53,11 @@ def all_memory(*roots: Any) -> int:
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes as planned for this rank, as its engine tells them, and as found in memory after two
     updates."""
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, batch = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, batch, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, batch, world.device)
+    config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [one(step) for _ in range(batch.microbatches_per_rank)])
     found = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
-    return plan_bytes(config, mesh, groups.place), states.bytes_held(), found
+    return plan_bytes(config, groups.mesh, groups.place), states.bytes_held(), found
 
 
 def one(seed: int) -> Microbatch:

@@ -7,21 +7,15 @@ import math
 import pytest
 import torch
 
-from optimus.config import make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
 from optimus.errors import NonFiniteError
-from optimus.model.init import initialise_
 from optimus.train import half
-from optimus.train.batch import plan_batch
 from optimus.train.loss_scale import LossScale
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
+from tests.helpers.updates import make_updater
 
 HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
 STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}
@@ -77,15 +71,7 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
 
     By step: the result and the masters of this rank, as told after it.
     """
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    _, world, groups, _, shard, states, updater = make_updater(tree)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[groups.data.rank :: groups.data.size]]
     told = {}
     for step in range(1, steps + 1):

@@ -7,18 +7,11 @@ import re
 import pytest
 import torch
 
-from optimus.config import make_config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import traffic
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from optimus.train.whole import WholeModel
 from tests.helpers.tiny import VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 
@@ -26,15 +19,7 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 def train_on_one_token(tree: dict, token: int | None) -> dict | None:
     """Two updates on sequences of one token, which all take the same way through a layer, or of
     many. On the first rank: whole gradients, masters, rows of experts and calls of collectives."""
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    config, _, groups, plan, shard, states, updater = make_updater(tree)
     whole = WholeModel(config, shard.layout, groups)
     begun = {name: m.clone() for name, m in whole.gather(states.whole("master")).items()}
     traffic.clear()
