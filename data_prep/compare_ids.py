@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from data_prep import duplicates
-from data_prep.documents import DamagedFile, Document, InputReader
 from data_prep.ranks import Team, share, wait_for
 from data_prep.token_plan import parts_dirs
-from data_prep.tokenize import TokenizeWork, duplicate_of, is_complete, tokenize_all
-from optimus.errors import DataError
-
-_LEAST_BYTES = 64 << 20
+from data_prep.tokenize import (
+    TokenizeWork,
+    duplicate_error,
+    is_complete,
+    memory_to_compare,
+    tokenize_all,
+)
 
 
 def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
@@ -24,7 +24,7 @@ def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
     dropped = work.dropped()
     assert dropped is not None
     if len(dropped.rows) and not work.quarantine:
-        raise _error(work, *dropped.rows[0].tolist())
+        raise duplicate_error(work.plan, *dropped.rows[0].tolist())
     units = [
         unit
         for unit, inputs in enumerate(work.plan.units)
@@ -46,28 +46,9 @@ def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
 def _compare(work: TokenizeWork) -> None:
     if work.dropped() is not None:
         return
-    memory = max(_LEAST_BYTES, work.limits.room_bytes or 0)
+    memory = memory_to_compare(work.limits)
     folders = list(parts_dirs(work.out, work.plan).values())
-    rows = duplicates.find(folders, len(work.plan.units), memory)
+    rows = duplicates.find(folders, range(len(work.plan.units)), memory)
     if len(rows) and not work.quarantine:
-        raise _error(work, *rows[0].tolist())
+        raise duplicate_error(work.plan, *rows[0].tolist())
     duplicates.write(work.tokens_dir, work.plan_xxh3, rows)
-
-
-def _error(work: TokenizeWork, source: int, line: int, first: int, first_line: int) -> DataError:
-    """The complaint about one document; its id is read once more to be shown."""
-    file = work.plan.inputs[source]
-    own_id = None
-    with contextlib.suppress(DamagedFile):
-        reader = InputReader(
-            file, work.plan.text_field, lambda count: None, id_field=work.plan.id_field
-        )
-        for item in reader:
-            if item.line == line and isinstance(item, Document):
-                own_id = item.id
-                break
-    what = duplicate_of(work.plan, own_id, first, first_line)
-    return DataError(
-        f"{file.name}:{line}: {what}; set later ones aside with --on-error quarantine, or, if "
-        f"{work.plan.id_field!r} need not be unique, start again with --id-field ''"
-    )

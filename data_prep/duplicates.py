@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ _ROW_BYTES = 120
 
 
 def hash_of(value: Any) -> bytes:
-    """What is stored of an id; zeros for none (missing, null, or an empty string)."""
-    if value is None or value == "":
+    """What is stored of an id; zeros for none (missing, null, NaN, or an empty string)."""
+    if value is None or value == "" or value != value:
         return bytes(ID_BYTES)
     if isinstance(value, str):
         content = b"s" + value.encode("utf-8", "surrogatepass")
@@ -122,13 +123,13 @@ def write(tokens_dir: Path, plan_xxh3: str, rows: np.ndarray) -> None:
     layout.write_checked_json(tokens_dir / MARK, mark | {"xxh3": files.xxh3_bytes(data)})
 
 
-def find(parts: list[Path], units: int, memory_bytes: int) -> np.ndarray:
-    """Every document whose id an earlier one has, as rows of Duplicates.
+def find(parts: list[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:
+    """Every document of these units whose id an earlier one of them has, as rows of Duplicates.
 
     `parts` are the folders of token arrays. Reads all ids once for each bucket of hashes, of which
     there are as many as `memory_bytes` asks for.
     """
-    every = [(folder, unit) for folder in parts for unit in range(units)]
+    every = [(folder, unit) for folder in parts for unit in units]
     total = sum(len(read_docs(folder, unit)) for folder, unit in every)
     buckets = max(1, -(-total * _ROW_BYTES // memory_bytes))
     found = [_find_in_bucket(every, bucket, buckets) for bucket in range(buckets)]

@@ -35,6 +35,9 @@ from data_prep.unit_writer import UnitWriter
 from optimus import files
 from optimus.errors import DataError
 
+_LEAST_BYTES_TO_COMPARE = 64 << 20
+_SHOWN_CHARS = 80
+
 
 @dataclass(frozen=True)
 class TokenizeWork:
@@ -84,11 +87,32 @@ def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> N
             _check_inputs(work, unit, records, advance)
         checkpoints.remove()
         _remove_packed(work, unit)
+        if work.plan.id_field and dropped is None and not work.quarantine:
+            _compare_early(work, unit)
         # If others compared all ids meanwhile, from this unit as they had made it, it may be wrong
         # now; if they do so later, they tokenize it after us.
         before, dropped = dropped, work.dropped()
         if (before is None) == (dropped is None):
             return
+
+
+def _compare_early(work: TokenizeWork, unit: int) -> None:
+    """Raises DataError where an id is twice in a unit and those beside it in the plan that stand.
+
+    All ids are compared only once every unit stands (compare_ids.py), which may be hours from now;
+    this tells by then of a field that is no id, and of files that count from the same number.
+    """
+    beside = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
+    units = [unit, *(other for other in beside if is_complete(work, other))]
+    folders = list(parts_dirs(work.out, work.plan).values())
+    rows = duplicates.find(folders, units, memory_to_compare(work.limits))
+    if len(rows):
+        raise duplicate_error(work.plan, *rows[0].tolist())
+
+
+def memory_to_compare(limits: Limits) -> int:
+    """Bytes for sorting the hashes of ids."""
+    return max(_LEAST_BYTES_TO_COMPARE, limits.room_bytes or 0)
 
 
 def _checkpoints(
@@ -269,6 +293,7 @@ def _read_input(
                 unit_writer.note(source, item)
             else:
                 raise DataError(_complaint(work.plan, source, item))
+            del item  # a long text is gone before the next one is read
     except DamagedFile as error:
         if not work.quarantine:
             raise DataError(_complaint(work.plan, source, error.problem)) from None
@@ -276,9 +301,28 @@ def _read_input(
     return reader.xxh3
 
 
+def duplicate_error(
+    plan: TokenPlan, source: int, line: int, first: int, first_line: int
+) -> DataError:
+    """The complaint about one document; its id is read once more to be shown."""
+    file, own_id = plan.inputs[source], None
+    with contextlib.suppress(DamagedFile):
+        reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
+        for item in reader:
+            if item.line == line and isinstance(item, Document):
+                own_id = item.id
+                break
+    return DataError(
+        f"{file.name}:{line}: {duplicate_of(plan, own_id, first, first_line)}; set later ones "
+        f"aside with --on-error quarantine, or, if {plan.id_field!r} need not be unique, start "
+        "again with --id-field ''"
+    )
+
+
 def duplicate_of(plan: TokenPlan, own_id: object, source: int, line: int) -> str:
     """What is wrong with a document whose id an earlier one has."""
     shown = "" if own_id is None else f" {own_id!r}"
+    shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
     return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
 
 

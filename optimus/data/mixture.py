@@ -48,7 +48,7 @@ class MixedDataset:
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
         self.tokenizer_file = first.tokenizer_file
-        self._sources, self._mixing = tuple(sources), Mixing(weights)
+        self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([one.num_instances for one in sources])
         """Instances until a source repeats itself."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
@@ -65,7 +65,10 @@ class MixedDataset:
         sources, numbers = self._mixing.locate(start, stop)
         for index in np.flatnonzero(np.bincount(sources)).tolist():
             places = np.flatnonzero(sources == index)
-            self._sources[index].scatter(out, places, int(numbers[places[0]]))
+            self.sources[index].scatter(out, places, int(numbers[places[0]]))
+        if out.max(initial=0) >= self.vocab_size:
+            for row, (index, number) in enumerate(zip(sources, numbers, strict=True)):
+                self.sources[index].check_ids(out[row : row + 1], int(number))
         return out
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from data_prep.manifest import read_manifest
 from data_prep.mixing import integer_weights
+from data_prep.token_plan import PARTS
 from optimus.checkpoint.manager import Start, decide_start
 from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
@@ -203,13 +204,29 @@ def _check_allowed_changes(config: Config) -> None:
 
 
 def _training_data(config: Config) -> InstanceSource:
-    """The data set of data.path, or the mix of those of data.mix."""
+    """The data set of data.path, or the mix of those of data.mix. None may be a held-out part."""
     path, mix = config.data.path, config.data.mix
     if not mix:
-        return _fitting_dataset("data.path", path, config)
+        dataset = _fitting_dataset("data.path", path, config)
+        _check_trained_on("data.path", dataset)
+        return dataset
     if path:
         raise ConfigError(f"data.path = {path!r} and data.mix are both given; leave one out")
-    return _mixed(config, [source.path for source in mix])
+    mixed = _mixed(config, [source.path for source in mix])
+    for index, source in enumerate(mixed.sources):
+        _check_trained_on(f"data.mix[{index}].path", source)
+    return mixed
+
+
+def _check_trained_on(key: str, dataset: TokenDataset) -> None:
+    """Raises DataError for a held-out part: what it measures is worth nothing once it is learnt."""
+    if dataset.part == PARTS[1]:
+        whose = dataset.path.resolve().parent
+        own = whose if (whose / "manifest.json").is_file() else "the data set that it came with"
+        raise DataError(
+            f"{key} = {dataset.path} is a held-out part, which is not trained on; give {own}, and "
+            "the held-out part as data.eval_path"
+        )
 
 
 def _held_out_data(config: Config) -> FiniteSource | None:

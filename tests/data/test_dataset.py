@@ -18,7 +18,8 @@ from data_prep.layout import write_checked_json
 from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from optimus.data.dataset import TokenDataset
-from optimus.errors import DataError
+from optimus.data.mixture import MixedDataset
+from optimus.errors import DamageError, DataError
 from tests.data.conftest import stored
 from tests.helpers.tiny import CONTEXT, VOCAB
 
@@ -137,3 +138,26 @@ def test_a_data_set_without_instances(tiny_data, tmp_path):
     assert main(["verify", str(tmp_path)]) == 0
     assert TokenDataset(tmp_path).num_instances > 0
     refused(tmp_path / "eval", f"not one instance of {context}")
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_id_outside_the_vocabulary_is_told_by_shard_and_row(many_shards, tmp_path, epoch, mixed):
+    data = tmp_path / "data"
+    shutil.copytree(many_shards, data)
+    shard = data / "shards" / "shard-00007.npy"
+    rows = np.load(shard)
+    rows[2, 5] = VOCAB + 9
+    np.save(shard, rows)
+    dataset = source = TokenDataset(data)
+    if mixed:
+        source = MixedDataset([dataset], [1])
+    n = dataset.num_instances
+    order = Permutation(n, 8, epoch).apply(np.arange(n)) if epoch else np.arange(n)
+    wrong = epoch * n + int(np.flatnonzero(order == 7 * 3 + 2)[0])
+    source.read(wrong - 3, wrong)
+    with pytest.raises(DamageError) as caught:
+        source.read(wrong - 3, wrong + 2)
+    assert f"{shard}: row 2 holds id {VOCAB + 9}, outside the vocabulary of {VOCAB}; " in str(
+        caught.value
+    )

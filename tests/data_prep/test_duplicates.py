@@ -37,7 +37,7 @@ GONE = {("b", 3): ("a", 3), ("c", 61): ("b", 2), ("c", 62): ("a", 2), ("c", 63):
 
 
 def test_the_same_id_twice_is_told_by_both_places(made, tmp_path, capsys):
-    write(tmp_path / "text", **MANY)
+    write(tmp_path / "text", a=MANY["a"], b=MANY["b"])
     given = arguments(made, tmp_path, "--unit-size", "1")
     for _ in range(2):
         assert main(given) == 2
@@ -51,6 +51,23 @@ def test_the_same_id_twice_is_told_by_both_places(made, tmp_path, capsys):
     capsys.readouterr()
     assert main(given) == 2, "which is not taken for a clean run"
     assert "duplicate id" in one_error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        ({"a": [7], "b": [*range(50), 3], "c": [8]}, "b.jsonl:51: duplicate id 3: "),
+        ({"a": range(40), "b": range(39, 0, -1), "c": [99]}, "b.jsonl:1: duplicate id 39: "),
+        ({"a": range(40), "b": range(39, 80), "c": [99]}, "b.jsonl:1: duplicate id 39: "),
+    ],
+)
+def test_duplicates_in_a_file_or_its_neighbour_are_told_at_once(made, tmp_path, capsys, ids, told):
+    """Before the last unit, the smallest, is begun."""
+    write(tmp_path / "text", **ids)
+    for _ in range(2):
+        assert main(arguments(made, tmp_path, "--unit-size", "1")) == 2
+        assert told in one_error(capsys)
+        assert not list((tmp_path / "out" / "tokens").glob("unit-00002*"))
 
 
 def quarantined(out: Path) -> dict[tuple[str, int], tuple[str, int]]:
@@ -171,7 +188,7 @@ def test_ids_are_told_apart():
     values = [1, "1", 1.5, True, "a", ["a"], {"a": 1}]
     assert len({hash_of(value) for value in values}) == len(values)
     assert hash_of({"a": 1, "b": 2}) == hash_of({"b": 2, "a": 1})
-    assert hash_of(None) == hash_of("") == bytes(16)
+    assert hash_of(None) == hash_of("") == hash_of(float("nan")) == bytes(16)
 
 
 def test_find_agrees_with_a_dictionary(tmp_path):
@@ -191,7 +208,7 @@ def test_find_agrees_with_a_dictionary(tmp_path):
                 expected.append([unit, line, *first[value]])
             first.setdefault(value, (unit, line))
     for memory in (1 << 30, 10_000, 2000):
-        assert find([tmp_path], 4, memory).tolist() == expected
+        assert find([tmp_path], range(4), memory).tolist() == expected
 
 
 def test_ids_asked_for_where_they_were_not_looked_at(made, tmp_path, capsys):

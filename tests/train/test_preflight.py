@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -185,6 +186,23 @@ def test_a_read_only_directory(tiny_data, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable"):
         check(tiny_data, tmp_path)
+
+
+def test_a_held_out_part_is_not_trained_on(tiny_data, tmp_path):
+    again = tmp_path / "again"
+    shuffle = ["shuffle", str(tiny_data / "eval"), "--to", str(again), "--context", str(CONTEXT)]
+    assert optimus_data(shuffle) == optimus_data(["shard", str(again), "--workers", "1"]) == 0
+    for path, own in ((tiny_data / "eval", f"give {tiny_data}, "), (again, "that it came with")):
+        mix = [{"path": str(path), "weight": 1}]
+        for key, data in (
+            ("data.path", {"data__path": str(path)}),
+            ("data.mix[0].path", {"data__path": "", "data__mix": mix}),
+        ):
+            with pytest.raises(DataError, match=re.escape(f"{key} = {path} is a held")) as refused:
+                check(tiny_data, tmp_path / "run", **data)
+            assert own in str(refused.value) and "\n" not in str(refused.value)
+            assert refused.value.exit_code == 2
+    assert check(tiny_data, tmp_path / "run", data__eval_path=str(again)).eval_dataset
 
 
 def test_a_mix_is_evaluated_on_the_held_out_parts_mixed_alike(tiny_data, tmp_path):
