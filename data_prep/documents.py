@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from data_prep.limits import Limits, bytes_of_line
+from data_prep.limits import Limits, bytes_of_line, bytes_of_text
 from data_prep.long_text import LongText, decode, survey, text_blocks
+from data_prep.parquet_pages import GroupPages
 from data_prep.sources import InputFile, kind_of, packing_of
 from data_prep.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
 
 NO_LIMITS = Limits()
-_TABLE_FACTOR = 6
-"""Memory of a value of a table, by its bytes: its page, packed and unpacked, and its text."""
+_TEXT_FACTOR = 2
+"""Memory of the text of a value of a table and its UTF-8, by its bytes, if it is ASCII."""
+_DEPTH = 500
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
 """A text file that is longer is given in blocks, to a caller who takes them."""
 
@@ -72,7 +75,8 @@ class InputReader:
     `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
     it, or the text of a long text file. A JSON line takes 3 times its bytes while it is read, if it
     is ASCII without escapes like \\u00e9, and at most 11 times (limits.bytes_of_line); a value of a
-    table _TABLE_FACTOR times; a text file some MB with `long_texts`, else 5 times.
+    table 6 times, and more where other large ones lie beside it; a text file some MB with
+    `long_texts`, else 5 times.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class InputReader:
         self._raw: HashingFile | None = None
         self._offset = start.offset if start else 0
         self._line = start.line if start else 0
+        self._held = 0  # memory of reading a table
         self.xxh3 = ""
 
     def position(self) -> Position:
@@ -206,23 +211,27 @@ class InputReader:
 
         try:
             rows = read_column(
-                self._file.name, self._text_field, self._id_field, self._offset, self._check_rows
+                self._file.name, self._text_field, self._id_field, self._offset, self._rows_at_once
             )
             for value, own_id in rows:
                 self._line += 1
                 self._offset += 1
-                size = value.as_buffer().size if value.is_valid else 0
-                if reason := self._limits.too_long(size):
-                    yield Problem(self._line, "a value of " + reason)
-                    continue
-                where = f"{self._file.name}:{self._line}"
-                self._limits.refuse(where, f"a value of {size} bytes", _TABLE_FACTOR * size)
-                yield self._from_row(value, own_id)
+                item = self._from_row(value, own_id)
+                del value, own_id  # they hold their batch
+                yield item
+                del item
         except DamagedTable as error:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
     def _from_row(self, value: Any, own_id: Any) -> Document | Problem:
         """The document of a row whose values, scalars of pyarrow, are converted here."""
+        size = value.as_buffer().size if value.is_valid else 0
+        if reason := self._limits.too_long(size):
+            return Problem(self._line, "a value of " + reason)
+        if size > LONG_BYTES:
+            needs = self._held + bytes_of_text(value.as_buffer().to_pybytes())
+            where = f"{self._file.name}:{self._line}"
+            self._limits.refuse(where, f"a value of {size} bytes", needs)
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
@@ -236,15 +245,26 @@ class InputReader:
             return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
         return Document(text, text.encode(), self._line, own_id)
 
-    def _check_rows(self, first: int, last: int, size: int) -> None:
-        """Refuse rows, before they are read, whose values would be refused if they were alike.
+    def _rows_at_once(self, group: GroupPages, usual: int) -> int:
+        """How many rows of a group to read at a time, so that they fit whatever they hold.
 
-        Where --max-document sets large values aside, they are read to know which.
+        Raises DataError where not even one does. Where --max-document sets large values aside, they
+        are read to know which.
         """
-        if self._limits.max_document is None:
-            mean = size // (last + 1 - first)
-            what = f"a value of {mean} bytes, the mean of rows {first} to {last},"
-            self._limits.refuse(f"{self._file.name}:{first}", what, _TABLE_FACTOR * mean)
+        limits, rows = self._limits, usual
+        text = _TEXT_FACTOR * min(group.largest, limits.max_document or group.largest)
+        if limits.room_bytes is not None:
+            while rows > 1 and group.needs(rows) + text > limits.room_bytes:
+                rows //= 2
+        limits.refuse(
+            f"{self._file.name}:{group.first}",
+            f"a page of {group.columns[0].held} bytes in row group {group.number} "
+            f"(rows {group.first} to {group.first + group.rows - 1})",
+            group.needs(rows) + text,
+            "leave large values out of the table",
+        )
+        self._held = group.needs(rows)
+        return rows
 
 
 def _skip(stream: IO[bytes], size: int) -> None:
@@ -270,15 +290,27 @@ def _whole(data: bytes) -> Document | Problem:
         return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the file)")
 
 
+def _too_deep(data: bytes) -> bool:
+    """Whether JSON is nested deeper than _DEPTH.
+
+    json.loads gives up somewhere below 1000, by how deep its caller stands: sooner in a worker.
+    """
+    if data.count(b"[") + data.count(b"{") <= _DEPTH:
+        return False
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
+    steps = (1 if bracket in b"[{" else -1 for bracket in b"".join(bare.split(b'"')[::2]))
+    return max(itertools.accumulate(steps), default=0) > _DEPTH
+
+
 def _from_json(data: bytes, line: int, text_field: str, id_field: str) -> Document | Problem:
+    if _too_deep(data):
+        return Problem(line, "invalid JSON: nested too deeply")
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as error:
         return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the line)")
     except ValueError as error:
         return Problem(line, f"invalid JSON: {one_line(error)}")
-    except RecursionError:
-        return Problem(line, "invalid JSON: nested too deeply")
     if not isinstance(value, dict):
         return Problem(line, f"a JSON {type(value).__name__} where an object was expected")
     if text_field not in value:

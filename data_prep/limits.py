@@ -20,6 +20,7 @@ _TOKENIZER_FACTOR = 16
 """A loaded tokenizer.json, its merges once more as JSON, by bytes of the file."""
 _LEAST_ROOM_BYTES = 32 << 20
 _DEFAULT_BYTES = 2 * 10**9
+_LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quarantine"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Limits:
     max_document: int | None = None
     """`--max-document`: bytes of a line, of a value of a table, of an unpacked text file."""
 
-    def refuse(self, where: str, what: str, needs: int) -> None:
+    def refuse(self, where: str, what: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
         """Raises DataError where `needs` bytes are more than there is room for."""
         if self.room_bytes is None or needs <= self.room_bytes:
             return
@@ -39,7 +40,7 @@ class Limits:
         raise DataError(
             f"{where}: {what} needs {needs / 1e6:,.0f} MB of memory, a worker has "
             f"{self.room_bytes / 1e6:,.0f} MB for it; give --workers 1 --memory {least:.0f}MB, or "
-            "leave such documents out with --max-document SIZE --on-error quarantine"
+            + or_else
         )
 
     reserve_bytes: int = 0
@@ -95,9 +96,19 @@ def bytes_of_line(line: bytes) -> int:
     character in a line without any. The decoder of strings grows its result by a quarter and copies
     it once when a wider character comes.
     """
-    width = 1 if line.isascii() else 4 if _has_astral(line) else 2
+    width = _width(line)
     text = max(width, 4) if b"\\u" in line else width
     return len(line) * (1 + width) + len(line) * text * 3 // 2
+
+
+def bytes_of_text(data: bytes) -> int:
+    """Memory of the text that this UTF-8 is, and of a copy of its bytes."""
+    return len(data) * (1 + _width(data))
+
+
+def _width(data: bytes) -> int:
+    """Bytes of a character of this text."""
+    return 1 if data.isascii() else 4 if _has_astral(data) else 2
 
 
 def _has_astral(line: bytes) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
+from data_prep.parquet_pages import GroupPages, pages_of
 from optimus.errors import DataError, one_line
 
 _ROWS = 256
@@ -23,13 +24,12 @@ def read_column(
     column: str,
     id_column: str = "",
     skip: int = 0,
-    check: Callable[[int, int, int], None] = lambda first, last, size: None,
+    rows_at_once: Callable[[GroupPages, int], int] = lambda group, usual: usual,
 ) -> Iterator[tuple[Any, Any]]:
     """The values of `column` behind the first `skip`, in order, as scalars of pyarrow, with ids.
 
-    An id is the value of `id_column`, a scalar, None where the table has no such column. `check` is
-    told of rows `first` to `last`, from 1, and the unpacked bytes of their column before any of it
-    is read.
+    An id is the value of `id_column`, a scalar, None where the table has no such column.
+    `rows_at_once` is asked before any page of a group is read, and is given how many are usual.
 
     Raises DamagedTable, and DataError where pyarrow or a column of text with that name is missing.
     """
@@ -41,45 +41,65 @@ def read_column(
             f"{name}: .parquet files need the pyarrow package: pip install pyarrow"
         ) from None
     try:
-        with parquet.ParquetFile(name, pre_buffer=False, buffer_size=_PAGE_BYTES) as table:
-            schema = table.schema_arrow
-            if column not in schema.names:
-                raise DataError(
-                    f"{name}: has no column {column!r}, only {', '.join(schema.names)}; "
-                    "--text-field names the right one"
-                )
-            twice = [name for name in (column, id_column) if schema.names.count(name) > 1]
-            if twice:
-                raise DataError(f"{name}: has several columns {twice[0]!r}; rename all but one")
-            kind = schema.field(column).type
-            text = (pyarrow.types.is_string, pyarrow.types.is_large_string)
-            if not any(is_kind(kind) for is_kind in text):
-                raise DataError(
-                    f"{name}: column {column!r} is {kind}, not text; write it as string"
-                )
-            has_ids = id_column in schema.names
-            wanted = list(dict.fromkeys([column, id_column])) if has_ids else [column]
+        with (
+            parquet.ParquetFile(name, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
+            open(name, "rb") as headers,
+        ):
+            wanted = _columns(name, table.schema_arrow, column, id_column)
             first = 1
-            for group in range(table.num_row_groups):
-                rows = table.metadata.row_group(group).num_rows
-                first += rows
-                if skip >= rows:
-                    skip -= rows
+            for number in range(table.num_row_groups):
+                group = _group(headers, table.metadata, number, first, wanted)
+                first += group.rows
+                if skip >= group.rows:
+                    skip -= group.rows
                     continue
-                held = _bytes_of(table.metadata.row_group(group), column)
-                check(first - rows, first - 1, held)
-                at_once = max(1, min(_ROWS, rows * _BATCH_BYTES // max(1, held)))
-                for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted):
+                size = int(group.columns[0].sizes.sum())
+                usual = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
+                at_once = rows_at_once(group, usual)
+                batches = table.iter_batches(at_once, row_groups=[number], columns=wanted)
+                while (batch := next(batches, None)) is not None:
                     rest = batch.slice(skip)
                     skip -= min(skip, len(batch))
                     values = rest.column(column)
+                    has_ids = id_column in wanted
                     ids = rest.column(id_column) if has_ids else itertools.repeat(None)
                     yield from zip(values, ids, strict=False)
+                    del batch, rest, values, ids  # gone before the next one is read
     except (pyarrow.ArrowException, OSError) as error:
         raise DamagedTable(one_line(error)) from None
 
 
-def _bytes_of(group: Any, column: str) -> int:
-    """Unpacked bytes of a column in a group of rows."""
-    chunks = [group.column(number) for number in range(group.num_columns)]
-    return sum(c.total_uncompressed_size for c in chunks if c.path_in_schema == column)
+def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
+    """The columns to read, that of the text first. Raises DataError where it is none."""
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise DataError(
+            f"{name}: has no column {column!r}, only {', '.join(schema.names)}; "
+            "--text-field names the right one"
+        )
+    wanted = [column]
+    if id_column in schema.names and id_column != column:
+        wanted.append(id_column)
+    for one in wanted:
+        if schema.names.count(one) > 1:
+            raise DataError(f"{name}: has several columns {one!r}; rename all but one")
+    kind = schema.field(column).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise DataError(f"{name}: column {column!r} is {kind}, not text; write it as string")
+    return wanted
+
+
+def _group(
+    headers: IO[bytes], metadata: Any, number: int, first: int, wanted: Sequence[str]
+) -> GroupPages:
+    """A group of rows and the pages of the wanted columns, or of the parts of such columns."""
+    group = metadata.row_group(number)
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    columns = tuple(
+        pages_of(headers, chunk, group.num_rows)
+        for name in wanted
+        for chunk in chunks
+        if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.")
+    )
+    return GroupPages(number, first, group.num_rows, columns)
