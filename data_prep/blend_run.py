@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,5 +143,18 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
     ]
     order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
+    _check_disk(request.out, order)
     check_order(request.out, order, tokenizer)
     write_order(request.out, order, tokenizer)
+
+
+def _check_disk(out: Path, order: BlendOrder) -> None:
+    """Raises ConfigError for a blend that the disk cannot hold, before its order stands."""
+    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
+    needs, free = order.num_instances * row_bytes, shutil.disk_usage(out).free
+    if needs > free:
+        raise ConfigError(
+            f"{order.num_instances} instances of {order.context} take {needs / 1e9:,.1f} GB and "
+            f"the disk of {out} has {free / 1e9:,.1f} GB; give --instances {free // row_bytes} or "
+            "fewer, or another --out"
+        )

@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
     5 another rank failed; 130 interrupted; 141 whoever read the output went away, as `head` does.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before we began
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         return _main(argv)
     except BrokenPipeError:

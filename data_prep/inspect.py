@@ -16,8 +16,8 @@ from data_prep.reader import ShardReader
 from data_prep.shuffle import Order
 from data_prep.token_arrays import read_docs
 from data_prep.token_plan import read_plan
-from data_prep.tokenizer import open_tokenizer
-from optimus.errors import ConfigError
+from data_prep.tokenizer import open_tokenizer, sha256_of
+from optimus.errors import ConfigError, DamageError
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         row = int(permutation.apply(np.array([place]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0].tolist()
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    tokenizer = open_tokenizer(layout.tokenizer_file(dataset))
+    tokenizer = open_tokenizer(_whole_tokenizer(dataset, manifest.tokenizer_sha256))
     return {
         "instance": number,
         "epoch": epoch,
@@ -62,6 +62,16 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         "ids": ids,
         "text": tokenizer.decode(ids, skip_special_tokens=False),
     }
+
+
+def _whole_tokenizer(dataset: Path, sha256: str) -> Path:
+    """The copy of the tokenizer. Raises DamageError where it is not what it was."""
+    path = layout.tokenizer_file(dataset)
+    if not path.exists() or sha256_of(path) != sha256:
+        raise DamageError(
+            f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+        )
+    return path
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[Segment]:

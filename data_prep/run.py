@@ -112,7 +112,10 @@ def _prepare(
             if not manifests:
                 raise
     if fused and team.rank == 0:
-        drop_arrays(request.out)
+        with working_in(
+            request.out
+        ):  # or another rank that leaves it sweeps up our temporary files
+            drop_arrays(request.out)
     return manifests
 
 

@@ -34,6 +34,10 @@ FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
 """What a process needs before it holds any data: the interpreter, numpy and its indices."""
 _LEAST_BLOCK_BYTES = 4 << 20
+_ROWS_HELD = 3
+"""A row that is larger than the block is there so many times: read, gathered and written."""
+_SPARE_BYTES = 16 << 20
+"""What a process never uses of PROCESS_BYTES."""
 _GOOD_BLOCK_BYTES = 28 << 20
 """Of a worker, where memory is not scarce."""
 
@@ -61,19 +65,22 @@ def sidecar_path(dataset: Path, shard: int) -> Path:
     return shard_path(dataset, shard).with_suffix(".json")
 
 
-def divide_memory(memory_bytes: int, workers: int) -> tuple[int, int]:
+def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
     """Workers that may run at once within `memory_bytes`, and each one's block in bytes.
 
-    The parent process counts too. Raises ConfigError when not even one worker fits.
+    The parent process counts too. Raises ConfigError when not even one worker fits, with the rows
+    of `row_bytes` that it holds.
     """
+    least = max(_LEAST_BLOCK_BYTES, _ROWS_HELD * row_bytes - _SPARE_BYTES)
     for count in range(workers, 0, -1):
         processes = count + (count > 1)
         block = (memory_bytes - processes * PROCESS_BYTES) // count
-        if block >= _LEAST_BLOCK_BYTES:
+        if block >= least:
             return count, block
-    least = (PROCESS_BYTES + _LEAST_BLOCK_BYTES) / 1e6
+    whose = f" for rows of {row_bytes / 1e6:.0f} MB" if least > _LEAST_BLOCK_BYTES else ""
     raise ConfigError(
-        f"--memory {memory_bytes / 1e6:.0f}MB is too little; give {least:.0f}MB or more"
+        f"--memory {memory_bytes / 1e6:.0f}MB is too little{whose}; give "
+        f"{(PROCESS_BYTES + least) / 1e6 + 1:.0f}MB or more"
     )
 
 
@@ -108,7 +115,8 @@ def shard_all(
     `strategy` is `auto`, `gather` or `bucket`. Several ranks share the work.
     """
     asked = workers
-    workers, block_bytes = divide_memory(memory_bytes, asked)
+    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
+    workers, block_bytes = divide_memory(memory_bytes, asked, row_bytes)
     if workers < asked:
         say(fewer_workers(team.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
     (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)

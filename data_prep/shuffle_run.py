@@ -75,7 +75,8 @@ def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) 
         tokens = sum(unit.tokens for unit in order.units)
         raise DataError(
             f"{part}: {tokens} tokens in {len(order.units)} arrays make no instance of "
-            f"{request.context}; give more text, a smaller --context or --carry-tails"
+            f"{request.context}; give more text, a smaller --context"
+            + ("" if request.carry_tails else " or --carry-tails")
         )
     return order
 

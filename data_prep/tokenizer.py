@@ -82,7 +82,7 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
     if eos not in special:
         raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
     return TokenizerFacts(
-        sha256=_sha256(path),
+        sha256=sha256_of(path),
         vocab_size=max(ids.values()) + 1,
         eos_token=eos,
         eos_id=ids[eos],
@@ -97,10 +97,11 @@ def _sentencepiece_facts(
         raise DataError(f"{path}: has no end-of-sentence symbol; name a control symbol with --eos")
     if (eos_id := tokenizer.control_id(name)) is None:
         raise DataError(f"{path}: --eos {name!r} is not one of its control symbols")
-    return TokenizerFacts(_sha256(path), tokenizer.vocab_size, name, eos_id)
+    return TokenizerFacts(sha256_of(path), tokenizer.vocab_size, name, eos_id)
 
 
-def _sha256(path: str | os.PathLike) -> str:
+def sha256_of(path: str | os.PathLike) -> str:
+    """Of a tokenizer's file, as data sets record it."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

@@ -15,6 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 nodes='' array='' account='' queue='' walltime=1:00:00 filesystems='' dry='' inside=''
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
         --dry-run) dry=1; shift ;;
         --inside) inside=1; shift ;;
         --nodes | --array | --account | --queue | --walltime | --filesystems)

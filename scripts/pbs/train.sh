@@ -19,6 +19,7 @@ nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=ho
 dry='' inside=''
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
         --dry-run) dry=1; shift ;;
         --inside) inside=1; shift ;;
         --nodes | --ranks | --cpu-bind | --account | --queue | --walltime | --filesystems)

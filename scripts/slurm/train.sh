@@ -18,6 +18,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00 dry='' inside=''
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
         --dry-run) dry=1; shift ;;
         --inside) inside=1; shift ;;
         --nodes | --ranks | --gpus | --cpus | --account | --partition | --time)

@@ -15,6 +15,7 @@ from data_prep.cli import main
 from data_prep.documents import InputReader
 from data_prep.sources import InputFile, find_inputs
 from optimus.errors import DataError
+from tests.data_prep.corpus import tree
 from tests.data_prep.test_tokenize import stored_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,28 @@ def one_error(capsys, status: int = 2) -> str:
     lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
     assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
     return lines[0]
+
+
+def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path):
+    """The standard library's limit, near 1000, counts what stands below it: more in a worker."""
+    (tmp_path / "text").mkdir()
+    for name in "ab":
+        lines = [
+            json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
+            + f', "x": {"[" * d}{"]" * d}}}'
+            for d in (9, 499, 500, 963, 968, 973, 990)
+        ]
+        (tmp_path / "text" / f"{name}.jsonl").write_text("\n".join(lines))
+    found = []
+    for workers in "12":
+        more = ["--unit-size", "1", "--on-error", "quarantine", "--workers", workers]
+        out = tmp_path / workers
+        assert main([*arguments(made, tmp_path, *more), "--out", str(out)]) == 0
+        found.append(tree(out))
+    assert found[0] == found[1]
+    listed = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert [item["line"] for item in listed] == [3, 4, 5, 6, 7] * 2
+    assert {item["reason"] for item in listed} == {"invalid JSON: nested too deeply"}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -147,3 +147,13 @@ def test_refusals(made, second, tmp_path, capsys):
         assert main(arguments) == 2, arguments
         assert told in capsys.readouterr().err.splitlines()[-1], arguments
     assert read_order(made.data).seed == 5, "the sources are as they were"
+
+
+@pytest.mark.parametrize("instances", [10**13, 10**18, 10**20])
+def test_more_than_the_disk_holds_is_refused_before_anything_stands(
+    made, second, tmp_path, capsys, instances
+):
+    out = tmp_path / "out"
+    assert main(blend_arguments(made.data, second, out, "--instances", str(instances))) == 2
+    assert f"{instances} instances of 16 take " in (error := capsys.readouterr().err)
+    assert " or fewer, or another --out" in error and not (out / "order.json").exists()

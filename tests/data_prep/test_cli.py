@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,18 @@ def test_short_numbers():
         "1000M",
         "0.25",
     ]
+
+
+def test_standard_output_may_be_closed(made):
+    words = [sys.executable, "-m", "data_prep.cli", "inspect", str(made.data), "0"]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(words)} >&-"], stderr=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[ps]*/*.sh")), ids=str)
+def test_job_scripts_explain_themselves(script):
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--dry-run" in done.stdout and done.stderr == ""
+    assert "set -euo" not in done.stdout and not done.stdout.startswith("#")

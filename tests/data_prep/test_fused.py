@@ -297,3 +297,18 @@ def test_what_is_packed_goes_once_the_array_stands(made, tmp_path, monkeypatch):
         shutil.copy(made.data / part / "unit-00001.npy", out / part / "unit-00001.npy")
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)
+
+
+def test_another_run_sweeps_nothing_away_while_arrays_are_removed(made, tmp_path, monkeypatch):
+    arguments = run_arguments(made.text, made.tokenizer, tmp_path / "out")
+    real, ended = files.commit, []
+
+    def commit(temporary, final):
+        if str(final).endswith("removed.json"):
+            words = [sys.executable, "-m", "data_prep.cli", *arguments]
+            ended.append(subprocess.run(words, cwd=Path(__file__).parents[2]).returncode)
+        real(temporary, final)
+
+    monkeypatch.setattr(files, "commit", commit)
+    assert main([*arguments, "--fused"]) == 0
+    assert ended == [0, 0]

@@ -160,6 +160,10 @@ def test_memory_is_divided():
     assert divide_memory(300 << 20, 8)[0] == 1
     with pytest.raises(ConfigError, match="--memory 50MB is too little"):
         divide_memory(50 * 10**6, 1)
+    with pytest.raises(ConfigError, match="115MB is too little for rows of 104 MB; give 401MB"):
+        divide_memory(115 * 10**6, 1, 104 * 10**6)
+    assert divide_memory(401 * 10**6, 2, 104 * 10**6)[0] == 1
+    assert divide_memory(115 * 10**6, 1, 4 * 10**6)[0] == 1
 
 
 def test_default_shard_size():
