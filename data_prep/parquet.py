@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
@@ -42,7 +43,8 @@ def read_column(
         ) from None
     try:
         with (
-            parquet.ParquetFile(name, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
+            pyarrow.OSFile(os.fsencode(name)) as file,  # by its name it might be taken for a URI
+            parquet.ParquetFile(file, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
             open(name, "rb") as headers,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)

@@ -13,10 +13,13 @@ seconds that the next life takes until it tokenizes again: it reads the file up 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -94,24 +97,25 @@ def wait_for_new(
 
 def lives(
     folder: Path, tokenizer: Path, out: Path, kills: int, longest_s: float, rng: random.Random
-) -> Iterator[dict[str, float]]:
-    """Kill so many times; what each kill lost, unit by unit."""
+) -> Iterator[dict[str, float | str]]:
+    """Kill so many times; what each kill lost, file by file. The last life is killed, too."""
     killed_at, before = 0.0, checkpoints(out)
     for number in range(kills + 1):
-        ages = {unit: killed_at - parts[-1].stat().st_mtime for unit, parts in before.items()}
+        places = {unit: place_of(parts[-1]) for unit, parts in before.items()}
         stamps = {path: path.stat().st_mtime for parts in before.values() for path in parts}
         process = start(folder, tokenizer, out)
         new = wait_for_new(process, out, before, rng.uniform(0.5, 1) * longest_s)
         for path, stamp in stamps.items():
-            if path.exists():
+            with contextlib.suppress(FileNotFoundError):  # its unit is complete
                 assert path.stat().st_mtime == stamp, f"{path} was made a second time"
-        for unit, age in ages.items():
+        for unit, place in places.items():
             yield {
-                "kill": number,
+                "kill": float(number),
                 "file": KINDS[::-1][int(unit[-1])],
-                "resumed_at_MB": place_of(before[unit][-1]) / 1e6 if before[unit] else 0.0,
-                "since_checkpoint_s": age,
+                "resumed_at_MB": place / 1e6,
+                "since_checkpoint_s": killed_at - stamps[before[unit][-1]],
                 "until_next_checkpoint_s": new.get(unit, float("nan")),
+                "between_checkpoints_s": _between(before[unit]),
             }
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -119,6 +123,13 @@ def lives(
         process.wait()
         time.sleep(0.5)  # workers die with their parent
         before = checkpoints(out)
+
+
+def _between(parts: Sequence[Path]) -> float:
+    """Seconds between two checkpoints, the median; nan where there is but one."""
+    times = [path.stat().st_mtime for path in parts if path.exists()]
+    steps = [late - early for early, late in itertools.pairwise(times)]
+    return statistics.median(steps) if steps else float("nan")
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -149,10 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.work / f"killed-{args.gigabytes:g}GB"
     rng = random.Random(args.seed)
     for lost in lives(folder, tokenizer, out, args.kills, args.longest, rng):
-        print(
-            json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in lost.items()}),
-            flush=True,
-        )
+        shown = {k: v if isinstance(v, str) else round(v, 2) for k, v in lost.items()}
+        print(json.dumps(shown), flush=True)
     if not args.to_the_end:
         return 0
     whole, seconds = args.work / f"whole-{args.gigabytes:g}GB", []

@@ -6,6 +6,7 @@ import builtins
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import struct
@@ -170,6 +171,21 @@ def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys
         assert main(arguments(made, tmp_path)) == 2
         assert told in one_error(capsys)
         shutil.rmtree(tmp_path / "out")
+
+
+def test_a_table_of_any_name(made, tmp_path, monkeypatch):
+    """What looks like a URI, and what is no UTF-8."""
+    text = tmp_path / "text"
+    (text / "gs:").mkdir(parents=True)
+    names = ["s3:x.parquet", "file:y.parquet", "gs:/z.parquet", os.fsdecode(b"caf\xe9.parquet")]
+    for number, name in enumerate(names):
+        table(tmp_path / "made.parquet", [f"good text {number}"])
+        os.rename(tmp_path / "made.parquet", text / name)
+    monkeypatch.chdir(text)
+    given = arguments(made, tmp_path, "--id-field", "")
+    given[given.index("--input") + 1 : given.index("--input") + 2] = names
+    assert main(given) == 0
+    assert len(stored_documents(tmp_path / "out")) == len(names)
 
 
 @pytest.mark.parametrize(
