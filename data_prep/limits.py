@@ -7,10 +7,10 @@ sets large documents aside wherever the run takes place.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.machine import usable_memory
 from optimus.errors import ConfigError, DataError
 
 _PARENT_BYTES = 64 << 20
@@ -74,9 +74,8 @@ def divide_memory(
 
 
 def default_bytes() -> int:
-    """Half of this machine's memory, but at least 2 GB."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(_DEFAULT_BYTES, physical // 2)
+    """Half of the memory that there is, but at least 2 GB."""
+    return max(_DEFAULT_BYTES, usable_memory() // 2)
 
 
 def _reserve(tokenizer: Path) -> int:

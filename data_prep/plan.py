@@ -22,6 +22,7 @@ from data_prep import layout
 from data_prep.documents import NO_LIMITS, DamagedFile, InputReader, Problem
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
+from data_prep.machine import usable_memory
 from data_prep.packed import packed_share, require_zstd
 from data_prep.progress import say, short
 from data_prep.run import TokenizeRequest, memory_of
@@ -29,7 +30,6 @@ from data_prep.shard import divide_memory
 from data_prep.shuffle import rows_of_shard
 from data_prep.shuffle_run import ShuffleRequest
 from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
-from data_prep.strategy import memory_bytes as physical_memory
 from data_prep.tokenizer import read_facts, shared_encoder
 from optimus import files
 from optimus.errors import DataError
@@ -136,7 +136,7 @@ def _settled(strategy: str, world: int, shard_bytes: int) -> str:
     """What `--strategy auto` takes for shards of so many bytes."""
     if strategy != "auto":
         return strategy
-    return "gather" if world > 1 or shard_bytes < physical_memory() // 2 else "bucket"
+    return "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:

@@ -21,12 +21,12 @@ from data_prep import layout
 from data_prep.blend import BlendOrder
 from data_prep.bucket import Spill, SpillReader, open_spill, rows_of_run, spill_all
 from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
+from data_prep.machine import usable_memory
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress, say
 from data_prep.ranks import ALONE, Team, do_together
 from data_prep.shuffle import Order
 from data_prep.strategy import choose_strategy
-from data_prep.strategy import memory_bytes as physical_memory
 from optimus import files
 from optimus.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ def memory_for(workers: int) -> int:
     memory bounds it.
     """
     wanted = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
-    return max(2 * 10**9, min(wanted, physical_memory() // 2))
+    return max(2 * 10**9, min(wanted, usable_memory() // 2))
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:

@@ -10,6 +10,7 @@ from data_prep.begin import check_tokenizer, copy_tokenizer
 from data_prep.blend import BlendOrder, read_any_order
 from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
+from data_prep.manifest import read_manifest
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.workspace import working_in
@@ -151,5 +152,16 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
     """Write an order that `check_order` allows, and a copy of the tokenizer beside it."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
-        layout.write_checked_json(dataset / layout.ORDER, order.to_json())
+        content = files.checked_json(order.to_json())
+        _remove_manifest_of_another(dataset, files.xxh3_bytes(content))
+        files.write_bytes(dataset / layout.ORDER, content)
     copy_tokenizer(tokenizer, dataset)
+
+
+def _remove_manifest_of_another(dataset: Path, order_xxh3: str) -> None:
+    """Where an order was removed: else a reader would take shards of both for a whole data set."""
+    try:
+        if read_manifest(dataset).order_xxh3 != order_xxh3:
+            (dataset / layout.MANIFEST).unlink()
+    except DataError:  # there is none, or nobody can read it
+        return

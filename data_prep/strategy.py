@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_prep.blend import BlendOrder
 from data_prep.layout import HEADER_BYTES, little_endian
+from data_prep.machine import usable_memory
 from data_prep.ranks import Team
 from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path
@@ -42,14 +43,9 @@ def choose_strategy(
     if small:
         return "gather"
     row_bytes = order.context * little_endian(order.dtype).itemsize
-    if team.world > 1 or order.num_instances * row_bytes < memory_bytes() // 2:
+    if team.world > 1 or order.num_instances * row_bytes < usable_memory() // 2:
         return "gather"
     return "bucket" if random_read_cost(dataset, order, row_bytes) > _WORTH_IT else "gather"
-
-
-def memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -> float:

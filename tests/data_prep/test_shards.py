@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_prep import gather as gather_module
+from data_prep import machine
 from data_prep.cli import main
 from data_prep.gather import Gatherer
+from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from data_prep.shard import PROCESS_BYTES, divide_memory, memory_for
 from data_prep.shuffle import default_shard_bytes, read_order
 from data_prep.token_arrays import array_path
-from optimus.errors import ConfigError
-from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments
+from data_prep.verify import verify
+from optimus.errors import ConfigError, DataError
+from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, tree
 
 
 def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
@@ -164,6 +168,41 @@ def test_memory_is_divided():
         divide_memory(115 * 10**6, 1, 104 * 10**6)
     assert divide_memory(401 * 10**6, 2, 104 * 10**6)[0] == 1
     assert divide_memory(115 * 10**6, 1, 4 * 10**6)[0] == 1
+
+
+def test_no_manifest_stands_while_shards_of_another_order_are_written(made, tmp_path):
+    out = tmp_path / "out"
+    given = run_arguments(made.text, made.tokenizer, out)
+    assert main(given) == 0
+    before = tree(out)
+    (out / "order.json").unlink()
+    assert main(given) == 0 and tree(out) == before, "the same order makes the same data set"
+    for place in (out, out / "eval"):
+        (place / "order.json").unlink()
+    shuffle = ["shuffle", str(out), "--context", str(CONTEXT), "--seed", "99"]
+    assert run_killed_at(shuffle, 1, before=False) == -signal.SIGKILL
+    assert (out / "order.json").exists() and not (out / "manifest.json").exists()
+    assert main(shuffle) == 0
+    assert not (out / "eval" / "manifest.json").exists()
+    assert run_killed_at(["shard", str(out), "--workers", "1"], 3, False) == -signal.SIGKILL
+    with pytest.raises(DataError, match="not finished"):
+        read_manifest(out)
+    assert main(["shard", str(out), "--workers", "1"]) == 0 and list(verify(out)) == []
+
+
+def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
+    physical = machine.usable_memory()
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN", own := tmp_path / "own")
+    for lines, path in (("0::/job/step", "job"), ("3:cpu:/\n4:memory:/a/b", "memory/a")):
+        own.write_text(lines + "\n")
+        folder = tmp_path / path
+        folder.mkdir(parents=True)
+        name = "memory.max" if path == "job" else "memory.limit_in_bytes"
+        (folder / name).write_text("max" if path == "job" else str(1 << 62))
+        assert machine.usable_memory() <= physical
+        (folder / name).write_text("123456789\n")
+        assert machine.usable_memory() == 123456789
 
 
 def test_default_shard_size():
