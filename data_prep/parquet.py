@@ -67,7 +67,7 @@ def read_column(
                     ids = rest.column(id_column) if has_ids else itertools.repeat(None)
                     yield from zip(values, ids, strict=False)
                     del batch, rest, values, ids  # gone before the next one is read
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
 
 

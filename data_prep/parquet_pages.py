@@ -15,6 +15,8 @@ import numpy as np
 _HEADER_BYTES = 4096
 """Read at once for a header: those without large statistics are shorter."""
 _DICTIONARY_PAGE, _DATA_PAGE_V2 = 2, 3
+_DEEPEST = 8
+"""Structs within one another; headers have three."""
 _PLAIN, _DELTA_LENGTH = 0, 6
 _DICTIONARIES = (2, 8)
 """Encodings of values as numbers in the dictionary page."""
@@ -95,7 +97,7 @@ def pages_of(file: IO[bytes], chunk: Any, rows: int) -> ColumnPages:
         pages = _walk(file, chunk)
         if int(pages.values.sum()) == rows:
             return pages
-    except _NotWalked:
+    except (_NotWalked, OverflowError, ValueError):  # a number or place that cannot be
         pass
     size = np.array([chunk.total_uncompressed_size], np.int64)
     return ColumnPages(np.array([rows], np.int64), size, size, np.array([False]))
@@ -142,17 +144,19 @@ class _Header:
         """Where the next byte lies in the file."""
         return self._start + self._at
 
-    def struct(self) -> dict[int, Any]:
+    def struct(self, depth: int = 0) -> dict[int, Any]:
         """The fields of a struct by their numbers; texts are passed by."""
+        if depth > _DEEPEST:
+            raise _NotWalked
         fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():
             kind, step = head & 15, head >> 4
             number = number + step if step else self._integer()
-            fields[number] = self._value(kind)
+            fields[number] = self._value(kind, depth)
         return fields
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int) -> Any:
         if kind in (1, 2):
             return kind == 1
         if kind == 3:
@@ -160,7 +164,7 @@ class _Header:
         if kind in (4, 5, 6):
             return self._integer()
         if kind == 12:
-            return self.struct()
+            return self.struct(depth + 1)
         if kind not in (7, 8):
             raise _NotWalked
         length = self._unsigned() if kind == 8 else 8

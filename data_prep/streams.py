@@ -151,16 +151,22 @@ def _rest_of_header(flags: int) -> int:
     return (1 - one_segment) + (0, 1, 2, 4)[flags & 3] + content_size
 
 
+_GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
+
+
 class _GzipReader(io.RawIOBase):
     """A gzip file as the standard library's or, faster, as isal's reader unpacks it."""
 
     def __init__(self, file: IO[bytes]):
+        self._damage: tuple[type[Exception], ...] = _GZIP_DAMAGE
         try:
             from isal.igzip import IGzipFile
-
-            self._file = IGzipFile(fileobj=file)
+            from isal.igzip_lib import IsalError
         except ImportError:
             self._file = gzip.GzipFile(fileobj=file)
+        else:
+            self._file = IGzipFile(fileobj=file)
+            self._damage = (*_GZIP_DAMAGE, IsalError)
 
     def readable(self) -> bool:
         return True
@@ -168,7 +174,7 @@ class _GzipReader(io.RawIOBase):
     def readinto(self, buffer) -> int:
         try:
             return self._file.readinto(buffer)
-        except (EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+        except self._damage as error:
             raise DamagedStream(one_line(error)) from None
 
 

@@ -21,6 +21,8 @@ from tests.data_prep.test_tokenize import stored_documents
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
+INVERTED_GZ = WHOLE_GZ[:10] + bytes([WHOLE_GZ[10] ^ 255]) + WHOLE_GZ[11:]
+"""No block of deflate begins so, for which isal has an error of its own."""
 
 BAD = {
     "bytes.txt": (b"fine\nnot \xff fine", 2, "invalid UTF-8"),
@@ -35,6 +37,7 @@ BAD = {
     "g.jsonl": (b"[" * 200_000 + b"\n", 1, "invalid JSON"),
     "cut.jsonl.gz": (WHOLE_GZ[: len(WHOLE_GZ) // 2], None, "damaged gzip"),
     "flip.jsonl.gz": (WHOLE_GZ[:-6] + b"\0" + WHOLE_GZ[-5:], None, "damaged gzip"),
+    "inverted.jsonl.gz": (INVERTED_GZ, None, "damaged gzip"),
     "not.txt.gz": (b"plain", 1, "damaged gzip"),
     "empty.jsonl.gz": (b"", 1, "damaged gzip: the file is empty"),
 }

@@ -173,6 +173,15 @@ def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys
         shutil.rmtree(tmp_path / "out")
 
 
+def test_a_table_whose_names_of_columns_are_damaged(made, text, tmp_path, capsys):
+    columns = pyarrow.table({"text": ["good"], "café": [1]})
+    parquet.write_table(columns, text / "a.parquet")
+    content = (text / "a.parquet").read_bytes()
+    (text / "a.parquet").write_bytes(content.replace("é".encode(), b"\xff\xa9"))
+    assert main(arguments(made, tmp_path)) == 2
+    assert "a.parquet:1: damaged parquet: " in one_error(capsys)
+
+
 def test_a_table_of_any_name(made, tmp_path, monkeypatch):
     """What looks like a URI, and what is no UTF-8."""
     text = tmp_path / "text"
