@@ -289,8 +289,7 @@ class Agreement(NamedTuple):
     gradient_error: float
     """The largest relative norm of a difference over parameters."""
     loss_error: float
-    """Of the cross-entropy and of the whole objective, over all steps: absolute, in nats. Told;
-    what is held to the bar is relative."""
+    """Of the cross-entropy and of the whole objective, over all steps: absolute, in nats."""
     aux_error: float
     """Of auxiliary losses, their coefficients not applied. Told, not promised: AdamW makes
     whole steps of rounding where a gradient is near its eps, and z feels them most (with eps 1e-5
@@ -306,13 +305,10 @@ class Agreement(NamedTuple):
 def compare(case: Case, many: Outcome, one: Outcome) -> Agreement:
     """Hold a run against that of one process, by what is promised for its layout.
 
-    Where bits are promised, bits are compared. Over tp and ep the 1e-5 of CONTRACT.md is a relative
-    error, as its "Words" define one, for gradients (norms, by parameter) and losses (each step's
-    cross-entropy and objective) alike. For losses that is also the only sense that does not depend
-    on the vocabulary: they begin at ln(VOCAB) = 5.8 nats, where neighbours in fp32 lie 4.8e-7
-    apart, so that 1e-5 in nats would be 21 such steps here and 10 for a vocabulary of 50304. The
-    widest difference in the sample, 1.2e-5 nats, is 2e-6 relative; in that run a token whose choice
-    hung on 2.2e-6 had gone elsewhere before.
+    Where bits are promised, bits are compared. Over tp and ep the 1e-5 of CONTRACT.md is held
+    strictly: for gradients it is a relative norm, by parameter, and for losses (each step's
+    cross-entropy and objective) it is in nats. Losses begin at ln(VOCAB) = 5.8, where neighbours in
+    fp32 lie 4.8e-7 apart, so the bar is 21 such steps, or 1.7e-6 of the loss.
     """
     broken = []
     if many.initial != one.initial:
