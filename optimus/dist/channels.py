@@ -36,6 +36,9 @@ class Channels:
     """From the next rank."""
 
 
+NO_CHANNELS = Channels()
+
+
 def open_channels(
     ring: Sequence[int], world: World, make: Callable[[tuple[int, ...]], Any]
 ) -> Channels:

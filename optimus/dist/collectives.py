@@ -2,7 +2,8 @@
 
 Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
 A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis;
-what else goes wrong is raised as it is, with a note of where. What tensors travel is counted in `traffic`, by axis and operation.
+what else goes wrong is raised as it is, with a note of where. What tensors travel is counted in
+`traffic`, by axis and operation.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _PEER_IS_GONE = re.compile(
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """What became of the others; "" where the error is of another kind: memory, shapes, a device."""
+    """What became of the others; "" where the error is of another kind: memory, shapes, devices."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -279,7 +280,7 @@ def all_gather_objects(value: Value, group: Group) -> list[Value]:
 
 @_collective
 def gather_objects(value: Value, group: Group) -> list[Value]:
-    """Every rank's small picklable `value`, in rank order, on the group's first rank; [] on others."""
+    """Every rank's small picklable `value`, in rank order, on the group's first rank; else []."""
     if group.size == 1:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from optimus.dist.channels import Channels, open_channels
+from optimus.dist.channels import NO_CHANNELS, Channels, open_channels
 from optimus.dist.collectives import ALONE, Group, lost_peers
 from optimus.dist.mesh import Mesh, Place
 from optimus.dist.world import World
@@ -32,7 +32,7 @@ class Groups:
     """pp x ep x tp: ranks that together hold one whole model."""
     ends: Group = ALONE
     """The first and the last pipeline stage."""
-    channels: Channels = Channels()
+    channels: Channels = NO_CHANNELS
     """To and from the neighbours along pp."""
 
     def over(self, axes: tuple[str, ...]) -> Group:
@@ -60,7 +60,7 @@ def join_groups(mesh: Mesh, world: World) -> Groups:
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
     """The groups that a rank would have, without any process: for plans, which ask how many ranks
     there are and which number this one has. Nothing can be sent over them."""
-    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, Channels())
+    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
 def _gather(
@@ -74,9 +74,7 @@ def _gather(
     for name, ranks in mesh.groups_of(rank).items():
         handle = handles.get((name in _STATES, ranks))
         groups[name] = Group(len(ranks), ranks.index(rank), handle, _label(name, mesh))
-    return Groups(
-        mesh=mesh, place=mesh.place(rank), everyone=everyone, channels=channels, **groups
-    )
+    return Groups(mesh=mesh, place=mesh.place(rank), everyone=everyone, channels=channels, **groups)
 
 
 _STATES = ("dp", "data")

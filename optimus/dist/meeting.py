@@ -22,8 +22,8 @@ _LEAVE_S = 5.0
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
-    """Raises ConfigError for a MASTER_ADDR that ranks would wait for in vain: torch would ask for an
-    unknown name until the time limit, and the first rank can only listen on its own machine."""
+    """Raises ConfigError for a MASTER_ADDR that ranks would wait for in vain: torch would ask for
+    an unknown name until the time limit, and the first rank can only listen on its own machine."""
     if not launch.init_method.startswith("tcp://"):
         return  # torchrun's own store may be elsewhere
     where = urlsplit(launch.init_method)

@@ -5,7 +5,7 @@ World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRAC
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,13 +69,29 @@ class Mesh:
         ("dp", "ep") it is the data rank.
         """
         assert set(axes) <= set(AXES), axes
-        still = [0 if axis in axes else index for axis, index in zip(AXES, self.place(rank), strict=True)]
-        ranks, stride = [self.rank_at(Place(*still))], 1
-        for axis, size in zip(AXES[::-1], self.sizes[::-1], strict=True):
-            if axis in axes:
-                ranks = [first + step * stride for step in range(size) for first in ranks]
-            stride *= size
+        still = [
+            0 if axis in axes else index for axis, index in zip(AXES, self.place(rank), strict=True)
+        ]
+        first = self.rank_at(Place(*still))
+        (stride, count), *outer = self._runs(axes) or [(1, 1)]
+        ranks: Sequence[int] = range(first, first + stride * count, stride)
+        for stride, count in outer:
+            ranks = [one + step for step in range(0, stride * count, stride) for one in ranks]
         return tuple(ranks)
+
+    def _runs(self, axes: Collection[str]) -> list[tuple[int, int]]:
+        """(stride, ranks) along the given axes, from the innermost; neighbouring axes, and those
+        with nothing between them, are one run."""
+        runs: list[tuple[int, int]] = []
+        stride = 1
+        for axis, size in zip(AXES[::-1], self.sizes[::-1], strict=True):
+            if axis in axes and size > 1:
+                if runs and runs[-1][0] * runs[-1][1] == stride:
+                    runs[-1] = (runs[-1][0], runs[-1][1] * size)
+                else:
+                    runs.append((stride, size))
+            stride *= size
+        return runs
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The global ranks of every group that a rank belongs to, by the group's name."""

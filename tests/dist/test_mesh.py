@@ -77,9 +77,7 @@ def gathered(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
     groups = {}
     for name, axes in APART.items():
         together: dict[tuple[int, ...], list[int]] = {}
-        of = [
-            together.setdefault(tuple(place[axis] for axis in axes), []) for place in places
-        ]
+        of = [together.setdefault(tuple(place[axis] for axis in axes), []) for place in places]
         for rank, group in enumerate(of):
             group.append(rank)
         known = {id(group): tuple(group) for group in together.values()}

@@ -6,42 +6,32 @@ A sample in which every two choices meet; `scripts/drills/layouts.py` runs all o
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.helpers.layouts import (
-    TOLERANCE,
-    Case,
-    Outcome,
-    all_cases,
-    compare,
-    gently,
-    pairwise,
-    run_case,
-)
+from tests.helpers.layouts import Agreement, Case, Outcome, agree, all_cases, pairwise, run_case
 
 SAMPLE = pairwise(all_cases())
-TURNS = {"pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8"}
-"""Cases whose tokens turn later than at near-ties; see `gently`."""
 _known: dict[str, Outcome] = {}
 
 
-def alone(ranks, tree: dict) -> Outcome:
-    """The run of one process, once for each model, dtype and batch."""
-    key = repr(tree)
-    if key not in _known:
-        (_known[key],) = ranks(1, run_case, tree, start_world=False)
-    return _known[key]
+def agreement_of(ranks, case: Case) -> Agreement:
+    """The run of one process is made once for each model, dtype and batch."""
+
+    def run(size: int, tree: dict) -> Outcome:
+        return ranks(size, run_case, tree, start_world=False, timeout_s=120)[0]
+
+    def alone(tree: dict) -> Outcome:
+        key = repr(tree)
+        if key not in _known:
+            _known[key] = run(1, tree)
+        return _known[key]
+
+    return agree(case, run, alone)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_layout_trains_the_model_of_one_process(ranks, case):
-    def agreement_of(change):
-        many = ranks(case.size, run_case, change(case.tree()), start_world=False, timeout_s=120)[0]
-        return compare(case, many, alone(ranks, change(case.one_process())))
-
-    agreement = agreement_of(lambda tree: tree)
-    if str(case) in TURNS:
-        assert agreement.gradient_error < TOLERANCE and agreement.widest < TOLERANCE, f"{agreement}"
-        agreement = agreement_of(gently)
+    agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
 
 
@@ -56,9 +46,37 @@ def test_a_split_backward_keeps_microbatches_apart(ranks, name):
     """Norms, biases and embeddings have their gradients beside the inputs', while the weights of an
     earlier microbatch still wait to be added up: seen only where several ranks add."""
     (case,) = (case for case in all_cases() if str(case) == name)
-    many = ranks(case.size, run_case, case.tree(), start_world=False, timeout_s=120)[0]
-    agreement = compare(case, many, alone(ranks, case.one_process()))
+    agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
+
+
+def outcome(turned_at: int = 0, gradient: float = 1.0, loss: float = 5.0) -> Outcome:
+    """Of a run in which the one token went elsewhere at a step, its choice clear by 1e-5."""
+    routes = {
+        (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([1e-5]))
+        for step in (1, 2, 3)
+    }
+    return Outcome([(loss, 1.0, 1.0, 1.0)], {}, {}, {"w": torch.tensor([gradient])}, routes)
+
+
+@pytest.mark.parametrize(
+    ("many", "again", "broken"),
+    [
+        (outcome(), None, ""),
+        (outcome(turned_at=2, loss=5.1), outcome(), ""),
+        (outcome(turned_at=2), outcome(turned_at=3), "went elsewhere"),
+        (outcome(turned_at=2), outcome(loss=5.1), "losses are off"),
+        (outcome(turned_at=1), None, "went elsewhere"),
+        (outcome(turned_at=2, gradient=1.1), None, "went elsewhere"),
+        (outcome(loss=5.1), None, "losses are off"),
+    ],
+)
+def test_a_case_is_run_gently_only_where_tokens_turn_behind_an_update(many, again, broken):
+    case = next(case for case in all_cases() if case.tp == 2)
+    runs = iter([many, again])
+    agreement = agree(case, lambda size, tree: next(runs), lambda tree: outcome())
+    assert broken in " ".join(agreement.broken) and bool(broken) == bool(agreement.broken)
+    assert bool(agreement.by_adamw) == (again is not None)
 
 
 def test_the_sample_has_every_factorisation_and_every_choice():

@@ -164,7 +164,7 @@ def lose_a_peer(tree: dict, how: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-@pytest.mark.parametrize("axis", ["pp", "ep", "tp"])
+@pytest.mark.parametrize("axis", ["pp", "dp", "ep", "tp"])
 def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, axis, how):
     tree = tiny_tree(
         tiny_data,
@@ -178,7 +178,7 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
     error = failed.value.outcomes[0].value()
     assert isinstance(error, LostPeerError) and error.exit_code == 5
     wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
-    place = r"the rank was at [FB]\(stage 0, microbatch \d\)"
+    place = r"the rank was at (F|B|REDUCE_GRAD)\(stage 0, microbatch \d\)"
     assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
 
 
