@@ -209,6 +209,8 @@ def count_step(tree: dict) -> dict:
         "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
         "fetched": [sizes[number] for number in cache.plan.fetched()],
         "chunks": len(states.chunks),
+        "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
+        "reductions": plan.microbatches_per_rank * len(states.chunks),
         "slots": cache.slots,
         "bytes": [held for _, held in cache.trace],
         "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
@@ -251,6 +253,7 @@ def test_any_run_fetches_what_is_planned(ranks, size, run):
     for one in ranks(size, count_step, tree, start_world=False):
         calls, total = one["traffic"]["all_gather"]
         assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
+        assert one["traffic"]["all_to_all"] == [one["reductions"], one["reduced"]]
         assert one["bytes"] == one["planned"]
         assert one["between"] == {"params": 0, "grads": 0}
 
@@ -282,7 +285,7 @@ def test_too_few_slots_are_refused_before_ranks_meet(ranks, tiny_data, tmp_path)
     with pytest.raises(RanksFailed, match="optim.cache_chunks = 1: some block") as failed:
         train_on(ranks, 2, tree)
     assert "Traceback" not in str(failed.value)
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize(
