@@ -106,7 +106,7 @@ def _measure(world: World, hidden: int, rounds: int) -> dict[str, Any]:
 
 
 def format_ranks(found: Sequence[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """In Markdown; of ratios the least, the median and the greatest."""
     lines = [
         "",
         "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
@@ -114,11 +114,16 @@ def format_ranks(found: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for one in found:
+        fsdp, peak = one["fsdp"], one["peak"]
         for row in one["shardings"]:
-            fsdp, peak = one["fsdp"], one["peak"]
+            timed = (row["update"], row["step"], fsdp)
+            update, step, whole = (_told(part["paired"]) for part in timed)
             lines.append(
-                f"| {one['ranks']} | {row['dp']} x {row['ep']} | {row['update']['paired'][1]:.3f} "
-                f"({row['predicted']:.3f}) | {row['step']['paired'][1]:.3f} | "
-                f"{fsdp['paired'][1]:.3f} | {peak['measured'] / peak['formula']:.3f} |"
+                f"| {one['ranks']} | {row['dp']} x {row['ep']} | {update} ({row['predicted']:.3f}) "
+                f"| {step} | {whole} | {peak['measured'] / peak['formula']:.3f} |"
             )
     return "\n".join(lines)
+
+
+def _told(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.3f}" for ratio in ratios)

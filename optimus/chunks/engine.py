@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from optimus.chunks.agree import check_alike, homes_of
 from optimus.chunks.arrivals import Arrivals
-from optimus.chunks.follow import check_slots
 from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.gradients import Gradients, by_first_use
 from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
@@ -123,28 +122,35 @@ class ChunkEngine:
 
         `units` in order of first use, with every parameter and use in one of them; `passes`: this
         rank's in a training step; `early`: as for Follower; `regions`: units that are recomputed
-        together. A collective of `everyone`; raises the same ConfigError on all where some rank's
-        unit needs more slots than there are.
+        together. The cache has the slots that each of `needs` takes.
         """
         if not self.residency.divides_gradients:
             return
-        chunk_of = {name: self.chunks[slot.chunk] for name, slot in self.slots.items()}
-        chunk_of |= {use: chunk_of[owner] for use, owner in self._gradients.owner_of.items()}
-        needed = [[chunk_of[name] for name in u.parameters if name in chunk_of] for u in units]
-        needs = [frozenset(c.chunk.number for c in chunks if c.divided) for chunks in needed]
         divided = [one for one in self.chunks if one.divided]
-        slots = self.residency.slots or len(divided)
-        check_slots(needs, slots, self._everyone, self._device)
         if divided:
+            needs, chunk_of = self.needs(units), self._chunk_of()
+            trains = [any(name in chunk_of for name in unit.parameters) for unit in units]
             visits = visit_order(
                 passes,
                 [unit.stage for unit in units],
                 needs,
-                [unit.stage > 0 or any(needed[: n + 1]) for n, unit in enumerate(units)],
+                [unit.stage > 0 or any(trains[: n + 1]) for n, unit in enumerate(units)],
                 regions,
             )
+            slots = self.residency.slots or len(divided)
             self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
         self._gradients.follow(units, self.cache, early)
+
+    def needs(self, units: Sequence[Unit]) -> list[frozenset[int]]:
+        """The chunks that must be whole while each unit computes, by number: of those divided."""
+        chunk_of = self._chunk_of()
+        needed = ({chunk_of[n] for n in unit.parameters if n in chunk_of} for unit in units)
+        return [frozenset(n for n in own if self.chunks[n].divided) for own in needed]
+
+    def _chunk_of(self) -> dict[str, int]:
+        """The chunk of each trained parameter and of each further use of one."""
+        chunk_of = {name: slot.chunk for name, slot in self.slots.items()}
+        return chunk_of | {use: chunk_of[own] for use, own in self._gradients.owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
         """Make parameters whole for a use that is no visit of a unit, until the next visit. A

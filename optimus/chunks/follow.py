@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
-from optimus.chunks.residency import fewest_slots
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import Group, all_reduce_max
-from optimus.errors import ConfigError
 
 
 class Follower:
@@ -84,19 +79,3 @@ class Follower:
             self._before_sum(one)
             self._reduction.after(one)
             del self._open[one]
-
-
-def check_slots(
-    needs: Sequence[frozenset[int]], slots: int, everyone: Group, device: torch.device
-) -> None:
-    """Raise ConfigError, the same on all ranks, unless each unit of each rank finds its chunks
-    together in so many slots."""
-    least = fewest_slots(needs)
-    fewest = torch.tensor([least if least > slots else 0], device=device)
-    all_reduce_max(fewest, everyone)
-    if least := int(fewest):
-        raise ConfigError(
-            f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
-            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length",
-            on_every_rank=True,
-        )

@@ -6,13 +6,15 @@ and counts their bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.residency import Residency
+from optimus.chunks.residency import Residency, fewest_slots
 from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
 from optimus.config import Config
@@ -20,11 +22,13 @@ from optimus.dist.collectives import ALONE
 from optimus.dist.groups import Groups, plan_groups
 from optimus.dist.mesh import Mesh, Place
 from optimus.dist.rules import shard_axes, sum_axes
+from optimus.errors import ConfigError
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.layout import FURTHER_USES, Layout, make_layout
 from optimus.parallel.placement import whole_model
+from optimus.planner.units import units_of
 from optimus.platform import dtype_of
 
 
@@ -97,33 +101,59 @@ def check_names(config: Config) -> None:
         check_patterns(optim, dict(whole_model(config.model).named_parameters()))
 
 
+def check_slots(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError unless each unit of each rank finds its chunks together in the cache."""
+    slots = config.optim.cache_chunks
+    least = 0
+    if slots:
+        least = max(_plan_rank(config, mesh, place).fewest_slots for place in _kinds(mesh))
+    if least > slots:
+        raise ConfigError(
+            f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
+            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length"
+        )
+
+
 def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
     """Bytes of model states on the rank at `place` between updates, split as
     `optimus.chunks.memory` does."""
-    return _plan_engine(config, mesh, place).bytes_held()
+    return _plan_rank(config, mesh, place).engine.bytes_held()
 
 
-def _plan_engine(config: Config, mesh: Mesh, place: Place) -> ChunkEngine:
-    rank = mesh.rank_at(place)
+class _Planned(NamedTuple):
+    engine: ChunkEngine
+    fewest_slots: int
+    """With which its cache of parameters could do."""
+
+
+def _plan_rank(config: Config, mesh: Mesh, place: Place) -> _Planned:
+    """A rank's states without memory."""
     # How many microbatches there are changes no state.
     layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
-    groups = plan_groups(mesh, rank)
+    groups = plan_groups(mesh, mesh.rank_at(place))
     model = build_model(config, layout, groups, torch.device("meta"))
-    return make_states(config, layout, groups, model)
+    engine = make_states(config, layout, groups, model)
+    return _Planned(engine, fewest_slots(engine.needs(units_of(model, layout))))
+
+
+def _kinds(mesh: Mesh) -> Iterator[Place]:
+    """A rank of each kind. Along dp and ep ranks hold as much as each other: shards are of one
+    length, and ep divides experts evenly."""
+    for pp, tp in itertools.product(range(mesh.pp), range(mesh.tp)):
+        yield Place(pp, 0, 0, tp)
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
     """Bytes on one rank of each kind, with "cache" in their total: chunks of parameters that are
-    whole at a time under optim.resident = "cache". Along dp and ep ranks hold as much as each
-    other: shards are of one length, and ep divides experts evenly.
+    whole at a time under optim.resident = "cache".
 
-    Raises ConfigError where the mesh does not divide the model or a pattern names no parameter.
+    Raises ConfigError where the mesh does not divide the model, a pattern names no parameter or the
+    cache is too small.
     """
     check_divisible(config, mesh)
     check_names(config)
-    for pp in range(mesh.pp):
-        for tp in range(mesh.tp):
-            place = Place(pp, 0, 0, tp)
-            engine = _plan_engine(config, mesh, place)
-            sizes, cache = engine.bytes_held(), engine.cache_bytes
-            yield place, sizes | {"cache": cache, "total": sizes["total"] + cache}
+    check_slots(config, mesh)
+    for place in _kinds(mesh):
+        engine = _plan_rank(config, mesh, place).engine
+        sizes, cache = engine.bytes_held(), engine.cache_bytes
+        yield place, sizes | {"cache": cache, "total": sizes["total"] + cache}

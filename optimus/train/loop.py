@@ -22,7 +22,7 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
-from optimus.planner.states import check_names
+from optimus.planner.states import check_names, check_slots
 from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
 from optimus.train.loss_scale import LossScale
@@ -46,6 +46,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
         if launch.is_first:
             check_saves(config, flight)
             check_names(config)
+            check_slots(config, flight.mesh)
             directory = RunDirectory(config.train.run_dir)
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met

@@ -124,13 +124,17 @@ class Watch:
     def _find_in_backward(self, microbatches: list[Microbatch], trouble: bool) -> Finding | None:
         """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
         on the rank that put it into a collective first: backward runs once more to see that."""
-        sent: list[bool] = []
-        if not self._states.residency.divides_gradients:  # else buffers are gone by now
-            self._states.finish()  # what is under way
-            self._states.start()
-            looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
-            with uncompiled(self._config), looking:
-                self._shard.executor.run(microbatches, lambda *_: None, lambda: None)
+        states, sent = self._states, []
+        states.finish()  # what is under way
+        states.start()
+        looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
+        with uncompiled(self._config), looking:
+            self._shard.executor.run(
+                microbatches,
+                lambda stage, _: states.reduce(stage),
+                lambda: None,
+                states.before_backward,
+            )
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf
             what = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"

@@ -22,9 +22,9 @@ from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.planner.states import make_states
+from optimus.planner.units import units_of
 from optimus.platform import dtype_of
 from optimus.train.batch import BatchPlan
-from optimus.train.units import units_of
 from optimus_kernels import WeightGrads
 
 
@@ -75,8 +75,7 @@ class Shard:
 
     def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of
-        chunks. `poison`: as in Residency. A collective of all ranks. Raises ConfigError where
-        optim.cache_chunks is too small."""
+        chunks. `poison`: as in Residency. A collective of all ranks."""
         config, schedule = self._config, self.layout.schedule
         engine = make_states(config, self.layout, self._groups, self.model, poison)
         if config.optim.overlap:

@@ -63,6 +63,17 @@ INTERLEAVED = {
             id="zb-h1-tied-frozen-fp16",
         ),
         pytest.param(
+            4,
+            {
+                **ZERO_BUBBLE,
+                "train__dtype": "fp16",
+                "optim__loss_scale": 2.0**36,
+                "optim__resident": "cache",
+                "optim__cache_chunks": 4,
+            },
+            id="zb-h1-cache-fp16",
+        ),
+        pytest.param(
             4, {**INTERLEAVED, "recompute__modules": ["block"]}, id="interleaved-recomputed"
         ),
         pytest.param(

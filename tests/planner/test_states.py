@@ -176,12 +176,12 @@ def test_a_plan_counts_the_chunks_in_the_cache():
     tree = tiny_tree("d", "r", **BF16, **SHORT, optim__sharding="so", optim__resident="cache")
     tree["parallel"] = {"dp": 4}
     all_of_them = plan(make_config(tree))["memory"]
-    tree["optim"]["cache_chunks"] = 2
-    two = plan(make_config(tree))["memory"]
-    held = {kind: size for kind, size in two.items() if kind not in ("cache", "total")}
+    tree["optim"]["cache_chunks"] = 3
+    three = plan(make_config(tree))["memory"]
+    held = {kind: size for kind, size in three.items() if kind not in ("cache", "total")}
     assert all(all_of_them[kind] == size for kind, size in held.items())
-    assert two["total"] - two["cache"] == all_of_them["total"] - all_of_them["cache"]
-    assert all_of_them["cache"] == 4 * two["parameters"] > two["cache"] > 0
+    assert three["total"] - three["cache"] == all_of_them["total"] - all_of_them["cache"]
+    assert all_of_them["cache"] == 4 * three["parameters"] > three["cache"] > 0
 
 
 def test_a_plan_refuses_what_training_would():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -68,6 +69,7 @@ class NanBackward(torch.autograd.Function):
         return gradient * float("nan")
 
 
+CACHE = {"optim__sharding": "epso", "optim__resident": "cache", "optim__chunk_length": 2000}
 SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
 """What a layer of a broken device gives; all that follows is spoilt with it."""
 
@@ -132,13 +134,16 @@ def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, wha
         (sizes(ep=2), 1, "o_proj", "slope"),
         (sizes(tp=2, pp=2), 3, "q_proj", "output"),
         (sizes(tp=2, pp=2), 1, "o_proj", "slope"),
+        (sizes(tp=2) | CACHE, 1, "q_proj", "slope"),
+        (sizes(ep=2) | CACHE, 1, "o_proj", "slope"),
+        (sizes(dp=2, tp=2) | CACHE, 3, "q_proj", "slope"),
     ],
 )
 def test_a_nan_that_collectives_spread_is_named_where_it_began(
     ranks, tiny_data, tmp_path, layout, bad_rank, layer, what
 ):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, **layout)
-    size = layout.get("parallel__pp", 1) * layout.get("parallel__tp", layout.get("parallel__ep", 1))
+    size = math.prod(layout.get(f"parallel__{axis}", 1) for axis in ("pp", "dp", "ep", "tp"))
     words = ranks(size, poison, tree, bad_rank, what, layer, start_world=False)
     name, message = words[bad_rank].split("|")
     assert f"on rank {bad_rank} " in message and "more ranks" not in message

@@ -108,6 +108,18 @@ LAYOUTS = [
     pytest.param(2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="pp2-zb"),
     pytest.param(2, {"optim__resident": "parameters"}, id="dp2-in-pieces"),
     pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="dp2-so-cache"),
+    pytest.param(
+        4,
+        {
+            "parallel__pp": 2,
+            "parallel__schedule": "zb-h1",
+            "optim__sharding": "epso",
+            "optim__resident": "cache",
+            "optim__cache_chunks": 3,
+            "optim__chunk_length": 4000,
+        },
+        id="pp2-zb-dp2-epso-cache",
+    ),
 ]
 
 

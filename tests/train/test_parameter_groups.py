@@ -36,10 +36,12 @@ def is_frozen(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in FROZEN)
 
 
-def test_two_updates_are_those_of_torch_with_the_same_groups():
-    """Warm-up included: lr_scale multiplies what the schedule says."""
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_two_updates_are_those_of_torch_with_the_same_groups(clip_norm):
+    """Warm-up included: lr_scale multiplies what the schedule says. Clipping is by the norm of all
+    that is trained, of whatever group."""
     torch.set_num_threads(1)
-    tree = tiny_tree("d", "r", **RUN, optim__eps=1e-3, optim__clip_norm=0.0)
+    tree = tiny_tree("d", "r", **RUN, optim__eps=1e-3, optim__clip_norm=clip_norm)
     config, world = make_config(tree), start_world(device="cpu")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (1, 32), generator=generator)
@@ -67,10 +69,14 @@ def test_two_updates_are_those_of_torch_with_the_same_groups():
         eps=optim.eps,
     )
     for step in (1, 2):
-        updater.run(step, [Microbatch(tokens)])
+        norm = updater.run(step, [Microbatch(tokens)]).grad_norm
         adamw.zero_grad()
         terms = plain.losses(tokens)
         (terms.ce_sum / 31 + 0.01 * terms.aux + 0.001 * terms.z).backward()
+        trained = [group["params"][0] for group in adamw.param_groups]
+        limit = clip_norm or 1e9
+        theirs = float(torch.nn.utils.clip_grad_norm_(trained, limit))
+        assert norm == pytest.approx(theirs, rel=1e-5) and norm > 0.2
         for group in adamw.param_groups:
             group["lr"] = optim.lr * step / optim.warmup_steps * rate[group["name"]]
         adamw.step()

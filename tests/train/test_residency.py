@@ -19,6 +19,7 @@ from optimus.errors import ConfigError, NonFiniteError
 from optimus.launch_env import read_launch_env
 from optimus.model.init import initialise_
 from optimus.observe.metrics import read_json_lines
+from optimus.planner.states import plan_ranks
 from optimus.train.batch import plan_batch
 from optimus.train.loop import Run
 from optimus.train.preflight import preflight
@@ -26,6 +27,7 @@ from optimus.train.run_dir import RunDirectory
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 from tests.helpers.layouts import run_several
+from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
 
@@ -207,6 +209,8 @@ def count_step(tree: dict) -> dict:
         "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
         "fetched": [sizes[number] for number in cache.plan.fetched()],
         "chunks": len(states.chunks),
+        "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
+        "reductions": plan.microbatches_per_rank * len(states.chunks),
         "slots": cache.slots,
         "bytes": [held for _, held in cache.trace],
         "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
@@ -249,30 +253,38 @@ def test_any_run_fetches_what_is_planned(ranks, size, run):
     for one in ranks(size, count_step, tree, start_world=False):
         calls, total = one["traffic"]["all_gather"]
         assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
+        assert one["traffic"]["all_to_all"] == [one["reductions"], one["reduced"]]
         assert one["bytes"] == one["planned"]
         assert one["between"] == {"params": 0, "grads": 0}
 
 
-def make_states_of(tree: dict) -> str:
-    config, world = make_config(tree), start_world(device="cpu")
-    groups = join_groups(make_mesh(world.size, 1, world.size, 1, 1), world)
-    shard = Shard(config, groups, plan_batch(config, world.size), world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    try:
-        shard.make_states()
-    except ConfigError as error:
-        return str(error)
-    return ""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_too_few_slots_are_refused_by_plan(layout):
+    size, run, fewest = LAYOUTS[layout]
+    for sharding, enough in zip(("so", "epso"), fewest, strict=True):
+        for slots in (1, enough - 1, enough):
+            division = {"optim__resident": "cache", "optim__cache_chunks": slots}
+            config = make_config(
+                tiny_tree("d", "r", **SMALL, **run, **division, optim__sharding=sharding)
+            )
+            parallel = config.parallel
+            mesh = make_mesh(size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+            if slots in (0, enough):
+                assert len(list(plan_ranks(config, mesh))) == mesh.pp * mesh.tp
+                continue
+            with pytest.raises(ConfigError) as refused:
+                list(plan_ranks(config, mesh))
+            told = str(refused.value)
+            assert told.startswith(f"optim.cache_chunks = {slots}: some block ")
+            assert f"use {enough} or more" in told and "\n" not in told
 
 
-def test_too_few_slots_are_refused_in_one_line(ranks):
-    tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": 1})
-    told = ranks(2, make_states_of, tree, start_world=False)[0]
-    assert told.startswith("optim.cache_chunks = 1: some block ") and "\n" not in told
-    enough = int(re.search(r"use (\d+) or more", told)[1])
-    for slots, refused in ((enough - 1, True), (enough, False)):
-        tree = tiny_tree("d", "r", **SMALL, **DIVISIONS[1] | {"optim__cache_chunks": slots})
-        assert bool(ranks(2, make_states_of, tree, start_world=False)[0]) == refused
+def test_too_few_slots_are_refused_before_ranks_meet(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **DIVISIONS[1])
+    tree["optim"]["cache_chunks"] = 1
+    with pytest.raises(RanksFailed, match="ConfigError: optim.cache_chunks = 1: some block"):
+        train_on(ranks, 2, tree)
+    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize(
