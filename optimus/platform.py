@@ -93,8 +93,8 @@ def import_ipex() -> str:
 
 
 def check_compile(compile_blocks: bool) -> None:
-    """ConfigError for `train.compile` beside IPEX, whose layer_norm replaces torch's on CPUs and has
-    no gradient in compiled code: training would go on with wrong ones."""
+    """ConfigError for `train.compile` beside IPEX, whose layer_norm on CPUs has no gradient
+    in compiled code: training would go on with wrong ones."""
     wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
     if compile_blocks and (wanted or _IPEX in sys.modules):
         raise ConfigError(
