@@ -92,6 +92,17 @@ def import_ipex() -> str:
         return f"does not import with torch {torch.__version__}: {one_line(error)}"
 
 
+def check_compile(compile_blocks: bool) -> None:
+    """ConfigError for `train.compile` beside IPEX, whose layer_norm on CPUs has no gradient
+    in compiled code: training would go on with wrong ones."""
+    wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
+    if compile_blocks and (wanted or _IPEX in sys.modules):
+        raise ConfigError(
+            "train.compile = true gives wrong gradients beside intel-extension-for-pytorch; set "
+            "OPTIMUS_IPEX=0 in the environment, or train.compile = false"
+        )
+
+
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
     """Fix the intra-op thread count of this rank and return it (`train.threads`)."""
     if threads == 0:

@@ -64,3 +64,26 @@ def test_a_run_is_the_same_with_it_up_to_rounding(tiny_data, tmp_path: Path, dty
         losses.append([line["loss"] for line in lines])
     # Measured with 6 seeds in fp32 and 7 in bf16: at most 9e-8 apart in either.
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_compiled_code_loses_the_gradient_of_its_layer_norm_and_is_refused(tiny_data, tmp_path):
+    code = """
+import torch, intel_extension_for_pytorch
+x = torch.randn(4, 8, requires_grad=True)
+norm = lambda x: torch.nn.functional.layer_norm(x, (8,))
+torch.compile(norm, backend="aot_eager")(x).square().sum().backward()
+print("gradient:", x.grad)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "gradient: None" in done.stdout, "it has one now: platform.check_compile can go"
+    options = {"train__deterministic": False, "train__compile": True}
+    path = tmp_path / "compiled.toml"
+    path.write_text(dump_toml(tiny_config(tiny_data, tmp_path / "run", **options)))
+    done = subprocess.run(
+        [sys.executable, "-m", "optimus.cli", "train", str(path)],
+        env={**os.environ, "OPTIMUS_IPEX": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and "set OPTIMUS_IPEX=0" in done.stderr

@@ -1,4 +1,4 @@
-"""Which collective backend a device takes."""
+"""Which collective backend a device takes, and what does not go beside IPEX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as distributed
 
 from optimus.errors import ConfigError
-from optimus.platform import collective_backend
+from optimus.platform import check_compile, collective_backend
 
 XPU = torch.device("xpu")
 STAND_IN = """
@@ -69,3 +69,21 @@ def test_no_backend_is_told_in_one_line(oneccl, monkeypatch, text, told):
     with pytest.raises(ConfigError, match=told) as error:
         collective_backend(XPU)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
+def test_compiling_beside_ipex_is_refused(how, tmp_path, monkeypatch):
+    """Its layer_norm has no gradient in compiled code (tests/test_ipex.py shows it)."""
+    name = "intel_extension_for_pytorch"
+    monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if how == "imported":
+        monkeypatch.setitem(sys.modules, name, sys)
+    if how != "left out":
+        with pytest.raises(ConfigError, match="set OPTIMUS_IPEX=0 .*or train.compile = false"):
+            check_compile(True)
+    else:
+        check_compile(True)
+    check_compile(False)

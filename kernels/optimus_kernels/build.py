@@ -34,13 +34,14 @@ CPU_FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
+PORTABLE = "portable"
 # A file named *_avx2.cpp is compiled for such machines alone; dispatch.cpp chooses when it runs.
 CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
-CPU_COMPILERS = "g++ 11 or clang++ 12"
-"""The first that know x86-64-v3 and v4."""
+CPU_ALONE = ("-DOPTIMUS_PORTABLE_ALONE",)
+"""Instead, for compilers that do not know them: before g++ 11 and clang++ 12."""
 # A file named adamw_* rounds every product, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -107,16 +108,17 @@ def fits(entry: Entry) -> str:
     """Why a compiled library cannot be used here; "" if it can. The compiler is left aside: a
     library may come from another machine."""
     backend, info = entry.info["backend"], entry.info
+    alone = info.get("arch") == PORTABLE
     for field, here in (
         ("torch", torch.__version__),
         ("machine", platform.machine()),
-        ("arch", arch(backend)),
+        ("arch", arch(backend, alone)),
     ):
         if info.get(field) != here:
             return f"built for {field} {info.get(field)}, this is {here}"
     if info.get("sources") != source_hash(backend):
         return "built from other sources"
-    if info.get("flags") not in (flags(backend, clang=False), flags(backend, clang=True)):
+    if info.get("flags") not in [flags(backend, clang, alone) for clang in (False, True)]:
         return "built with other compiler flags"
     return ""
 
@@ -140,29 +142,34 @@ def plan(backend: str) -> tuple[Target, list[str]]:
     compiler = find_compiler(backend)
     sources(backend)
     version = compiler_version(tuple(compiler))
+    alone = backend == "cpu" and not _knows_isas(tuple(compiler))
     target = Target(
         backend=backend,
         sources=source_hash(backend),
         torch=torch.__version__,
         machine=platform.machine(),
-        arch=arch(backend),
-        flags=flags(backend, is_clang(version)),
+        arch=arch(backend, alone),
+        flags=flags(backend, is_clang(version), alone),
         compiler=" ".join([version, *compiler[1:]]),
     )
     return target, compiler
 
 
-def arch(backend: str) -> str:
-    """The devices, or instruction sets, that a library is compiled for."""
+def arch(backend: str, alone: bool = False) -> str:
+    """The devices, or instruction sets, that a library is compiled for; `alone`: of the latter, the
+    portable one only."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
-    return sycl_build.arch_list() if backend == "sycl" else ",".join(["portable", *_cpu_isas()])
+    if backend == "sycl":
+        return sycl_build.arch_list()
+    return PORTABLE if alone else ",".join([PORTABLE, *CPU_ISAS])
 
 
-def flags(backend: str, clang: bool) -> str:
+def flags(backend: str, clang: bool, alone: bool = False) -> str:
     """Everything that a command says beyond its files, for the key."""
     if backend == "cpu":
-        groups = (*_cpu_isas().values(), *CPU_FILE_FLAGS.values())
+        isas = (CPU_ALONE,) if alone else CPU_ISAS.values()
+        groups = (*isas, *CPU_FILE_FLAGS.values())
         every = [*CPU_FLAGS, *(flag for more in groups for flag in more)]
         return " ".join([*every, *_openmp_flags(clang), Path(openmp_runtime()).name])
     return " ".join(CUDA_FLAGS if backend == "cuda" else sycl_build.FLAGS)
@@ -196,8 +203,17 @@ def _openmp_flags(clang: bool) -> list[str]:
     return ["-fopenmp"]
 
 
-def _cpu_isas() -> dict[str, tuple[str, ...]]:
-    return CPU_ISAS if platform.machine() in ("x86_64", "AMD64") else {}
+@functools.cache
+def _knows_isas(compiler: tuple[str, ...]) -> bool:
+    """Whether it can compile for AVX2 and AVX-512; otherwise the portable kernels stand alone."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    every = [flag for isa in CPU_ISAS.values() for flag in isa]
+    try:
+        _run([*compiler, *every, "-E", "-x", "c++", os.devnull], limit_s=60)
+    except KernelError:
+        return False
+    return True
 
 
 def find_compiler(backend: str) -> list[str]:
@@ -239,20 +255,17 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
     openmp = _openmp_flags(is_clang(compiler_version(tuple(compiler))))
+    alone = not _knows_isas(tuple(compiler))
     common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
+    common += CPU_ALONE if alone else ()
     objects = []
     for source in sources("cpu"):
         part, _, isa = source.stem.rpartition("_")
-        if isa in CPU_ISAS and isa not in _cpu_isas():
+        if isa in CPU_ISAS and alone:
             continue
         out = work / f"{source.stem}.o"
         own = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(part, ()))
-        try:
-            _run([*common, *own, "-c", source, "-o", out])
-        except KernelError as error:
-            if "x86-64-v" not in str(error):
-                raise
-            raise KernelError(f"{error}; AVX2 and AVX-512 want {CPU_COMPILERS}") from error
+        _run([*common, *own, "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
     # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.

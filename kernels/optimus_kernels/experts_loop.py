@@ -5,39 +5,36 @@ of the results are slices of one buffer. Fastest on CPUs; on accelerators the ho
 offsets.
 
 Our own product of bf16 (product.py) takes any number of rows. Without AMX it is oneDNN's, as all
-fp16 is: it compiles a product of 16-bit numbers for every new shape (1.5-2.5 ms, against 0.08 for
-256 rows of 256 x 512), and routing makes new shapes all the time. So such products run over rows
-rounded up to 16, or 32 beyond 512: few enough shapes for its cache of 1024. In results, the rows
-too many are the next expert's, which comes later and writes over them; in sums over rows they are
-zero.
+fp16 is, and fp32 where `fastest_library` says so: it compiles a product for every new shape
+(1.5-2.5 ms, against 0.08 for 256 rows of 256 x 512), and routing makes new shapes all the time. So
+such products run over rows rounded up to 16, or 32 beyond 512: few enough shapes for its cache of
+1024. In results, the rows too many are the next expert's, which comes later and writes over them;
+in sums over rows they are zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from optimus_kernels import memory
 from optimus_kernels.gather import gather_into
 from optimus_kernels.ops import compute_dtype
-from optimus_kernels.product import needs_room, own, product
+from optimus_kernels.product import by_onednn, fastest_library, needs_room, own, product
 from optimus_kernels.reduction import reduce_rows
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import swiglu_backward_into, swiglu_into
 
 _MOST_ROUNDING = 32
+_Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
     """By how many rows buffers are longer than their rows."""
-    return _MOST_ROUNDING - 1 if _rounds(x) else 0
-
-
-def _rounds(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    return _MOST_ROUNDING - 1 if by_onednn(x) else 0
 
 
 class Kept(NamedTuple):
@@ -51,12 +48,24 @@ class Kept(NamedTuple):
     """[P, F]: the activation times its routing weight."""
 
 
+def _with_fastest_library(run: _Pass) -> _Pass:
+    """A pass whose first operand is of the products' dtype and device."""
+
+    @functools.wraps(run)
+    def call(first: Tensor, *rest: Any, **more: Any) -> Any:
+        with fastest_library(first):
+            return run(first, *rest, **more)
+
+    return cast(_Pass, call)
+
+
 def fresh_grads(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, bool]:
     """Memory for the gradients of gate_up and down, to be replaced."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return gate_up, down, False
 
 
+@_with_fastest_library
 def forward(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +91,7 @@ def forward(
     return out, h
 
 
+@_with_fastest_library
 def backward(
     grad: Tensor,
     x: Tensor,
@@ -130,6 +140,7 @@ def backward(
     return dx, dweights, Kept(dh, da) if keep else None
 
 
+@_with_fastest_library
 def weight_grads(
     grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: tuple[Tensor, Tensor, bool]
 ) -> None:
@@ -191,7 +202,7 @@ def _places(parts: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
 
 def _parts(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
     """Of each expert that has rows: its number, first row, rows, rows rounded up; and the most."""
-    bounds, rounds = rows.offsets.tolist(), _rounds(x) and own(x) is None
+    bounds, rounds = rows.offsets.tolist(), by_onednn(x) and own(x) is None
     parts = []
     for e in range(len(bounds) - 1):
         start, count = bounds[e], bounds[e + 1] - bounds[e]

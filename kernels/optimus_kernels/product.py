@@ -1,4 +1,5 @@
-"""One expert's matrix products: our own bf16 kernel on CPUs with AMX, torch's mm elsewhere.
+"""One expert's matrix products: our own bf16 kernel on CPUs with AMX, torch's mm elsewhere, which
+`fastest_library` sends to oneDNN where torch's own choice is the slower one.
 
 The kernel (csrc/cpu/amx_avx512.cpp) compiles nothing for new numbers of rows, takes a call of 3 us
 where mm takes 20, and adds as it writes.
@@ -12,9 +13,13 @@ others, and gradients would depend on how many microbatches a rank adds up (CONT
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +32,8 @@ PROFILED_AS = "optimus::product"
 """What torch's profiler shows of the kernel's products."""
 _PIECE = 1 << 16
 """Elements to widen at a time, so that they stay in the second-level cache."""
+_EXACT = 1e-5
+"""Relative error below which a product of 256 x 256 was computed in fp32; bf16 gives 2e-3."""
 
 
 def own(like: Tensor) -> Callable[..., int] | None:
@@ -35,6 +42,78 @@ def own(like: Tensor) -> Callable[..., int] | None:
         return None
     found = backend.active(like.device).library
     return None if found is None else _bind(found)
+
+
+def by_onednn(like: Tensor) -> bool:
+    """Whether torch's products of such tensors are oneDNN's within `fastest_library`."""
+    if not like.is_cpu:
+        return False
+    if like.dtype is torch.float32:
+        return _onednn_is_better()
+    return like.dtype in (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def fastest_library(like: Tensor) -> Iterator[None]:
+    """Within, fp32 products on CPUs of other makers than Intel go to oneDNN: MKL, torch's choice,
+    is half as fast there. Other threads' products do, too, and stay fp32's."""
+    if like.dtype is torch.float32 and by_onednn(like):
+        with onednn():
+            yield
+    else:
+        yield
+
+
+_lock = threading.Lock()
+_inside, _before = 0, "none"
+
+
+@contextlib.contextmanager
+def onednn() -> Iterator[None]:
+    """Within, torch's fp32 products on CPUs go to oneDNN, which computes in fp32 or, if the
+    processor has AMX, in bf16. A setting of the process: the last of its threads to leave puts it
+    back."""
+    global _inside, _before
+    settings = torch.backends.mkldnn.matmul
+    with _lock:
+        if not _inside:
+            _before = settings.fp32_precision
+            settings.fp32_precision = "bf16"
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                settings.fp32_precision = _before
+
+
+@functools.cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN can be had for fp32 products, from torch 2.9 on, and computes in fp32."""
+    if not hasattr(torch.backends.mkldnn, "matmul") or not torch.backends.mkldnn.is_available():
+        return False
+    a = torch.linspace(-1, 1, 1 << 16).sin().view(256, 256)
+    with onednn():
+        found = a @ a.t()
+    exact = a.double() @ a.double().t()
+    return bool((found - exact).norm() <= _EXACT * exact.norm())
+
+
+@functools.cache
+def _onednn_is_better() -> bool:
+    """By rule rather than by the clock, so that ranks on equal machines agree."""
+    return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
+
+
+def _made_by_intel() -> bool:
+    """Also where nobody can tell."""
+    try:
+        found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        return True
+    return found is None or found[1] == "GenuineIntel"
 
 
 def product(

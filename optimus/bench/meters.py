@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
+from optimus_kernels import product
 
 _GEMMS = (
     "aten::mm",
@@ -49,41 +51,17 @@ class Peak:
         self.flops = 2.0 * size**3
         self._a, self._b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         self._out = torch.empty_like(self._a)
-        self._ways: list[str | None] = [None]
-        if device.type == "cpu" and dtype is torch.float32 and self._onednn_is_exact():
-            self._ways.append("bf16")
-
-    def _onednn_is_exact(self) -> bool:
-        if not hasattr(torch.backends.mkldnn, "matmul"):  # torch before 2.9 offers no choice
-            return False
-        small = self._a[:256, :256].contiguous()
-        exact = small.double() @ small.double()
-        with _onednn("bf16"):
-            return bool((small @ small - exact).norm() / exact.norm() < 1e-5)
+        self._ways: list[Callable] = [contextlib.nullcontext]
+        if device.type == "cpu" and dtype is torch.float32 and product.onednn_is_exact():
+            self._ways.append(product.onednn)
 
     def time(self, device: torch.device) -> tuple[float, float]:
         """Wall and processor seconds of the faster way."""
         found = []
         for way in self._ways:
-            with _onednn(way):
+            with way():
                 found.append(clocked(lambda: torch.mm(self._a, self._b, out=self._out), device)[1])
         return min(found)
-
-
-class _onednn:
-    """Within, fp32 products on a CPU go to oneDNN, if `precision` is given."""
-
-    def __init__(self, precision: str | None) -> None:
-        self._precision = precision
-
-    def __enter__(self) -> None:
-        if self._precision:
-            self._before = torch.backends.mkldnn.matmul.fp32_precision
-            torch.backends.mkldnn.matmul.fp32_precision = self._precision
-
-    def __exit__(self, *_) -> None:
-        if self._precision:
-            torch.backends.mkldnn.matmul.fp32_precision = self._before
 
 
 def forget(block: nn.Module, x: Tensor) -> None:

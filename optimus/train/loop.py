@@ -42,6 +42,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
     """
     flight = directory = trouble = None
     try:
+        platform.check_compile(config.train.compile)
         flight = preflight(config, launch.world_size, decides_start=launch.is_first)
         if launch.is_first:
             check_saves(config, flight)

@@ -50,18 +50,51 @@ def filled() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="module", params=["portable", "avx2", "avx512"])
+OLD_COMPILER = """#!/bin/sh
+case "$*" in *-march=x86-64-v*)
+  echo "cc1plus: error: bad value ('x86-64-v3') for '-march=' switch" >&2; exit 1;;
+esac
+exec g++ "$@"
+"""
+
+
+def old_compiler(folder: Path) -> str:
+    """A g++ that does not know the levels of x86-64, as before version 11."""
+    path = folder / "old-g++"
+    path.write_text(OLD_COMPILER)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def too_old(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", old_compiler(tmp_path))
+
+
+@pytest.fixture(scope="module", params=["portable", "portable alone", "avx2", "avx512"])
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
-    """The CPU kernels of one instruction set: a library chooses once, so each gets its own copy."""
-    found = backend.active("cpu")
-    if found.library is None:
-        pytest.skip(f"no CPU kernels: {found.why_not}")
-    path = shutil.copy(found.library._name, tmp_path_factory.mktemp("isa") / "copy.so")
+    """The CPU kernels of one instruction set: a library chooses once, so each gets its own copy.
+    `portable alone` is what other processors and old compilers have."""
+    folder = tmp_path_factory.mktemp("isa")
+    found = _built_alone(folder) if "alone" in request.param else backend.active("cpu").library
+    if found is None:
+        pytest.skip(f"no CPU kernels: {backend.active('cpu').why_not}")
+    path = shutil.copy(found._name, folder / "copy.so")
+    wanted = request.param.removesuffix(" alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTIMUS_CPU_ISA", request.param)
+        patch.setenv("OPTIMUS_CPU_ISA", wanted)
         loaded = ctypes.CDLL(str(path))
         loaded.optimus_cpu_isa.restype = ctypes.c_char_p
         chosen = loaded.optimus_cpu_isa().decode()
-    if chosen != request.param:
-        pytest.skip(f"this processor has no {request.param}")
+    if chosen != wanted:
+        pytest.skip(f"this processor has no {wanted}")
     return loaded
+
+
+def _built_alone(folder: Path) -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", old_compiler(folder))
+        patch.setenv("OPTIMUS_KERNELS_CACHE", str(folder / "cache"))
+        return backend.load(build.build("cpu"))

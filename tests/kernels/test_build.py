@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,28 +137,36 @@ def test_ipexs_arguments_ask_for_pvc_ahead_of_time(tmp_path, monkeypatch):
 @pytest.mark.skipif(
     importlib.util.find_spec("intel_extension_for_pytorch") is None, reason="no IPEX here"
 )
-def test_ipexs_own_extension_takes_our_arguments(tmp_path, monkeypatch):
-    for root in ("CMPLR_ROOT", "MKLROOT", "DNNLROOT"):  # it looks for oneAPI where setvars.sh says
-        monkeypatch.setenv(root, str(tmp_path))
-    extension = importlib.import_module(IPEX_EXTENSION)
+def test_ipexs_own_extension_takes_our_arguments(tmp_path):
+    """In a process of its own: imported here, IPEX would replace the operators of all tests to
+    come."""
     source = tmp_path / "a.sycl"
     source.write_text("int x;")
-    made = extension.DPCPPExtension(**sycl_build.ipex_arguments([str(source)], "inc", tmp_path))
-    assert made.name == sycl_build.NAME and "inc" in made.include_dirs
-    assert made.extra_compile_args["cxx"].count("-fsycl") == 1
-    assert "-fsycl-targets=spir64_gen" in made.extra_link_args
+    code = f"""
+import importlib, json, pathlib
+from optimus_kernels import sycl_build
+extension = importlib.import_module({IPEX_EXTENSION!r})
+arguments = sycl_build.ipex_arguments([{str(source)!r}], "inc", pathlib.Path({str(tmp_path)!r}))
+made = extension.DPCPPExtension(**arguments)
+wanted = ("name", "include_dirs", "extra_compile_args", "extra_link_args")
+print("MADE", json.dumps({{name: getattr(made, name) for name in wanted}}))
+"""
+    roots = ("CMPLR_ROOT", "MKLROOT", "DNNLROOT")  # it looks for oneAPI where setvars.sh says
+    environ = {**os.environ, **dict.fromkeys(roots, str(tmp_path))}
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.partition("MADE ")[2].splitlines()[0])
+    assert made["name"] == sycl_build.NAME and "inc" in made["include_dirs"]
+    assert made["extra_compile_args"]["cxx"].count("-fsycl") == 1
+    assert "-fsycl-targets=spir64_gen" in made["extra_link_args"]
 
 
 @needs_gxx
-def test_a_compiler_too_old_for_avx_is_told_which_is_not(small_csrc, tmp_path, monkeypatch):
-    (small_csrc / "cpu" / "kernels_avx2.cpp").write_text("int x;\n")
-    script = (
-        '#!/bin/sh\ncase "$*" in *-march=x86-64-v*)\n'
-        "echo \"cc1plus: error: bad value ('x86-64-v3') for '-march=' switch\" >&2; exit 1;; esac\n"
-        'exec g++ "$@"\n'
-    )
-    monkeypatch.setenv("CXX", str(executable(tmp_path / "old", script)))
-    if not build._cpu_isas():
-        pytest.skip("no such instruction sets on this processor")
-    with pytest.raises(KernelError, match=r"bad value .*; AVX2 and AVX-512 want g\+\+ 11 or clang"):
-        build.build("cpu")
+def test_a_compiler_too_old_for_avx_builds_the_portable_kernels_alone(small_csrc, too_old):
+    (small_csrc / "cpu" / "kernels_avx2.cpp").write_text("#error\n")
+    entry = build.build("cpu")
+    assert entry.info["arch"] == "portable" and build.fits(entry) == ""
+    assert "OPTIMUS_PORTABLE_ALONE" in entry.info["flags"]

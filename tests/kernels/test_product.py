@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
-from optimus_kernels.product import own, product
+from optimus_kernels import product as products
+from optimus_kernels.product import fastest_library, onednn, own, product
 
 SIZES = [(1, 1, 1), (3, 5, 7), (33, 17, 65), (64, 96, 128), (600, 48, 2048), (40, 700, 1100)]
 
@@ -109,3 +113,80 @@ def test_an_operand_of_any_strides_is_taken():
     out = torch.empty(5, 6, dtype=torch.bfloat16)
     product(torch.ones(5, 4).bfloat16(), one.expand(4, 6), out)
     assert torch.equal(out, (4 * one).expand(5, 6))
+
+
+needs_onednn = pytest.mark.skipif(
+    not products.onednn_is_exact(),
+    reason="oneDNN cannot be had for fp32 products here, or computes them in bf16",
+)
+
+
+@pytest.fixture
+def not_of_intel(monkeypatch):
+    """As on another maker's processor, whichever this is."""
+    monkeypatch.setattr(products, "_onednn_is_better", lambda: True)
+
+
+@needs_onednn
+def test_fp32_products_of_experts_are_onednns_where_that_is_faster():
+    """Its own log tells, in a process of its own: an expert's six, and no other's."""
+    code = """
+import torch, optimus_kernels as kernels
+from optimus_kernels import product
+product._made_by_intel = lambda: {intel}
+x, weights = torch.randn(64, 32, requires_grad=True), torch.rand(64, 1)
+matrices = [torch.randn(1, *shape, requires_grad=True) for shape in ((48, 32), (32, 24))]
+rows = kernels.route(torch.zeros(64, 1, dtype=torch.int64), 0, 1)
+product.onednn_is_exact()
+print("= within", flush=True)
+out = kernels.experts(x, weights, *matrices, rows)
+out.sum().backward()
+print("= after", flush=True)
+torch.randn(64, 64) @ torch.randn(64, 64)
+"""
+    found = {}
+    for intel in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(intel=intel)],
+            env={**os.environ, "ONEDNN_VERBOSE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        _, _, log = done.stdout.partition("= within\n")
+        within, _, after = log.partition("= after\n")
+        found[intel] = within.count(",matmul,")
+        assert ",matmul," not in after
+    assert found == {False: 6, True: 0}  # two forward, four backward
+
+
+@needs_onednn
+def test_the_process_own_choice_of_library_comes_back(not_of_intel):
+    like, settings = torch.empty(1), torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    with pytest.raises(ZeroDivisionError), fastest_library(like):
+        assert settings.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    assert settings.fp32_precision == before
+    with fastest_library(like.double()), fastest_library(like.bfloat16()):
+        assert settings.fp32_precision == before
+
+
+@needs_onednn
+def test_of_threads_within_the_last_to_leave_puts_it_back():
+    settings, inside, leave = torch.backends.mkldnn.matmul, threading.Event(), threading.Event()
+    before = settings.fp32_precision
+
+    def other() -> None:
+        with onednn():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with onednn():
+        thread.start()
+        assert inside.wait(10)
+    assert settings.fp32_precision == "bf16"
+    leave.set()
+    thread.join()
+    assert settings.fp32_precision == before

@@ -1,7 +1,9 @@
 // The CPU's interface.h: checks sizes and calls the kernels of the best instruction set at hand.
 //
 // This file is compiled for the plain architecture, *_avx2.cpp and *_avx512.cpp for x86-64 versions 3
-// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do).
+// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do). With
+// OPTIMUS_PORTABLE_ALONE the others were not compiled: on other processors, and by compilers that do
+// not know these versions.
 
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +22,7 @@ constexpr int64_t kPieceSlots = 4096;
 const Kernels& choose() {
   const char* asked = std::getenv("OPTIMUS_CPU_ISA");
   const auto allowed = [asked](const char* name) { return !asked || !std::strcmp(asked, name); };
-#if defined(__x86_64__)
+#if !defined(OPTIMUS_PORTABLE_ALONE)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
@@ -49,7 +51,7 @@ int optimus_kernels_abi(void) { return OPTIMUS_ABI; }
 
 // Of the CPU's library alone: the name of the instruction set in use.
 OPTIMUS_API const char* optimus_cpu_isa(void) {
-#if defined(__x86_64__)
+#if !defined(OPTIMUS_PORTABLE_ALONE)
   if (&kernels() == &optimus_cpu::avx512_kernels) return "avx512";
   if (&kernels() == &optimus_cpu::avx2_kernels) return "avx2";
 #endif
@@ -58,7 +60,7 @@ OPTIMUS_API const char* optimus_cpu_isa(void) {
 
 // Whether optimus_cpu_gemm works here.
 OPTIMUS_API int optimus_cpu_has_gemm(void) {
-#if defined(__x86_64__)
+#if !defined(OPTIMUS_PORTABLE_ALONE)
   return &kernels() == &optimus_cpu::avx512_kernels && optimus_cpu::has_amx();
 #else
   return 0;
@@ -73,7 +75,7 @@ OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b,
                                  void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
   if (!optimus_cpu_has_gemm()) return OPTIMUS_BAD_DTYPE;
-#if defined(__x86_64__)
+#if !defined(OPTIMUS_PORTABLE_ALONE)
   optimus_cpu::amx_gemm({static_cast<const uint16_t*>(a), a_transposed != 0,
                          static_cast<const uint16_t*>(b), b_transposed != 0,
                          add == 2 ? nullptr : static_cast<uint16_t*>(c), add == 1,
