@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,9 +190,11 @@ def finish(
     settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
     loss_scale: Mapping[str, float] | None = None,
+    stop: threading.Event | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes."""
+    are files that their writers have made durable and that the index describes. Raises OptimusError
+    instead once `stop` is set, and OSError."""
     final = Path(path)
     entries = _make_durable(temporary, shards)
     manifest = {
@@ -210,6 +213,8 @@ def finish(
     read_manifest(temporary).check_shards()
     if final.exists():
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    if stop is not None and stop.is_set():
+        raise OptimusError(f"{final.name}: no longer wanted")
     files.commit(temporary, final)
     return read_manifest(final)
 
