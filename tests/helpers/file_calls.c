@@ -3,7 +3,8 @@
  * Preloaded; `file_calls_arm` begins to count. Calls `first` to `last` of this process meet `action`:
  * the process dies by SIGKILL before or behind the call, or half-way through a write; or the call
  * fails; or a write is short. What succeeded is appended to a log that several processes may share:
- * a line "op, pid, number, offset, length, path, other path" between tabs, then `length` bytes.
+ * a line "op, pid, number, offset, length, inode, path, other path" between tabs, then `length` bytes.
+ * Calls that are made without the C library (Rust's rustix does) are not seen.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -84,21 +85,26 @@ static const char *resolve(int at, const char *path, char *into) {
   if (snprintf(into, 2 * PATH_MAX, "%s/%s", base, path) < 0) *into = 0;
   return into;
 }
-static void note(const char *op, long offset, const void *data, size_t size, const char *path,
-                 const char *other) {
+static void note_all(const char *op, long offset, const void *data, size_t size, int fd,
+                     const char *path, const char *other) {
   if (log_fd < 0) return;
   int before = errno;
+  struct stat file = {0};
+  if (fd >= 0) fstat(fd, &file);
   char line[4 * PATH_MAX];
-  int length = snprintf(line, sizeof line, "%s\t%d\t%ld\t%ld\t%zu\t%s\t%s\n", op, getpid(), count,
-                        offset, size, path, other);
+  int length = snprintf(line, sizeof line, "%s\t%d\t%ld\t%ld\t%zu\t%ld\t%s\t%s\n", op, getpid(),
+                        count, offset, size, (long)file.st_ino, path, other);
   struct iovec parts[] = {{line, length}, {(void *)data, size}};
   /* One call to a file opened with O_APPEND: records of several processes do not mix. */
   if (syscall(SYS_writev, log_fd, parts, size ? 2 : 1) != (ssize_t)(length + size)) abort();
   errno = before;
 }
+static void note(const char *op, const char *path, const char *other) {
+  note_all(op, 0, NULL, 0, -1, path, other);
+}
 static void note_fd(const char *op, int fd, long offset, const void *data, size_t size) {
   char path[PATH_MAX];
-  if (log_fd >= 0) note(op, offset, data, size, path_of(fd, path), "");
+  if (log_fd >= 0) note_all(op, offset, data, size, fd, path_of(fd, path), "");
 }
 /* What the kernel copied by itself, read back. */
 static void note_copied(int fd, long offset, size_t size) {
@@ -119,8 +125,8 @@ static void note_copied(int fd, long offset, size_t size) {
 static int opened(int state, int fd, const char *path, int flags, int is_new) {
   if (fd < 0) return fd;
   watch(fd);
-  if (is_new) note("create", 0, NULL, 0, path, "");
-  else if (flags & O_TRUNC) note("truncate", 0, NULL, 0, path, "");
+  if (is_new || flags & O_TRUNC)
+    note_all(is_new ? "create" : "truncate", 0, NULL, 0, fd, path, "");
   end(state);
   return fd;
 }
@@ -258,20 +264,20 @@ int mkdir(const char *path, mode_t mode) {
   REAL(mkdir);
   char whole[2 * PATH_MAX];
   if (armed) path = resolve(AT_FDCWD, path, whole);
-  BREAKABLE(is_inside(path), GROWS, int, real(path, mode), note("mkdir", 0, NULL, 0, path, ""));
+  BREAKABLE(is_inside(path), GROWS, int, real(path, mode), note("mkdir", path, ""));
 }
 int rmdir(const char *path) {
   REAL(rmdir);
   char whole[2 * PATH_MAX];
   if (armed) path = resolve(AT_FDCWD, path, whole);
-  BREAKABLE(is_inside(path), KEEPS, int, real(path), note("unlink", 0, NULL, 0, path, ""));
+  BREAKABLE(is_inside(path), KEEPS, int, real(path), note("unlink", path, ""));
 }
 int unlinkat(int at, const char *path, int flags) {
   REAL(unlinkat);
   char space[2 * PATH_MAX];
   const char *whole = armed ? resolve(at, path, space) : path;
   BREAKABLE(is_inside(whole), KEEPS, int, real(at, path, flags),
-            note("unlink", 0, NULL, 0, whole, ""));
+            note("unlink", whole, ""));
 }
 int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
 int renameat(int at, const char *from, int there, const char *to) {
@@ -279,7 +285,7 @@ int renameat(int at, const char *from, int there, const char *to) {
   char a[2 * PATH_MAX], b[2 * PATH_MAX];
   const char *old = armed ? resolve(at, from, a) : from, *new = armed ? resolve(there, to, b) : to;
   BREAKABLE(is_inside(old) || is_inside(new), GROWS, int, real(at, from, there, to),
-            note("rename", 0, NULL, 0, old, new));
+            note("rename", old, new));
 }
 int rename(const char *from, const char *to) { return renameat(AT_FDCWD, from, AT_FDCWD, to); }
 int linkat(int at, const char *from, int there, const char *to, int flags) {
@@ -287,7 +293,7 @@ int linkat(int at, const char *from, int there, const char *to, int flags) {
   char a[2 * PATH_MAX], b[2 * PATH_MAX];
   const char *old = armed ? resolve(at, from, a) : from, *new = armed ? resolve(there, to, b) : to;
   BREAKABLE(is_inside(new), GROWS, int, real(at, from, there, to, flags),
-            note("link", 0, NULL, 0, old, new));
+            note("link", old, new));
 }
 int link(const char *from, const char *to) {
   return linkat(AT_FDCWD, from, AT_FDCWD, to, 0);

@@ -50,6 +50,8 @@ class Call(NamedTuple):
     offset: int
     """Of a write; the new size, of truncate and extend."""
     data: bytes
+    inode: int
+    """Of what was open; 0 where a call was given a path alone."""
 
 
 def why_not() -> str:
@@ -90,8 +92,10 @@ def read_log(log: Path) -> list[Call]:
     calls = []
     with open(log, "rb") as file:
         while line := file.readline():
-            op, pid, number, offset, size, path, other = os.fsdecode(line[:-1]).split("\t")
+            words = os.fsdecode(line[:-1]).split("\t")
+            op, pid, number, offset, size, inode, path, other = words
             path, other = (one and os.path.normpath(one) for one in (path, other))
             data = file.read(int(size))
-            calls.append(Call(op, int(pid), int(number), path, other, int(offset), data))
+            where = (path, other, int(offset), data, int(inode))
+            calls.append(Call(op, int(pid), int(number), *where))
     return calls

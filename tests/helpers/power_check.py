@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -104,11 +106,12 @@ class Loader:
         if before.fault:
             return before
         run = self._place / RUN
-        manager.prepare_directory(run, manager.decide_start(run, "auto"))
+        with contextlib.redirect_stderr(io.StringIO()):  # models behind the start are set aside
+            manager.prepare_directory(run, manager.decide_start(run, "auto"))
         left = list(manager.checkpoints_dir(run).glob(".*"))
         if left:
             return before._replace(fault=f"{left[0].name} is left")
-        return self._look()
+        return self._look()._replace(models=before.models)
 
     @property
     def num_looks(self) -> int:
@@ -224,7 +227,8 @@ def _replay(
         wholes = [disk.draw(rng) for _ in range(drawn.get(number, 0))]
         found += [loader.start_from(tree) for tree in wholes]
         summary.samples += len(wholes)
-        for fault in {_judge(one, promise, truth) for one in found} - {""}:
+        faults = {_judge(one, promise, truth) for one in found} | {_lost_metrics(disk, call)}
+        for fault in faults - {""}:
             summary.faults.append(f"behind call {number} ({call.op} {call.path}): {fault}")
         if len(summary.faults) >= max_faults:
             break
@@ -243,6 +247,16 @@ def _truth(calls: Sequence[Call], root: Path, loader: Loader) -> tuple[dict[int,
             assert not found.fault and found.step == int(call.other[-8:]), found
             truth[found.step] = found.states
     return truth, pending
+
+
+def _lost_metrics(disk: Disk, call: Call) -> str:
+    """Once a full checkpoint has its name, the metrics up to its step must be durable."""
+    if call.op != "rename" or "/step-" not in call.other:
+        return ""
+    lines = disk.durable(PurePath(RUN, "metrics.jsonl")).splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    wanted = list(range(1, int(call.other[-8:]) + 1))
+    return "" if steps[: len(wanted)] == wanted else f"metrics only of steps {steps} are durable"
 
 
 def _judge(found: Found, promise: Promise, truth: dict[int, str]) -> str:

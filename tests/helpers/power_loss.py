@@ -129,6 +129,8 @@ class Disk:
 
     def __init__(self, root: str) -> None:
         self._root, self.top = PurePath(root), Directory()
+        self._files: dict[int, File] = {}
+        """By inode."""
 
     def apply(self, call: Call) -> None:
         """Do what was done. Calls on what lies outside or is removed already change nothing."""
@@ -136,15 +138,30 @@ class Disk:
         if place is None:
             return
         folder, name, node = place
-        if call.op in ("create", "mkdir"):
-            folder.change({name: File() if call.op == "create" else Directory()})
+        if call.op == "create":
+            self._files[call.inode] = File()
+            folder.change({name: self._files[call.inode]})
+        elif call.op == "mkdir":
+            folder.change({name: Directory()})
         elif call.op == "unlink":
             folder.change({name: None})
         elif call.op in ("rename", "link"):
             self._move(folder, name, node, call)
-        elif node is None:
-            assert call.path.endswith(" (deleted)"), call[:5]
-        elif call.op == "fsync":
+        elif call.path.endswith(" (deleted)"):
+            return
+        else:
+            node = node or self._renamed(folder, name, call)
+            self._change(node, call)
+
+    def _renamed(self, folder: Directory, name: str, call: Call) -> File:
+        """The file that was given this name by a call that was not seen."""
+        node = self._files[call.inode]
+        old = next(one for one, other in folder.entries.items() if other is node)
+        folder.change({old: None, name: node})
+        return node
+
+    def _change(self, node: Node, call: Call) -> None:
+        if call.op == "fsync":
             node.sync()
         elif call.op == "extend":
             size = max(call.offset, len(node.now()))
@@ -187,6 +204,13 @@ class Disk:
     def draw(self, rng: random.Random) -> Tree:
         """One state of the whole disk by chance: at times nearly all or nearly nothing was kept."""
         return self.top.draw(rng, rng.choice((0.05, 0.3, 0.5, 0.7, 0.95)))
+
+    def durable(self, path: PurePath) -> bytes:
+        """What every power cut leaves of a file at `path` from the root, if its name is durable."""
+        node: Node | None = self.top
+        for part in path.parts:
+            node = node.durable.get(part) if isinstance(node, Directory) else None
+        return node.durable if isinstance(node, File) else b""
 
     def now(self, wanted: Wanted) -> Tree:
         """What a running machine shows of what is wanted."""
