@@ -8,6 +8,7 @@ file of another size or hash than it says, is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -166,7 +167,7 @@ def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
     Raises OptimusError if there is less room than it will need, and OSError.
     """
     final = Path(path)
-    files.make_dir(final.parent)
+    final.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(final.parent).free
     if free < needed_bytes:
         raise OptimusError(
@@ -215,7 +216,12 @@ def finish(
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
     if stop is not None and stop.is_set():
         raise OptimusError(f"{final.name}: no longer wanted")
-    files.commit(temporary, final)
+    try:
+        files.commit(temporary, final)
+    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
     return read_manifest(final)
 
 

@@ -71,6 +71,11 @@ class RunDirectory:
         if self._board is not None:
             self._board.show(record, "eval")
 
+    def sync(self) -> None:
+        """Make metrics and evaluations durable: what a checkpoint that is sealed now relies on."""
+        self._metrics.sync()
+        self._eval.sync()
+
     def say(self, line: str) -> None:
         self._progress.say(line)
 
