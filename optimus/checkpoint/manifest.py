@@ -8,6 +8,7 @@ file of another size or hash than it says, is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -216,7 +217,12 @@ def finish(
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
     if stop is not None and stop.is_set():
         raise OptimusError(f"{final.name}: no longer wanted")
-    files.commit(temporary, final)
+    try:
+        files.commit(temporary, final)
+    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
     return read_manifest(final)
 
 

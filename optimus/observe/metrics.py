@@ -29,12 +29,15 @@ class JsonLines:
             self._told = False
         except OSError as error:
             if not self._told:
-                print(
-                    f"optimus: WARNING: {self._path}: {error.strerror}; its lines wait in memory",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._warn(error, "its lines wait in memory")
             self._told = True
+
+    def sync(self) -> None:
+        """Make what was written durable, as far as the disk lets it; any thread may."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._warn(error, "a power cut may take its last lines")
 
     def close(self) -> None:
         """Raises OSError if lines could not be written."""
@@ -45,6 +48,10 @@ class JsonLines:
             raise
         finally:
             os.close(self._fd)
+
+    def _warn(self, error: OSError, what: str) -> None:
+        line = f"optimus: WARNING: {self._path}: {error.strerror}; {what}"
+        print(line, file=sys.stderr, flush=True)
 
     def _write(self) -> None:
         while self._waiting:

@@ -115,7 +115,10 @@ class Run:
         self.flight = flight = load_start(
             config, world, flight, whole, self.states, rank_states, scaling
         )
-        self.saves = Saves(config, world, flight, whole, self.states, rank_states, scaling)
+        sync_logs = directory.sync if directory is not None else lambda: None
+        self.saves = Saves(
+            config, world, flight, whole, self.states, rank_states, scaling, sync_logs
+        )
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:

@@ -74,12 +74,13 @@ class Saves:
         states: ChunkEngine,
         rank_states: RankStates,
         loss_scale: LossScale,
+        sync_logs: Callable[[], None],
     ) -> None:
-        """A collective of all ranks."""
+        """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
         self._config, self._world, self._flight, self._states = config, world, flight, states
         self._whole, self._loss_scale, self._rank_states = whole, loss_scale, rank_states
         self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
-        self._last_step, self._end_failed = 0, ""
+        self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
         self._saver = FullSaver(
@@ -255,7 +256,9 @@ class Saves:
         self._write_companions(directory)
 
     def _write_companions(self, directory: Path) -> None:
-        """What makes a checkpoint usable by itself: configuration and tokenizer."""
+        """What makes a checkpoint usable by itself, configuration and tokenizer; and before it is
+        sealed, the curve up to its step, which a resume will go on from."""
+        self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         tokenizer = self._flight.dataset.tokenizer_file
         if tokenizer is not None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
 from optimus.errors import LostPeerError, OptimusError
 from optimus.launch_env import read_launch_env
+from optimus.train import save as train_save
 from optimus.train.loop import Run, train
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
@@ -126,17 +127,41 @@ def test_what_is_written_beside_training_is_what_a_wait_would_have_written(
     assert slots(tmp_path / "sync") == slots(tmp_path / "async")
 
 
-def run_with_small_files(tree: dict[str, Any], victim: int, first: int, behind: int) -> Ended:
-    """From update `first` to before update `behind`, files of rank `victim` may not grow."""
-    mine = read_launch_env().rank == victim
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """No file of this process may grow beyond 20 kB."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    def before(step: int) -> None:
-        if mine and step in (first, behind):
-            limit = 20_000 if step == first else hard
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
-    return run_with(tree, before)
+def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
+    """On rank `victim`, while a full checkpoint of one of `steps` is written."""
+    plain = save_module.write_shard
+
+    def write(directory, identity, *rest):
+        is_one = identity.writer == victim and identity.step in steps
+        with small_files() if is_one else contextlib.nullcontext():
+            return plain(directory, identity, *rest)
+
+    save_module.write_shard = write
+    return run_with(tree, lambda step: None)
+
+
+def run_with_small_models(tree: dict[str, Any], failing: int) -> Ended:
+    """While the model with number `failing` is written."""
+    plain, written = train_save.write_hf, []
+
+    def write(*arguments):
+        written.append(1)
+        with small_files() if len(written) == failing else contextlib.nullcontext():
+            return plain(*arguments)
+
+    train_save.write_hf = write
+    return run_with(tree, lambda step: None)
 
 
 @BOTH
@@ -147,7 +172,7 @@ def test_a_save_that_fails_on_one_rank_is_told_and_the_run_goes_on(
     settings = {"train__max_steps": 12, "checkpoint__interval": 4, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_small_files, tree, victim, 8, 12, start_world=False)
+    ended = ranks(2, run_with_small_files, tree, victim, [8], start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     assert warnings(ended[0]) == [
         f"optimus: WARNING: step 8 is not saved: step-00000008/shard-0000{victim}.bin not written: "
@@ -163,7 +188,7 @@ def test_a_save_that_fails_on_one_rank_is_told_and_the_run_goes_on(
 def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, beside):
     settings = {"checkpoint__interval": 3, "checkpoint__max_failures": 2, "optim__sharding": "so"}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_small_files, tree, 1, 4, 100, start_world=False)
+    ended = ranks(2, run_with_small_files, tree, 1, range(4, 99), start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "step 9 is not saved" in ended[0].message and "max_failures = 2" in ended[0].message
     assert "the newest checkpoint is step-00000003" in ended[0].message
@@ -176,7 +201,7 @@ def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, besi
 def test_a_last_checkpoint_that_fails_ends_the_run_in_error(ranks, tiny_data, tmp_path, beside):
     settings = {"train__max_steps": 6, "checkpoint__interval": 3, "checkpoint__max_failures": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_small_files, tree, 1, 6, 100, start_world=False)
+    ended = ranks(2, run_with_small_files, tree, 1, [6], start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "the newest checkpoint is step-00000003; mend it" in ended[0].message
     assert steps_kept(tmp_path) == [3]
@@ -188,7 +213,7 @@ def test_a_model_that_the_first_rank_cannot_write_fails_on_all_alike(
 ):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_small_files, tree, 0, 6, 9, start_world=False)
+    ended = ranks(2, run_with_small_models, tree, 2, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     (told,) = warnings(ended[0])
     assert "step 6 is not saved: model" in told and "File too large" in told
@@ -300,15 +325,15 @@ def test_a_disk_that_hangs_holds_nobody_up_for_longer_than_the_limit(
 
 
 def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """No byte is free from update 4 to before update 7."""
+    """No byte is free from update 8 to before update 18."""
     filler = Path(folder) / "filler"
 
     def before(step: int) -> None:
-        if read_launch_env().rank == 0 and step == 4:
+        if read_launch_env().rank == 0 and step == 8:
             with pytest.raises(OSError, match="No space"), open(filler, "wb", 0) as file:
                 while file.write(bytes(1 << 16)):
                     pass
-        if read_launch_env().rank == 0 and step == 7:
+        if read_launch_env().rank == 0 and step == 18:
             filler.unlink()
 
     return run_with(tree, before)
@@ -342,7 +367,7 @@ def test_a_full_disk_harms_nothing_and_is_used_again(
     ranks, tiny_data, tmp_path, small_disk, beside
 ):
     """Not even metrics find room; they are written later."""
-    settings = {"train__max_steps": 8, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
+    settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
     run = small_disk / "run"
@@ -350,11 +375,13 @@ def test_a_full_disk_harms_nothing_and_is_used_again(
     ended = ranks(2, run_on_a_full_disk, tree, str(small_disk), start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2, ended
     told = warnings(ended[0])
-    for words in ("step 4 is not saved: step", "step 4 is not saved: model", "step 6 is not saved"):
-        assert any(words in line for line in told), told
+    for step in (10, 15):
+        for kind in ("step", "model"):
+            words = f"WARNING: step {step} is not saved: {kind}-000000{step} not written: "
+            assert any(words in line and "make room" in line for line in told), told
     assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in told)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["model-00000008", "step-00000002", "step-00000008"]
+    assert names == ["model-00000020", "step-00000005", "step-00000020"]
     for name in names:
         manager.read_manifest(run / "checkpoints" / name).verify()
     assert_same_run(tmp_path / "unbroken", run)
@@ -374,3 +401,64 @@ def test_a_directory_that_takes_nothing_harms_nothing(
     told = warnings(ended[0])
     assert len(told) == 2 and all("Read-only file system" in line for line in told), told
     assert steps_kept(run) == [2, 8]
+
+
+def run_and_note_order(tree: dict[str, Any]) -> list[str]:
+    """What was made durable and renamed, in order, by the name of the file."""
+    order, plain_fsync, plain_rename = [], os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        plain_fsync(fd)
+        order.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+
+    def rename(old: Any, new: Any) -> None:
+        plain_rename(old, new)
+        order.append(f"rename {Path(new).name}")
+
+    os.fsync, os.rename = fsync, rename
+    assert run_with(tree, lambda step: None)[:2] == (0, "")
+    return order
+
+
+@BOTH
+def test_the_curve_is_durable_before_the_checkpoint_that_goes_on_from_it(
+    ranks, tiny_data, tmp_path, beside
+):
+    """And the oldest slot leaves its name only behind the seal of the newest."""
+    settings = {"train__max_steps": 3, "checkpoint__interval": 1, "checkpoint__async_save": beside}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    (order,) = ranks(1, run_and_note_order, tree, start_world=False)
+    for step in (1, 2, 3):
+        sealed = order.index(f"rename step-{step:08d}")
+        manifest = max(n for n in range(sealed) if order[n] == "rename manifest.json")
+        begun = order.index(f"rename step-{step - 1:08d}") if step > 1 else 0
+        for needed in ("fsync metrics.jsonl", "fsync shard-00000.bin", "fsync index.jsonl"):
+            assert needed in order[begun:manifest], (step, needed)
+        assert order[sealed + 1] == "fsync checkpoints"
+    removed = next(n for n, what in enumerate(order) if what.startswith("rename .step-00000001."))
+    assert removed > order.index("rename step-00000003") + 1
+
+
+def stop_and_look(tree: dict[str, Any]) -> bool:
+    """Whether the checkpoint of the last step stands when it is evaluated."""
+    plain, found = Run.evaluate, []
+
+    def evaluate(run: Run, step: int) -> None:
+        plain(run, step)
+        found.append(manager.full_path(tree["train"]["run_dir"], step).is_dir())
+
+    def before(step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Run.evaluate = evaluate
+    assert run_with(tree, before).status == 3
+    assert found[:-1] == [False] * 3
+    return found[-1]
+
+
+def test_who_is_asked_to_stop_saves_before_anything_else(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__eval_interval=1)
+    tree["data"]["eval_path"] = str(tiny_data / "eval")
+    assert ranks(2, stop_and_look, tree, start_world=False) == [True, True]
+    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 4
