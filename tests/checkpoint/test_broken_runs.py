@@ -5,6 +5,7 @@ All of it: scripts/drills/checkpoint_kill.py.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from tests.helpers.power_check import replay
 from tests.helpers.power_loss import Disk
 from tests.helpers.rank_pool import RankPool
 
-DEATHS, FAILURES = 6, 8
-"""How many of the cases are tried here."""
+DEATHS = (2, 1)
+"""How many of some 250 are tried here, by rank; and of failures one of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +39,24 @@ def save(request, pool, tiny_data, tmp_path_factory) -> Save:
 
 
 def sample(cases: list, count: int) -> list:
-    """One of every `len / count` of them."""
-    return [random.Random(0).choice(cases[n::count]) for n in range(count)]
+    """One of each `count`-th part of them."""
+    rng, limits = random.Random(0), [n * len(cases) // count for n in range(count + 1)]
+    return [cases[rng.randrange(low, high)] for low, high in itertools.pairwise(limits)]
 
 
-def test_a_run_killed_as_it_saves_goes_on_to_the_same_end(pool, save, tiny_data, tmp_path):
-    cases = save.cases()
-    assert len(save.numbers(0)) >= 60 and len(save.numbers(1)) >= 4
-    for number, case in enumerate(sample(cases, DEATHS)):
+@pytest.mark.parametrize("victim", [0, 1], ids=["the-first-rank", "the-second-rank"])
+def test_a_run_killed_as_it_saves_goes_on_to_the_same_end(pool, save, tiny_data, tmp_path, victim):
+    cases = [case for case in save.cases() if case.rank == victim]
+    assert len(save.numbers(victim)) >= (60, 3)[victim]
+    for number, case in enumerate(sample(cases, DEATHS[victim])):
         broken_runs.break_save(pool, tiny_data, tmp_path / f"run-{number}", save, case)
 
 
 def test_a_run_whose_save_fails_goes_on_and_says_so(pool, save, tiny_data, tmp_path):
     cases = save.errors()
     for action in (Action.EIO, Action.ENOSPC, Action.SHORT):
-        of_one = [case for case in cases if case.action is action]
-        for number, case in enumerate(sample(of_one, FAILURES // 3)):
-            run_dir = tmp_path / f"{action.name}-{number}"
-            broken_runs.fail_save(pool, tiny_data, run_dir, save, case)
+        (case,) = sample([case for case in cases if case.action is action], 1)
+        broken_runs.fail_save(pool, tiny_data, tmp_path / action.name, save, case)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +76,10 @@ def test_every_call_that_changes_a_file_is_recorded(recorded):
 
 def test_a_run_finds_its_way_from_all_that_a_power_cut_may_leave(recorded):
     root, calls = recorded
-    summary = replay(calls, root, samples=200)
+    summary = replay(calls, root, samples=100)
     assert summary.faults == []
     assert summary.windows > 50 and summary.most_pending > power_check.WINDOW
-    assert summary.different > 15  # a replay in which all went well would see fewer
+    assert summary.different >= 10
 
 
 @pytest.mark.parametrize("op", ["file", "directory"])
