@@ -182,7 +182,12 @@ class SaveAndLoad:
             "origin": flight.start.origin,
             "settings": flight.settings,
             "loss_scale": self._loss_scale.state(),
+            "ranks": self._ranks(),
         }
+
+    def _ranks(self) -> dict[str, int]:
+        sizes = self._flight.mesh.sizes._asdict()
+        return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         write_hf(directory, self._config.model, weights, "bf16")
