@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import io
 import json
 import random
 import sys
@@ -138,6 +140,7 @@ def main() -> int:
     parser.add_argument("--out", default="corruption.jsonl", help="counts so far")
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--others", type=int, default=1000, help="of each other kind")
+    parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
     args = parser.parse_args()
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK_BYTES
     kill_points.SHAPES = {"a": (70, 9), "b": (330,), "c": (40, 50)}  # several blocks a file
@@ -146,13 +149,18 @@ def main() -> int:
         for step in (1, 2):
             save(Path(scratch), step)
         assert load_as_a_run_does(Path(scratch)) == 2
+        times = 0
         for kind in KINDS:
             wanted = args.flips if kind == "flip" else args.others
             for first in range(done[kind].total(), wanted, 100):
-                found = collections.Counter(
-                    try_once(Path(scratch), kind, seed)
-                    for seed in range(first, min(first + 100, wanted))
-                )
+                if args.first and times >= args.first:
+                    break
+                times += 100
+                with contextlib.redirect_stderr(io.StringIO()):  # what a run says each time
+                    found = collections.Counter(
+                        try_once(Path(scratch), kind, seed)
+                        for seed in range(first, min(first + 100, wanted))
+                    )
                 done[kind] += found
                 print(json.dumps({"kind": kind, "found": found}), file=out, flush=True)
             print(f"{kind}: {dict(done[kind])}", flush=True)
