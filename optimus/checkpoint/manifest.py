@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -233,9 +234,11 @@ def finish(
     shards: Collection[str] = (),
     loss_scale: Mapping[str, float] | None = None,
     ranks: Mapping[str, int] | None = None,
+    stop: threading.Event | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes."""
+    are files that their writers have made durable and that the index describes. Raises OptimusError
+    instead once `stop` is set, and OSError."""
     final = Path(path)
     entries = _make_durable(temporary, shards)
     manifest = {
@@ -255,6 +258,8 @@ def finish(
     read_manifest(temporary).check_shards()
     if final.exists():
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    if stop is not None and stop.is_set():
+        raise OptimusError(f"{final.name}: no longer wanted")
     files.commit(temporary, final)
     return read_manifest(final)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, OptimusError
 
 BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
@@ -74,9 +75,17 @@ def aligned(size: int) -> int:
 class ShardWriter:
     """Writes one shard file from memory as it lies, without a copy."""
 
-    def __init__(self, directory: Path, identity: Identity, size: int) -> None:
-        """`size`: of the whole file. Raises OSError, as `write` and `finish` do."""
+    def __init__(
+        self,
+        directory: Path,
+        identity: Identity,
+        size: int,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`size`: of the whole file. Raises OSError, as `write` and `finish` do, and OptimusError
+        instead of the next block once `stop` is set."""
         self._identity, self._size, self._written = identity, size, 0
+        self._stop = stop
         self._hashes: list[str] = []
         self._block = xxhash.xxh3_64()
         path = directory / shard_name(identity.writer)
@@ -116,6 +125,8 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         while data:
+            if self._stop is not None and self._stop.is_set():
+                raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
             part = data[: BLOCK_BYTES - self._written % BLOCK_BYTES]
             self._block.update(part)
             self._written += len(part)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from optimus.checkpoint.rank_states import RankStates
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Residency
@@ -57,6 +58,20 @@ def make_states(
     for name, leaf in model.tied_uses().items():
         engine.add_use(Use(name, leaf, FURTHER_USES[name]))
     return engine
+
+
+def states_of_rank(
+    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
+) -> RankStates:
+    """What this rank holds, as checkpoints see it."""
+    tied = config.model.tie_embeddings and groups.mesh.pp > 1
+    return RankStates(
+        groups,
+        states.shards(),
+        {name: one.intervals for name, one in layout.placements.items()},
+        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
+        on_both_ends=("embed.weight",) if tied else (),
+    )
 
 
 def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home | None:
