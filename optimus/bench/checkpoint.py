@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from optimus import files, platform
-from optimus.bench.checkpoint_ways import STEP, Way, make_ways
+from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
 from optimus.bench.meters import versions
 from optimus.bench.pairs import paired, race
 from optimus.bench.peak import peak_above
@@ -92,13 +92,14 @@ def _measure(states: RankStates, world: World, rounds: int, scratch: Path) -> di
         {name: lambda way=way, at=places[name]: way.load(at.now) for name, way in ways.items()},
         {name: place.forget for name, place in places.items()}, rounds, world,
     )  # fmt: skip
-    own = sum(flat.nbytes for one in states.shards for flat in one.states.values())
+    own = sum(flat.nbytes for flat in flats_of(states))
     return {
         "ranks": world.size,
         "bytes": sum(all_gather_objects(own, world.everyone)),
         "save": save_s,
         "load": load_s,
         "verify": _verify(places, rounds, world),
+        "stall": _stall(states, scratch / "stall", rounds, world),
         "peak_bytes": {name: _peaks(way, places[name], world) for name, way in ways.items()},
         "bytes_of_a_rank": own,
     }
@@ -165,6 +166,25 @@ def _verify(places: Mapping[str, Place], rounds: int, world: World) -> dict[str,
     return _race({"ours": verify, "raw": read_raw}, before, rounds, world)
 
 
+def _stall(states: RankStates, directory: Path, rounds: int, world: World) -> dict[str, Any]:
+    """What training waits for with checkpoint.async_save, against a copy of the same memory."""
+    stall, place = Stall(states), Place(directory, world)
+
+    def ready() -> None:
+        stall.wait()
+        place.renew()
+        barrier(world.everyone)  # nobody begins before the directory is there
+
+    found = _race(
+        {"ours": lambda: stall.begin(place.now), "copy": stall.copy},
+        {"ours": ready, "copy": stall.wait},
+        rounds,
+        world,
+    )
+    stall.wait()
+    return found
+
+
 def _peaks(way: Way, place: Place, world: World) -> dict[str, int]:
     """The most memory that the process took above what it had before, on the worst rank."""
     place.renew()
@@ -183,7 +203,7 @@ def format_result(result: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for one in result["ranks"]:
-        for what in ("save", "load", "verify"):
+        for what in ("save", "load", "verify", "stall"):
             speeds = [one["bytes"] / s / 1e6 for s in sorted(one[what]["s"]["ours"], reverse=True)]
             others = "; ".join(
                 f"{name} {', '.join(f'{ratio:.2f}' for ratio in ratios)}"

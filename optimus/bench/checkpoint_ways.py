@@ -8,6 +8,7 @@ handed a few flat tensors, which spares them the bookkeeping of many small ones.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from optimus import files
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates, as_bytes
-from optimus.checkpoint.save import save_full
+from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.shards import BLOCK_BYTES
+from optimus.checkpoint.underway import Underway
 from optimus.dist.world import World
 
 STEP = "step-00000001"
@@ -36,25 +38,60 @@ class Way(NamedTuple):
     load: Callable[[Path], None]
 
 
+def flats_of(states: RankStates) -> list[Tensor]:
+    return [flat for one in states.shards for flat in one.states.values()]
+
+
 def make_ways(states: RankStates, world: World) -> dict[str, Way]:
-    flats = [flat for one in states.shards for flat in one.states.values()]
+    """`cached` is ours through the kernel's cache (`checkpoint.direct_io = false`)."""
+    flats = flats_of(states)
     return {
         "ours": ours(states),
+        "cached": ours(states, direct=False),
         "raw": raw(flats, world),
         "dcp": dcp(flats, world),
         "torch": by_torch(flats, world),
     }
 
 
-def ours(states: RankStates) -> Way:
+def ours(states: RankStates, direct: bool = True) -> Way:
+    saver = FullSaver(states, "balanced", direct=direct)
+
     def save(directory: Path) -> None:
-        save_full(states, directory / STEP, "balanced", lambda path: None, step=1)
+        outcome = saver.begin(states, directory / STEP, lambda path: None, step=1).drain()
+        assert outcome.failure is None, outcome.failure
 
     def load(directory: Path) -> None:
         problem = load_full(states, read_manifest(directory / STEP), "broadcast")
         assert not problem, problem
 
     return Way(save, load)
+
+
+class Stall:
+    """What training waits for where a save goes on beside it: until the states have been copied to
+    memory that was made before; and the copy alone."""
+
+    def __init__(self, states: RankStates) -> None:
+        self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
+        self._copies = [(flat, torch.zeros_like(flat)) for flat in flats_of(states)]
+        self._underway: Underway | None = None
+
+    def begin(self, directory: Path) -> None:
+        self._underway = self._saver.begin(
+            self._states, directory / STEP, lambda path: None, step=1
+        )
+
+    def copy(self) -> None:
+        for flat, memory in self._copies:
+            memory.copy_(flat)
+
+    def wait(self) -> None:
+        """For a save that `begin` began. A collective of all ranks."""
+        if self._underway is not None:
+            outcome = self._underway.drain()
+            assert outcome.failure is None, outcome.failure
+        self._underway = None
 
 
 def raw(flats: Sequence[Tensor], world: World) -> Way:
@@ -104,6 +141,8 @@ def dcp(flats: Sequence[Tensor], world: World) -> Way:
             name: DTensor.from_local(flat, mesh, [Shard(0)], run_check=False)
             for name, flat in tree.items()
         }
+
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
     def save(directory: Path) -> None:
         checkpoint.save(tree, storage_writer=checkpoint.FileSystemWriter(directory))

@@ -8,8 +8,11 @@ checkpoint's index; whoever reads a byte compares the block that it is in. Needs
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +27,8 @@ from optimus.errors import CheckpointError, OptimusError
 BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
 ALIGNED_BYTES = 64
+DIRECT_BYTES = 4096
+"""Of which what is written past the kernel's cache is a multiple."""
 HASH_CHARS = 16
 _MAGIC = "optimus shard"
 
@@ -73,7 +78,12 @@ def aligned(size: int) -> int:
 
 
 class ShardWriter:
-    """Writes one shard file from memory as it lies, without a copy."""
+    """Writes one shard file, through memory of one block and no more.
+
+    A block at a time goes to the disk at once, past the kernel's cache, where the file system can
+    do that: pages of the cache would cost a copy and the memory of programs that run beside, and
+    whoever verifies would read them instead of the disk.
+    """
 
     def __init__(
         self,
@@ -81,15 +91,18 @@ class ShardWriter:
         identity: Identity,
         size: int,
         stop: threading.Event | None = None,
+        direct: bool = True,
     ) -> None:
-        """`size`: of the whole file. Raises OSError, as `write` and `finish` do, and OptimusError
-        instead of the next block once `stop` is set."""
-        self._identity, self._size, self._written = identity, size, 0
-        self._stop = stop
+        """`size`: of the whole file. `direct`: past the cache, where that can be. Raises OSError,
+        as `write` and `finish` do, and OptimusError instead of the next block once `stop` is set.
+        """
+        self._identity, self._size, self._stop = identity, size, stop
         self._hashes: list[str] = []
-        self._block = xxhash.xxh3_64()
+        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # begins with a page, as it must
+        self._written = 0
+        """Of the whole file, blocks that are not full included."""
         path = directory / shard_name(identity.writer)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._fd, self._direct = _create(path, direct)
         try:
             self._put(memoryview(header(identity, size)))
         except BaseException:
@@ -107,8 +120,8 @@ class ShardWriter:
     def finish(self) -> ShardFile:
         """Make the file durable and describe it."""
         assert self._written == self._size, (self._written, self._size)
-        if self._written % BLOCK_BYTES:
-            self._hashes.append(self._block.hexdigest())
+        if rest := self._written % len(self._block):
+            self._write_block(self._block[:rest])
         os.fsync(self._fd)
         return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
 
@@ -125,17 +138,46 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         while data:
-            if self._stop is not None and self._stop.is_set():
-                raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
-            part = data[: BLOCK_BYTES - self._written % BLOCK_BYTES]
-            self._block.update(part)
+            filled = self._written % len(self._block)
+            part = data[: len(self._block) - filled]
+            self._block[filled : filled + len(part)] = part
             self._written += len(part)
             data = data[len(part) :]
-            if self._written % BLOCK_BYTES == 0:
-                self._hashes.append(self._block.hexdigest())
-                self._block.reset()
-            while part:
-                part = part[os.write(self._fd, part) :]
+            if filled + len(part) == len(self._block):
+                self._write_block(self._block)
+
+    def _write_block(self, block: memoryview) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
+        self._hashes.append(xxhash.xxh3_64_hexdigest(block))
+        while block:
+            if len(block) % DIRECT_BYTES:
+                self._through_the_cache()
+            try:
+                block = block[os.write(self._fd, block) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._through_the_cache()  # a file system with other rules
+
+    def _through_the_cache(self) -> None:
+        if self._direct:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._direct = False
+
+
+def _create(path: Path, direct: bool) -> tuple[int, bool]:
+    """A new file, and whether it is written past the kernel's cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # some have made it all the same
+    return os.open(path, flags, 0o644), False
 
 
 def check_shard(directory: Path, identity: Identity, size: int) -> None:

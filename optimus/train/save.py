@@ -87,6 +87,7 @@ class Saves:
             settings.scatter,
             staged=settings.async_save,
             limit_s=settings.timeout_s,
+            direct=settings.direct_io,
         )
         states.frozen.settle()
 
