@@ -173,7 +173,6 @@ def _stall(states: RankStates, directory: Path, rounds: int, world: World) -> di
     def ready() -> None:
         stall.wait()
         place.renew()
-        barrier(world.everyone)  # nobody begins before the directory is there
 
     found = _race(
         {"ours": lambda: stall.begin(place.now), "copy": stall.copy},

@@ -13,17 +13,13 @@ pairs that stand there are not run again: give the same command to go on. Exit s
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import random
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,61 +27,11 @@ sys.path.insert(0, str(ROOT))
 from optimus.checkpoint import index as index_module  # noqa: E402
 from optimus.checkpoint import shards  # noqa: E402
 from optimus.checkpoint.index import Index  # noqa: E402
-from optimus.dist.mesh import Mesh  # noqa: E402
-from tests.helpers.held import Holdings, layout_config  # noqa: E402
+from tests.helpers.reshard import BLOCK_BYTES, Layout, Pair, all_layouts  # noqa: E402
 from tests.helpers.shards import all_shapes, assert_loads, save, whole_states  # noqa: E402
 
-MODEL = {
-    "model__num_layers": 8,
-    "model__num_attention_heads": 8,
-    "model__num_experts": 8,
-    "model__tie_embeddings": True,
-}
-BLOCK_BYTES = 1 << 13
-"""Small, so that ranges begin and end within blocks."""
 
-
-class Layout(NamedTuple):
-    mesh: tuple[int, int, int, int]
-    sharding: str
-    chunk_length: int
-    schedule: str
-    scatter: str
-
-    def __str__(self) -> str:
-        sizes = "".join(f"{a}{n}" for a, n in zip(("pp", "dp", "ep", "tp"), self.mesh, strict=True))
-        return f"{sizes}-{self.sharding}-{self.chunk_length}-{self.schedule}-{self.scatter}"
-
-    def holdings(self) -> Holdings:
-        mesh = Mesh(*self.mesh)
-        config = layout_config(
-            mesh,
-            optim__sharding=self.sharding,
-            optim__chunk_length=self.chunk_length,
-            parallel__schedule=self.schedule,
-            parallel__virtual_stages=2 if self.schedule == "interleaved" else 1,
-            **MODEL,
-        )
-        return Holdings(config, mesh)
-
-
-def layouts() -> list[Layout]:
-    """All of them. Of the schedules only interleaved ones place layers in another way."""
-    return list(_layouts())
-
-
-def _layouts() -> Iterator[Layout]:
-    for mesh in itertools.product((1, 2, 4, 8), repeat=4):
-        if math.prod(mesh) > 8:
-            continue
-        schedules = ["1f1b", "interleaved"] if mesh[0] in (2, 4) else ["1f1b"]
-        for sharding, length, schedule, scatter in itertools.product(
-            ("none", "so", "epso"), (700, 20_000, 1 << 24), schedules, ("balanced", "paper")
-        ):
-            yield Layout(mesh, sharding, length, schedule, scatter)
-
-
-def choose(every: list[Layout], row: str, sample: int, seed: int) -> list[tuple[Layout, Layout]]:
+def choose(every: list[Layout], row: str, sample: int, seed: int) -> list[Pair]:
     """Pairs (saved under, loaded under), those of one save together."""
     pairs = []
     if row:
@@ -116,7 +62,7 @@ class Saved:
 def main() -> int:
     args = _arguments()
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK_BYTES
-    every = layouts()
+    every = all_layouts()
     if args.row and args.row not in map(str, every):
         print(f"--row {args.row}: no such layout; one is {every[-1]}", file=sys.stderr)
         return 2
@@ -146,7 +92,7 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def _name(pair: tuple[Layout, Layout]) -> str:
+def _name(pair: Pair) -> str:
     return f"{pair[0]} to {pair[1]}"
 
 

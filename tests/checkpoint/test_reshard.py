@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from optimus.config import load_config
 from optimus.dist.mesh import Mesh
 from optimus.errors import CheckpointError
 from tests.helpers.held import Holdings, layout_config
+from tests.helpers.reshard import BLOCK_BYTES, all_layouts, pairwise
 from tests.helpers.shards import all_shapes, assert_loads, save, take, wants_of, whole_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -56,40 +56,26 @@ def test_runs_between_any_two_boxes_carry_what_both_have(dims):
         assert numpy.array_equal(found, expected)
 
 
-def layouts():
-    """Every mesh of 1, 2 and 4 ranks, with each way to divide the states, lengths and ends."""
-    for sizes in itertools.product((1, 2, 4), repeat=4):
-        if numpy.prod(sizes) <= 4:
-            for sharding in ("none", "so", "epso"):
-                yield Mesh(*sizes), sharding
+def test_every_mesh_is_among_the_pairs():
+    pairs = pairwise()
+    meshes = {layout.mesh for layout in all_layouts()}
+    assert len(meshes) == 35 and len(pairs) < 50
+    for side in zip(*pairs, strict=True):
+        assert {layout.mesh for layout in side} == meshes
 
 
-def pairs(count=24, seed=1):
-    every = list(layouts())
-    generator = random.Random(seed)
-    return [(generator.choice(every), generator.choice(every)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_what_one_layout_wrote_another_reads_to_the_bit(tmp_path, number, monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 1 << 13)
-    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", 1 << 13)
-    for count, pair in enumerate(pairs()[number * 8 : number * 8 + 8]):
-        holdings = []
-        for which, (mesh, sharding) in enumerate(pair):
-            model = {"model__num_layers": 4, "model__tie_embeddings": number > 0}
-            length = (700, 1 << 24)[which ^ count % 2]
-            schedule = {"parallel__schedule": "1f1b"}
-            if mesh.pp == 2 and number == 2:
-                schedule = {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
-            settings = {"optim__sharding": sharding, "optim__chunk_length": length}
-            config = layout_config(mesh, **model, **settings, **schedule)
-            holdings.append(Holdings(config, mesh))
-        states = whole_states(all_shapes(holdings[0]), seed=count)
-        directory = tmp_path / str(count)
+@pytest.mark.parametrize("part", range(3))
+def test_what_one_layout_wrote_another_reads_to_the_bit(tmp_path, part, monkeypatch):
+    """scripts/drills/reshard.py has more pairs."""
+    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
+    for number, (one, other) in enumerate(pairwise()[part::3]):
+        holdings = one.holdings()
+        states = whole_states(all_shapes(holdings), seed=number)
+        directory = tmp_path / str(number)
         directory.mkdir()
-        index = save(directory, holdings[0], states, ("balanced", "paper")[count % 2])
-        assert_loads(directory, index, holdings[1], states)
+        index = save(directory, holdings, states, one.scatter)
+        assert_loads(directory, index, other.holdings(), states)
 
 
 def test_the_same_layout_reads_each_byte_of_its_own_file_once(tmp_path):
