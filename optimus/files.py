@@ -36,6 +36,15 @@ def fsync_dir(path: str | os.PathLike) -> None:
         os.close(fd)
 
 
+def make_dir(path: str | os.PathLike) -> None:
+    """Make a directory and those above it that are missing, durably."""
+    path = Path(path).absolute()
+    missing = [one for one in (path, *path.parents) if not one.is_dir()]
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+        fsync_dir(one.parent)
+
+
 def temporary_name(path: str | os.PathLike) -> Path:
     """A unique sibling of `path`, recognisable by `is_temporary`: `.NAME.HOST.PID.RANDOM.tmp`."""
     path = Path(path)

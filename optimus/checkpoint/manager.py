@@ -148,7 +148,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     Called once the start has been loaded, so that a start that fails leaves all as it was.
     """
     directory = checkpoints_dir(run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_dir(directory)
     for path in directory.iterdir():
         if files.is_temporary(path) and path.is_dir():
             shutil.rmtree(path)

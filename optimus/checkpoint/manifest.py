@@ -209,7 +209,7 @@ def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
     Raises OptimusError if there is less room than it will need, and OSError.
     """
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    files.make_dir(final.parent)
     free = shutil.disk_usage(final.parent).free
     if free < needed_bytes:
         raise OptimusError(

@@ -127,11 +127,16 @@ def spans_to_read(
     return spans
 
 
+def writer_in_paper(mesh: Mesh, place: Place) -> int:
+    """The data-parallel index that writes the model-parallel shard at `place`: m mod dp."""
+    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
+    return shard % mesh.dp
+
+
 def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:
     if any(getattr(place, axis) for axis in copies if axis != "dp"):
         return False
-    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
-    return "dp" not in copies or place.dp == shard % mesh.dp
+    return "dp" not in copies or place.dp == writer_in_paper(mesh, place)
 
 
 def _used(held: Held) -> tuple[int, int]:

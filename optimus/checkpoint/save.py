@@ -15,16 +15,18 @@ import torch
 from optimus import platform
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.index import INDEX, Written, encode
-from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
+from optimus.checkpoint.pieces import Scatter, Span
 from optimus.checkpoint.rank_states import RankStates, as_bytes
 from optimus.checkpoint.shards import Identity, shard_name
-from optimus.checkpoint.staging import Staging
+from optimus.checkpoint.staging import Staging, share_of
 from optimus.checkpoint.transfer import shard_size, write_shard
-from optimus.checkpoint.underway import Underway
+from optimus.checkpoint.underway import Task, Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError
 
 TIMEOUT_S = 1800.0
+_BEGIN_S = 60.0
+"""What looking for room and making a directory may take."""
 _TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
 
 
@@ -61,15 +63,11 @@ class FullSaver:
         """What each rank writes is planned here, once. `staged`: it is copied to host memory first,
         taken here too, and checked there for what is not finite. `limit_s`: as for Underway;
         `direct`: as for ShardWriter. A collective of all ranks."""
-        groups = states.groups
-        spans = spans_to_write(
-            states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
-        )
-        self._parts, self._limit_s, self._direct = states.parts(spans), limit_s, direct
+        self._parts, self._limit_s, self._direct = share_of(states, scatter), limit_s, direct
         self._staging = Staging(self._parts, states.device) if staged else None
         needed = shard_size(self._parts) if self._parts else 0
         sizes = torch.tensor([needed], device=states.device)
-        all_reduce_sum(sizes, groups.everyone)
+        all_reduce_sum(sizes, states.groups.everyone)
         self._needed = int(sizes)
 
     def begin(
@@ -90,8 +88,7 @@ class FullSaver:
         save is over. Raises OptimusError on every rank if it cannot begin.
         """
         everyone = states.groups.everyone
-        opened = _begin(final, self._needed) if everyone.rank == 0 else None
-        opened = broadcast_object(opened, everyone)
+        opened = broadcast_object(self._open(final) if everyone.rank == 0 else None, everyone)
         if isinstance(opened, str):
             raise OptimusError(opened, on_every_rank=True)
         if self._staging is not None:
@@ -118,6 +115,14 @@ class FullSaver:
             seal=seal,
             clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
         )
+
+    def _open(self, final: Path) -> _Generation | str:
+        """A new generation, or why there is none; soon, since all ranks wait for it."""
+        task, limit_s = Task(lambda: _begin(final, self._needed)), min(self._limit_s, _BEGIN_S)
+        task.wait(limit_s)
+        if task.has_ended:
+            return task.value()
+        return f"{final.name} not begun within {limit_s:g} s: {final.parent} is slow or hangs"
 
     def _write(
         self,

@@ -8,9 +8,18 @@ import torch
 
 from optimus import platform
 from optimus.checkpoint.index import ITEMSIZE
-from optimus.checkpoint.pieces import Span
+from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
 from optimus.checkpoint.rank_states import RankStates, as_bytes
 from optimus.checkpoint.shards import aligned
+
+
+def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
+    """Which states of which spans this rank writes."""
+    groups = states.groups
+    spans = spans_to_write(
+        states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
+    )
+    return states.parts(spans)
 
 
 def staging_bytes(parts: Sequence[tuple[str, Span]]) -> int:

@@ -198,5 +198,7 @@ class Underway:
 
     def _end(self) -> None:
         self._phase = "over"
+        if self._task is not None:
+            self._failure_of(self._task)  # an error of another kind is not lost behind the first
         if self._group.rank == 0:
             self._clean()

@@ -7,10 +7,13 @@ and counts their bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
+from optimus.checkpoint.pieces import writer_in_paper
 from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.staging import share_of, staging_bytes
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Residency
@@ -115,22 +118,32 @@ def check_names(config: Config) -> None:
 def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
     """Bytes of model states on the rank at `place` between updates, split as
     `optimus.chunks.memory` does."""
-    return _plan_engine(config, mesh, place).bytes_held()
+    return _plan_states(config, mesh, place).engine.bytes_held()
 
 
-def _plan_engine(config: Config, mesh: Mesh, place: Place) -> ChunkEngine:
+class _Planned(NamedTuple):
+    """Without memory."""
+
+    engine: ChunkEngine
+    layout: Layout
+    groups: Groups
+
+
+def _plan_states(config: Config, mesh: Mesh, place: Place) -> _Planned:
     rank = mesh.rank_at(place)
     # How many microbatches there are changes no state.
     layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, rank)
     model = build_model(config, layout, groups, torch.device("meta"))
-    return make_states(config, layout, groups, model)
+    return _Planned(make_states(config, layout, groups, model), layout, groups)
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
     """Bytes on one rank of each kind, with "cache" in their total: chunks of parameters that are
     whole at a time under optim.resident = "cache". Along dp and ep ranks hold as much as each
-    other: shards are of one length, and ep divides experts evenly.
+    other: shards are of one length, and ep divides experts evenly. Host memory for
+    checkpoint.async_save is "staging", not in the total; along dp and ep it differs by the padding
+    of pieces, and with checkpoint.scatter = "paper" only those that write have it.
 
     Raises ConfigError where the mesh does not divide the model or a pattern names no parameter.
     """
@@ -138,7 +151,13 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
     check_names(config)
     for pp in range(mesh.pp):
         for tp in range(mesh.tp):
-            place = Place(pp, 0, 0, tp)
-            engine = _plan_engine(config, mesh, place)
-            sizes, cache = engine.bytes_held(), engine.cache_bytes
-            yield place, sizes | {"cache": cache, "total": sizes["total"] + cache}
+            dp = writer_in_paper(mesh, Place(pp, 0, 0, tp))
+            place = Place(pp, dp if config.checkpoint.scatter == "paper" else 0, 0, tp)
+            planned = _plan_states(config, mesh, place)
+            sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
+            staging = 0
+            if config.checkpoint.async_save:
+                of_rank = states_of_rank(config, planned.layout, planned.groups, planned.engine)
+                staging = staging_bytes(share_of(of_rank, config.checkpoint.scatter))
+            sizes |= {"cache": cache, "total": sizes["total"] + cache, "staging": staging}
+            yield place, sizes

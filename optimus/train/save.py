@@ -79,7 +79,7 @@ class Saves:
         self._config, self._world, self._flight, self._states = config, world, flight, states
         self._whole, self._loss_scale, self._rank_states = whole, loss_scale, rank_states
         self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
-        self._end_failed = ""
+        self._last_step, self._end_failed = 0, ""
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
         self._saver = FullSaver(
@@ -99,6 +99,7 @@ class Saves:
         could not be written.
         """
         settings = self._config.checkpoint
+        self._last_step = step if last else 0
         for lane in (self._fulls, self._models):
             self._take(lane, lane.poll())
         model = settings.model_interval and step % settings.model_interval == 0
@@ -106,12 +107,12 @@ class Saves:
         if model or (full and not settings.async_save):
             self._refuse_nonfinite(step)
         if model:
-            self._begin(self._models, step, self._begin_model, last)
+            self._begin(self._models, step, self._begin_model)
         if full:
-            self._begin(self._fulls, step, self._begin_full, last)
+            self._begin(self._fulls, step, self._begin_full)
         if last:
             for lane in (self._fulls, self._models):
-                self._take(lane, lane.poll(wait=True), last)
+                self._take(lane, lane.poll(wait=True))
             if self._end_failed:
                 raise OptimusError(self._end_failed, on_every_rank=True)
 
@@ -127,7 +128,7 @@ class Saves:
             if lane.under_way is not None:
                 lane.under_way.give_up()
 
-    def _begin(self, lane: _Lane, step: int, begin: Callable[[int], Underway], last: bool) -> None:
+    def _begin(self, lane: _Lane, step: int, begin: Callable[[int], Underway]) -> None:
         if (before := lane.under_way) is not None:
             start = time.monotonic()
             self._take(lane, lane.poll(wait=True))
@@ -140,11 +141,11 @@ class Saves:
                 raise OptimusError(f"the disk has not taken what step {before.step} gave it")
             lane.under_way = begin(step)
         except OptimusError as error:
-            self._failed(lane, step, str(error), last)
+            self._failed(lane, step, str(error))
         if not self._config.checkpoint.async_save:
-            self._take(lane, lane.poll(wait=True), last)
+            self._take(lane, lane.poll(wait=True))
 
-    def _take(self, lane: _Lane, outcome: Outcome | None, last: bool = False) -> None:
+    def _take(self, lane: _Lane, outcome: Outcome | None) -> None:
         """Act upon what became of a save."""
         if outcome is None:
             return
@@ -155,17 +156,18 @@ class Saves:
         elif outcome.failure.nonfinite:
             raise NonFiniteError(outcome.failure.what, on_every_rank=True)
         else:
-            self._failed(lane, outcome.step, outcome.failure.what, last)
+            self._failed(lane, outcome.step, outcome.failure.what)
 
-    def _failed(self, lane: _Lane, step: int, what: str, last: bool) -> None:
-        """Warn and go on; or raise OptimusError, after too many in a row or `last`, at the end."""
+    def _failed(self, lane: _Lane, step: int, what: str) -> None:
+        """Warn and go on; or raise OptimusError after too many in a row. Of the last step it is
+        kept: there may be more to save."""
         lane.failures += 1
         limit = self._config.checkpoint.max_failures
         told = f"step {step} is not saved: {what}; the newest checkpoint is {self._newest}"
         again = "mend it and give the same command again to go on"
-        if last:
+        if step == self._last_step:
             self._end_failed = self._end_failed or f"{told}; {again}"
-        elif lane.failures == limit:
+        elif lane.failures == limit and not self._last_step:
             told += f"; so many saves in a row have failed: checkpoint.max_failures = {limit}"
             raise OptimusError(f"{told}; {again}", on_every_rank=True)
         else:
@@ -187,15 +189,16 @@ class Saves:
         return under_way
 
     def _begin_model(self, step: int) -> Underway:
-        """The first rank writes it alone, from a copy in bf16 that is made now."""
-        gathered = self._whole.gather(self._states.whole("master"))
-        weights = {name: weight.to("cpu", torch.bfloat16) for name, weight in gathered.items()}
+        """The first rank writes it alone; beside training, from a copy in bf16 that is made now."""
+        weights = self._whole.gather(self._states.whole("master"))
+        if self._config.checkpoint.async_save:
+            weights = {name: weight.to("cpu", torch.bfloat16) for name, weight in weights.items()}
         path = manager.model_path(self._config.train.run_dir, step)
         facts = self._facts(step)
 
         def seal_model(stop: threading.Event, reports: list[Any]) -> None:
             write = partial(self._write_model, weights)
-            size = sum(weight.nbytes for weight in weights.values())
+            size = 2 * sum(weight.numel() for weight in weights.values())
             try:
                 seal(path, write, needed_bytes=size, kind="model", stop=stop, **facts)
             except OSError as error:
