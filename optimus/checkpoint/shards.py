@@ -229,9 +229,9 @@ class ShardReader:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset
         there, length; in bytes, by ascending offset in the file. Raises CheckpointError."""
         scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
-        blocks = dict(_by_block(runs, self._block_bytes))
-        for block in self._in_turn(list(blocks)):
-            parts = blocks[block]
+        blocks = list(_by_block(runs, self._block_bytes))
+        turns = self._in_turn([block for block, _ in blocks])
+        for block, (_, parts) in zip(turns, blocks, strict=True):
             start = block * self._block_bytes
             size = min(self._block_bytes, self._shard.size - start)
             assert size > 0, "the index leads behind the end of a shard file"
