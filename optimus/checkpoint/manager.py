@@ -20,6 +20,7 @@ from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
+SET_ASIDE = "set-aside"
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -154,7 +155,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     left_behind = [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
     goes_on = start.full is not None and _is_own(start.path, run_dir)
     left_behind += [p for p in _of_kind(run_dir, "step") if not goes_on or _step_of(p) > start.step]
-    aside = directory / "set-aside"
+    aside = directory / SET_ASIDE
     if left_behind:
         files.make_dirs(aside)
     for path in left_behind:
@@ -184,6 +185,11 @@ def _remove(path: Path) -> None:
 def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:
     """Whether a checkpoint, however its path is spelt, lies among those of the run."""
     return path.resolve().parent == checkpoints_dir(run_dir).resolve()
+
+
+def find_all(run_dir: str | os.PathLike) -> list[Path]:
+    """The run's checkpoints of both kinds, valid or not, oldest step first."""
+    return sorted([*_of_kind(run_dir, "model"), *_of_kind(run_dir, "step")], key=_step_of)
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:

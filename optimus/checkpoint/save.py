@@ -58,11 +58,12 @@ class FullSaver:
         *,
         staged: bool = False,
         limit_s: float = TIMEOUT_S,
+        direct: bool = True,
     ) -> None:
         """What each rank writes is planned here, once. `staged`: it is copied to host memory first,
-        taken here too, and checked there for what is not finite. `limit_s`: as for Underway. A
-        collective of all ranks."""
-        self._parts, self._limit_s = share_of(states, scatter), limit_s
+        taken here too, and checked there for what is not finite. `limit_s`: as for Underway;
+        `direct`: as for ShardWriter. A collective of all ranks."""
+        self._parts, self._limit_s, self._direct = share_of(states, scatter), limit_s, direct
         self._staging = Staging(self._parts, states.device) if staged else None
         needed = shard_size(self._parts) if self._parts else 0
         sizes = torch.tensor([needed], device=states.device)
@@ -143,7 +144,7 @@ class FullSaver:
             return content
 
         try:
-            return write_shard(directory, identity, self._parts, bytes_of, stop)
+            return write_shard(directory, identity, self._parts, bytes_of, stop, self._direct)
         except OSError as error:
             shard = f"{final.name}/{shard_name(identity.writer)}"
             raise OptimusError(f"{shard} not written: {error.strerror}") from None

@@ -379,6 +379,9 @@ class CheckpointConfig(Section):
     async_save: bool = False
     """Training waits only while states are copied to host memory (as much again of it); threads
     write. A checkpoint is sealed an update or two after its last byte is written."""
+    direct_io: bool = True
+    """Write past the kernel's cache (O_DIRECT) where the file system can: the cache's pages stay
+    with others. `optimus bench checkpoint` tells which way is faster on a file system."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A save that takes longer than this has failed."""
     max_failures: CountOrZero = 3

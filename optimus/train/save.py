@@ -88,6 +88,7 @@ class Saves:
             settings.scatter,
             staged=settings.async_save,
             limit_s=settings.timeout_s,
+            direct=settings.direct_io,
         )
         states.frozen.settle()
 
@@ -249,7 +250,12 @@ class Saves:
             "origin": flight.start.origin,
             "settings": flight.settings,
             "loss_scale": self._loss_scale.state(),
+            "ranks": self._ranks(),
         }
+
+    def _ranks(self) -> dict[str, int]:
+        sizes = self._flight.mesh.sizes._asdict()
+        return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         write_hf(directory, self._config.model, weights, "bf16")
