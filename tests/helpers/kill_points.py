@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import index, manager, shards
 from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full, read_whole
 from optimus.checkpoint.rank_states import RankStates
@@ -30,6 +30,8 @@ from optimus.dist.mesh import Mesh
 from optimus.errors import LostPeerError
 from tests.helpers.file_calls import Action, Breakage, arm
 
+BLOCK_BYTES = 256
+"""So that a shard file is some thirty writes."""
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 
 
@@ -130,6 +132,7 @@ def kill_once(run_dir: Path, kill: Breakage, ranks: int) -> bool:
 
 def main(directory: Path, action: int, ranks: int, victim: int, stride: int) -> None:
     torch.set_num_threads(1)
+    shards.BLOCK_BYTES = index.BLOCK_BYTES = BLOCK_BYTES
     base, number, left = directory / "base", 1, []
     for step in (1, 2):
         save(base, step)
