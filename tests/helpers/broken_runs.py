@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import index, manager, shards
 from optimus.checkpoint.manifest import is_checkpoint, read_manifest
 from optimus.errors import LostPeerError, OptimusError
 from tests.helpers.file_calls import Action, Breakage, Call, arm, build, kill_after, read_log
@@ -26,6 +26,8 @@ STEPS = 8
 BASE, BROKEN = 5, 6
 """The run goes on from BASE; the save of step BROKEN, a model and a full one, is broken."""
 
+BLOCK_BYTES = 1 << 14
+"""So that a shard file is some six writes."""
 GROWING = ("create", "mkdir", "write", "truncate", "extend", "rename", "link")
 """Calls that a full disk refuses."""
 
@@ -49,6 +51,7 @@ def run_broken(
 ) -> str:
     """One rank of a run: calls below `under` are recorded in `log` and, on its rank, broken; of
     `deaths`, SIGKILL after so many seconds by rank. What it wrote to standard error."""
+    shards.BLOCK_BYTES = index.BLOCK_BYTES = BLOCK_BYTES
     rank = int(os.environ["RANK"])
     if log or (breakage and breakage.rank == rank):
         mine = breakage if breakage and breakage.rank == rank else None
