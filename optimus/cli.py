@@ -100,6 +100,8 @@ def _ended_within(seconds: float) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    from optimus.checkpoint.commands import add_to as add_checkpoint
+
     parser = argparse.ArgumentParser(
         prog="optimus", description="Pretrain Mixture-of-Experts and dense language models."
     )
@@ -108,6 +110,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_train,
         _add_plan,
         _add_convert,
+        add_checkpoint,
         _add_eval,
         _add_generate,
         _add_report,
@@ -370,6 +373,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     optimizer.add_argument("--hidden", type=int, default=256, help="of the model that they train")
     optimizer.add_argument("--result", default="", help=argparse.SUPPRESS)
     optimizer.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    keep = _add(parts, "checkpoint", _bench_checkpoint, "Checkpoints against the disk and others.")
+    keep.add_argument("--dir", default=".", help="on whose file system (here)")
+    keep.add_argument("--ranks", type=int, action="append", help="local ranks (1 and then 2)")
+    keep.add_argument("--hidden", type=int, default=512, help="of the model (512: 1.3 GB)")
+    keep.add_argument("--rounds", type=int, default=5, help="timed passes of each")
+    keep.add_argument("--result", default="", help=argparse.SUPPRESS)
+    keep.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -419,6 +429,17 @@ def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
     result["ranks"] = on_ranks(counts, args.hidden, args.rounds)
     text = format_result(result) + (format_ranks(result["ranks"]) if counts else "")
     print(json.dumps(result) if args.json else text)
+    return 0
+
+
+def _bench_checkpoint(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench.checkpoint import bench_checkpoint, format_result, rank_main
+
+    if args.result:  # started by bench_checkpoint
+        rank_main(args.hidden, args.rounds, args.result)
+        return 0
+    result = bench_checkpoint(args.dir, args.ranks or (1, 2), args.hidden, args.rounds)
+    print(json.dumps(result) if args.json else format_result(result))
     return 0
 
 

@@ -36,6 +36,16 @@ def fsync_dir(path: str | os.PathLike) -> None:
         os.close(fd)
 
 
+def make_dirs(path: str | os.PathLike) -> None:
+    """Make a directory where there is none, with those above it, and all their names durable."""
+    os.makedirs(path, exist_ok=True)
+    for above in Path(path).resolve().parents:  # also those that a killed process made
+        with contextlib.suppress(PermissionError):  # may be passed through, but not read
+            fsync_dir(above)
+        if os.path.ismount(above):
+            break
+
+
 def temporary_name(path: str | os.PathLike) -> Path:
     """A unique sibling of `path`, recognisable by `is_temporary`: `.NAME.HOST.PID.RANDOM.tmp`."""
     path = Path(path)

@@ -41,7 +41,7 @@ ARROWS = {
     "checkpoint": f"{COMMON} dist chunks model",
     "observe": f"{COMMON} dist",
     "resilience": f"{COMMON} dist checkpoint observe",
-    "planner": f"{COMMON} dist model parallel chunks",
+    "planner": f"{COMMON} dist model parallel chunks checkpoint",
     "evaluate": f"{COMMON} dist model parallel data checkpoint",
     "hf": f"{COMMON} kernels model",
     "train": ALL,

@@ -17,13 +17,16 @@ def race(
     rounds: int,
     world: World,
     clock: Callable[[], float] = time.perf_counter,
+    before: Sequence[Callable[[], object]] = (),
 ) -> list[list[float]]:
-    """Seconds of the slowest rank, by contestant and round; the first round does not count. A
-    collective of all ranks."""
+    """Seconds of the slowest rank, by contestant and round; the first round does not count, nor
+    what is done `before` each. A collective of all ranks."""
     times: list[list[float]] = [[] for _ in contestants]
     for number in range(rounds + 1):
         order = list(range(len(contestants)))
         for which in order if number % 2 else order[::-1]:
+            if before:
+                before[which]()
             barrier(world.everyone)
             start = clock()
             contestants[which]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,7 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
     Before, a `small` model is trained, so that libraries and process groups have what they keep.
     Large pieces are given back to the system at once: the figure is of what lives.
     """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
+    libc = _returning_memory()
     _train(small, world)
     gc.collect()
     libc.malloc_trim(0)
@@ -61,7 +60,7 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     for step in range(1, 1 + _WARMUP):
         updater.run(step, own)
     states.wait()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    _begin_peak()
     updater.run(1 + _WARMUP, own)
     states.wait()
     peak = _status("VmHWM")
@@ -73,6 +72,29 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
         "two_chunks": 2 * max(one.grads.nbytes for one in states.chunks),
     }
     return peak, parts
+
+
+def peak_above(run: Callable[[], object]) -> int:
+    """Bytes that the process's resident memory rose by, at the most, while `run` ran."""
+    libc = _returning_memory()
+    gc.collect()
+    libc.malloc_trim(0)
+    before = _status("VmRSS")
+    _begin_peak()
+    run()
+    return _status("VmHWM") - before
+
+
+def _returning_memory() -> ctypes.CDLL:
+    """The C library, told to give large pieces back to the system at once."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
+    return libc
+
+
+def _begin_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _state_bytes(one: Any) -> int:

@@ -38,11 +38,13 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
     seal(out, write, kind="model", origin=f"from-hf {source.name}")
 
 
-def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> None:
-    """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`."""
-    source, out = manager.resolve(source), Path(out)
+def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
+    """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`; the
+    checkpoint that `source` meant."""
+    out = Path(out)
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or choose another place")
+    source = manager.resolve(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(out)
     try:
@@ -52,6 +54,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return source
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.pieces import STRIPE, Held, bounds, part_of
+from optimus.checkpoint.pieces import STRIPE, Held, Part, bounds, part_of
 from optimus.chunks.states import StateShard
 from optimus.dist.collectives import Group, all_reduce_sum, broadcast
 from optimus.dist.groups import Groups
@@ -29,12 +29,12 @@ def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Dis
     part = part_of(mesh, place, held.copies)
     if part.count == 1:
         return
-    limits = bounds(held, part.count)
+    start, stop = bounds(held, part)
     along = [(getattr(groups, axis), getattr(mesh, axis)) for axis in AXES if axis in held.copies]
     for flat in flats:
         if how == "all_reduce":
-            flat[: limits[part.index]] = 0
-            flat[limits[part.index + 1] :] = 0
+            flat[:start] = 0
+            flat[stop:] = 0
         stride = 1
         for group, size in reversed(along):
             if how == "all_reduce":
@@ -42,7 +42,8 @@ def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Dis
                 continue
             base = part.index // (stride * size) * (stride * size)
             for source in range(size):
-                low, high = (limits[base + (source + n) * stride] for n in (0, 1))
+                low = bounds(held, Part(base + source * stride, part.count))[0]
+                high = bounds(held, Part(base + (source + 1) * stride - 1, part.count))[1]
                 if high > low:
                     broadcast(flat[low:high], group, source)
             stride *= size

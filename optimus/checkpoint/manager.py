@@ -20,6 +20,7 @@ from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
+SET_ASIDE = "set-aside"
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -147,20 +148,22 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     Called once the start has been loaded, so that a start that fails leaves all as it was.
     """
     directory = checkpoints_dir(run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_dirs(directory)
     for path in directory.iterdir():
         if files.is_temporary(path) and path.is_dir():
             shutil.rmtree(path)
     left_behind = [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
     goes_on = start.full is not None and _is_own(start.path, run_dir)
     left_behind += [p for p in _of_kind(run_dir, "step") if not goes_on or _step_of(p) > start.step]
+    aside = directory / SET_ASIDE
+    if left_behind:
+        files.make_dirs(aside)
     for path in left_behind:
-        aside = directory / "set-aside"
-        aside.mkdir(exist_ok=True)
         target = files.temporary_name(aside / path.name).with_suffix("")
         target = target.with_name(target.name.lstrip("."))
-        os.rename(path, target)
+        files.commit(path, target)
         print(f"optimus: set aside {path.name}, which this start leaves behind", file=sys.stderr)
+    files.fsync_dir(directory)
 
 
 def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
@@ -182,6 +185,11 @@ def _remove(path: Path) -> None:
 def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:
     """Whether a checkpoint, however its path is spelt, lies among those of the run."""
     return path.resolve().parent == checkpoints_dir(run_dir).resolve()
+
+
+def find_all(run_dir: str | os.PathLike) -> list[Path]:
+    """The run's checkpoints of both kinds, valid or not, oldest step first."""
+    return sorted([*_of_kind(run_dir, "model"), *_of_kind(run_dir, "step")], key=_step_of)
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:

@@ -8,21 +8,28 @@ file of another size or hash than it says, is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optimus import files
 from optimus.checkpoint.index import INDEX, Index, decode
+from optimus.checkpoint.threads import in_threads
 from optimus.errors import CheckpointError, OptimusError, one_line
 
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
 MANIFEST = "manifest.json"
+_BLOCKS_A_TASK = 16
+"""Of verifying: 64 MiB, beside which opening a file and reading its header costs nothing."""
 _FIELDS = ("kind", "step", "tokens", "updates", "origin", "settings")
 
 
@@ -52,35 +59,56 @@ class Manifest:
     path: Path
     loss_scale: Mapping[str, float] | None = None
     """State of dynamic loss scaling (fp16); None without it."""
+    ranks: Mapping[str, int] | None = None
+    """Sizes of the mesh that wrote it, and `per_node`, how many ranks a node had."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether its states lie in shard files, as those of every full checkpoint do."""
         return any(entry.name == INDEX for entry in self.files)
 
-    def check(self) -> None:
-        """Compare small files with their hashes, shard files with their sizes and headers: what can
-        be done at once. The bytes of shard files are compared when they are read. CheckpointError
-        names the first that differs."""
+    def check(self, hashed_bytes: float = math.inf) -> None:
+        """Compare files with their hashes (larger ones than `hashed_bytes` with their sizes alone),
+        shard files with their sizes and headers: what can be done at once. The bytes of shard files
+        are compared when they are read. CheckpointError names the first that differs."""
         for entry in self.files:
-            _read_checked(self.path / entry.name, entry)
+            compare = _read_checked if entry.size <= hashed_bytes else _check_size
+            compare(self.path / entry.name, entry)
         self.check_shards()
 
     def check_shards(self) -> None:
         """Compare sizes and headers of the shard files, if any; raises CheckpointError."""
         if self.is_sharded:
             index = self.index()
-            for number in range(len(index.shards)):
-                index.open(self.path, number).close()
+            numbers = range(len(index.shards))
+            in_threads(lambda number: index.open(self.path, number).close(), numbers)
 
-    def verify(self) -> None:
-        """The same, and every byte of the shard files."""
-        self.check()
-        if self.is_sharded:
+    def verify(self, threads: int = 0) -> None:
+        """Compare every byte; CheckpointError names the first file that differs."""
+        if problems := self.problems(threads):
+            raise CheckpointError(problems[0])
+
+    def problems(self, threads: int = 0) -> list[str]:
+        """What is not as it was written: a line for each such file, with the first place."""
+        checks = [partial(_read_checked, self.path / one.name, one) for one in self.files]
+        found = [problem for problem in in_threads(_problem, checks, threads) if problem]
+        if not self.is_sharded:
+            return found
+        try:
             index = self.index()
-            for number in range(len(index.shards)):
-                with index.open(self.path, number) as file:
-                    file.verify()
+        except CheckpointError as error:
+            return found or [str(error)]  # nobody knows what shard files should hold
+        tasks = [
+            (number, range(shard.num_blocks)[first : first + _BLOCKS_A_TASK])
+            for number, shard in enumerate(index.shards)
+            for first in range(0, shard.num_blocks, _BLOCKS_A_TASK)
+        ]
+        checks = [partial(index.verify, self.path, *task) for task in tasks]
+        first_of: dict[int, str] = {}
+        for (number, _), problem in zip(tasks, in_threads(_problem, checks, threads), strict=True):
+            if problem:
+                first_of.setdefault(number, problem)
+        return [*found, *first_of.values()]
 
     def index(self, data: bytes | None = None) -> Index:
         """Where the states lie; `data`: the index file's content, if another rank has read it."""
@@ -100,18 +128,34 @@ class Manifest:
         return _read_checked(self.path / INDEX, entry, wanted=True)
 
 
+def _problem(check: Callable[[], object]) -> str:
+    """What a check refuses, or nothing."""
+    try:
+        check()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
     """Compare a file with its size and hash; its content, if that is `wanted`."""
+    _check_size(path, entry)
     try:
-        size = path.stat().st_size
-        if size != entry.size:
-            raise CheckpointError(f"{path}: {size} bytes, but its manifest says {entry.size}")
         content = path.read_bytes() if wanted else b""
         if (files.xxh3_bytes(content) if wanted else files.xxh3_file(path)) != entry.xxh3:
             raise CheckpointError(f"{path}: its content does not match its checksum")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     return content
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    if size != entry.size:
+        raise CheckpointError(f"{path}: {size} bytes, but its manifest says {entry.size}")
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
@@ -134,7 +178,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
-        return Manifest(files=entries, path=path, **fields, loss_scale=raw.get("loss_scale"))
+        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks")}
+        return Manifest(files=entries, path=path, **fields)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -165,7 +210,8 @@ def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
     Raises OptimusError if there is less room than it will need, and OSError.
     """
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    if not final.parent.is_dir():
+        files.make_dirs(final.parent)
     free = shutil.disk_usage(final.parent).free
     if free < needed_bytes:
         raise OptimusError(
@@ -189,9 +235,12 @@ def finish(
     settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
     loss_scale: Mapping[str, float] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    stop: threading.Event | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes."""
+    are files that their writers have made durable and that the index describes. Raises OptimusError
+    instead once `stop` is set, and OSError."""
     final = Path(path)
     entries = _make_durable(temporary, shards)
     manifest = {
@@ -204,13 +253,21 @@ def finish(
         "settings": dict(settings or {}),
         "files": [asdict(entry) for entry in entries],
     }
-    if loss_scale is not None:
-        manifest["loss_scale"] = dict(loss_scale)
+    for key, value in (("loss_scale", loss_scale), ("ranks", ranks)):
+        if value is not None:
+            manifest[key] = dict(value)
     files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
     read_manifest(temporary).check_shards()
     if final.exists():
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
-    files.commit(temporary, final)
+    if stop is not None and stop.is_set():
+        raise OptimusError(f"{final.name}: no longer wanted")
+    try:
+        files.commit(temporary, final)
+    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
     return read_manifest(final)
 
 

@@ -76,12 +76,15 @@ def part_of(mesh: Mesh, place: Place, copies: Collection[str]) -> Part:
     return Part(index, count)
 
 
-def bounds(held: Held, count: int) -> list[int]:
-    """Where the `count` parts of a shard begin, and where the last ends: what holds parameters is
-    divided, padding behind and before them is not."""
+def bounds(held: Held, part: Part) -> tuple[int, int]:
+    """Where a part of a shard begins and ends: what holds parameters is divided; padding behind and
+    before them is not, nor ever written."""
+    if part.count == 1:
+        return 0, held.chunk.shard_length
     low, high = _used(held)
-    units = (high - low) // ALIGNMENT
-    return [low + units * index // count * ALIGNMENT for index in range(count)] + [high]
+    units, (index, count) = (high - low) // ALIGNMENT, part
+    start, stop = (low + units * number // count * ALIGNMENT for number in (index, index + 1))
+    return start, high if index + 1 == count else stop
 
 
 def spans_to_write(
@@ -99,15 +102,15 @@ def spans_to_write(
     model-parallel shard m, data-parallel index m mod dp writes it whole, the first stage alone.
     """
     spans = []
+    parts = {copies: part_of(mesh, place, copies) for copies in {one.copies for one in held}}
     for number, one in enumerate(held):
         turns = {name: Part(int(one.far), 2) for name in on_both_ends}
-        part = part_of(mesh, place, one.copies)
+        part = parts[one.copies]
         if scatter == "paper":
             if one.far or not _writes_in_paper(mesh, place, one.copies):
                 continue
             turns, part = {}, WHOLE
-        limits = bounds(one, part.count)[part.index : part.index + 2]
-        spans += _spans(number, one, boxes, *limits, turns)
+        spans += _spans(number, one, boxes, *bounds(one, part), turns)
     return spans
 
 
@@ -120,22 +123,26 @@ def spans_to_read(
     for number, one in enumerate(held):
         if not one.far:
             part = part_of(mesh, place, one.copies)
-            limits = bounds(one, part.count)[part.index : part.index + 2]
-            spans += _spans(number, one, boxes, *limits, {})
+            spans += _spans(number, one, boxes, *bounds(one, part), {})
     return spans
+
+
+def writer_in_paper(mesh: Mesh, place: Place) -> int:
+    """The data-parallel index that writes the model-parallel shard at `place`: m mod dp."""
+    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
+    return shard % mesh.dp
 
 
 def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:
     if any(getattr(place, axis) for axis in copies if axis != "dp"):
         return False
-    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
-    return "dp" not in copies or place.dp == shard % mesh.dp
+    return "dp" not in copies or place.dp == writer_in_paper(mesh, place)
 
 
 def _used(held: Held) -> tuple[int, int]:
     """From the first to behind the last element of the shard that belongs to a parameter."""
     first, last = held.first, held.first + held.chunk.shard_length
-    met = [slot for slot in held.chunk.slots if slot.start < last and slot.stop > first]
+    met = held.chunk.slots_in(first, last)
     if not met:
         return 0, 0
     return max(met[0].start, first) - first, min(met[-1].stop, last) - first
@@ -168,12 +175,12 @@ def _pieces(
     held: Held, boxes: Mapping[str, Box], start: int, stop: int, turns: Mapping[str, Part]
 ) -> Iterator[tuple[Piece, int]]:
     """Each piece and its place in the shard."""
-    for slot in held.chunk.slots:
-        low = max(slot.start, held.first + start) - slot.start
-        high = min(slot.stop, held.first + stop) - slot.start
+    for slot in held.chunk.slots_in(held.first + start, held.first + stop):
+        begun = slot.start - held.first
+        low, high = max(start - begun, 0), min(stop, slot.stop - held.first) - begun
         turn = turns.get(slot.name, WHOLE)
         for a, b in _in_turn(low, high, turn):
-            yield Piece(slot.name, boxes[slot.name], a, b), slot.start + a - held.first
+            yield Piece(slot.name, boxes[slot.name], a, b), begun + a
 
 
 def _in_turn(low: int, high: int, turn: Part) -> Iterator[tuple[int, int]]:

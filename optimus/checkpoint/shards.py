@@ -8,9 +8,13 @@ checkpoint's index; whoever reads a byte compares the block that it is in. Needs
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
+import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +22,15 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, OptimusError
 
 BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
 ALIGNED_BYTES = 64
+DIRECT_BYTES = 4096
+"""Of which what is written past the kernel's cache is a multiple."""
 HASH_CHARS = 16
+_BLOCKS_AHEAD = 2
 _MAGIC = "optimus shard"
 
 traffic = {"opens": 0, "bytes": 0}
@@ -51,6 +58,10 @@ class ShardFile(NamedTuple):
     def name(self) -> str:
         return shard_name(self.writer)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) // HASH_CHARS
+
 
 def shard_name(writer: int) -> str:
     return f"shard-{writer:05d}.bin"
@@ -68,15 +79,31 @@ def aligned(size: int) -> int:
 
 
 class ShardWriter:
-    """Writes one shard file from memory as it lies, without a copy."""
+    """Writes one shard file, through memory of one block and no more.
 
-    def __init__(self, directory: Path, identity: Identity, size: int) -> None:
-        """`size`: of the whole file. Raises OSError, as `write` and `finish` do."""
-        self._identity, self._size, self._written = identity, size, 0
+    A block at a time goes to the disk at once, past the kernel's cache, where the file system can
+    do that: pages of the cache would cost a copy and the memory of programs that run beside, and
+    whoever verifies would read them instead of the disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Identity,
+        size: int,
+        stop: threading.Event | None = None,
+        direct: bool = True,
+    ) -> None:
+        """`size`: of the whole file. `direct`: past the cache, where that can be. Raises OSError,
+        as `write` and `finish` do, and OptimusError instead of the next block once `stop` is set.
+        """
+        self._identity, self._size, self._stop = identity, size, stop
         self._hashes: list[str] = []
-        self._block = xxhash.xxh3_64()
+        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # begins with a page, as it must
+        self._written = 0
+        """Of the whole file, blocks that are not full included."""
         path = directory / shard_name(identity.writer)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._fd, self._direct = _create(path, direct)
         try:
             self._put(memoryview(header(identity, size)))
         except BaseException:
@@ -94,8 +121,8 @@ class ShardWriter:
     def finish(self) -> ShardFile:
         """Make the file durable and describe it."""
         assert self._written == self._size, (self._written, self._size)
-        if self._written % BLOCK_BYTES:
-            self._hashes.append(self._block.hexdigest())
+        if rest := self._written % len(self._block):
+            self._write_block(self._block[:rest])
         os.fsync(self._fd)
         return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
 
@@ -112,15 +139,46 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         while data:
-            part = data[: BLOCK_BYTES - self._written % BLOCK_BYTES]
-            self._block.update(part)
+            filled = self._written % len(self._block)
+            part = data[: len(self._block) - filled]
+            self._block[filled : filled + len(part)] = part
             self._written += len(part)
             data = data[len(part) :]
-            if self._written % BLOCK_BYTES == 0:
-                self._hashes.append(self._block.hexdigest())
-                self._block.reset()
-            while part:
-                part = part[os.write(self._fd, part) :]
+            if filled + len(part) == len(self._block):
+                self._write_block(self._block)
+
+    def _write_block(self, block: memoryview) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
+        self._hashes.append(xxhash.xxh3_64_hexdigest(block))
+        while block:
+            if len(block) % DIRECT_BYTES:
+                self._through_the_cache()
+            try:
+                block = block[os.write(self._fd, block) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._through_the_cache()  # a file system with other rules
+
+    def _through_the_cache(self) -> None:
+        if self._direct:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._direct = False
+
+
+def _create(path: Path, direct: bool) -> tuple[int, bool]:
+    """A new file, and whether it is written past the kernel's cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # some have made it all the same
+    return os.open(path, flags, 0o644), False
 
 
 def check_shard(directory: Path, identity: Identity, size: int) -> None:
@@ -171,7 +229,9 @@ class ShardReader:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset
         there, length; in bytes, by ascending offset in the file. Raises CheckpointError."""
         scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
-        for block, parts in _by_block(runs, self._block_bytes):
+        blocks = list(_by_block(runs, self._block_bytes))
+        turns = self._in_turn([block for block, _ in blocks])
+        for block, (_, parts) in zip(turns, blocks, strict=True):
             start = block * self._block_bytes
             size = min(self._block_bytes, self._shard.size - start)
             assert size > 0, "the index leads behind the end of a shard file"
@@ -184,12 +244,22 @@ class ShardReader:
             for offset, number, at, length in parts:
                 targets[number][at : at + length] = data[offset - start : offset - start + length]
 
-    def verify(self) -> None:
-        """Compare every block with its hash; raises CheckpointError."""
+    def verify(self, blocks: range) -> None:
+        """Compare these blocks with their hashes; raises CheckpointError."""
         scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
-        for block in range(-(-self._shard.size // self._block_bytes)):
+        for block in self._in_turn(blocks):
             left = self._shard.size - block * self._block_bytes
             self._read_block(block, scratch[: min(left, self._block_bytes)])
+
+    def _in_turn(self, blocks: Sequence[int]) -> Iterator[int]:
+        """Each block, while the kernel reads the next ones already: hashing keeps no disk busy."""
+        advise = getattr(os, "posix_fadvise", None)  # not every system has it
+        for number, block in enumerate(blocks):
+            begin = 1 if number == 0 else _BLOCKS_AHEAD
+            for ahead in blocks[number + begin : number + _BLOCKS_AHEAD + 1] if advise else ():
+                at = ahead * self._block_bytes
+                advise(self._fd, at, self._block_bytes, os.POSIX_FADV_WILLNEED)
+            yield block
 
     def _read_block(self, block: int, into: memoryview) -> None:
         self._read(into, block * self._block_bytes)

@@ -6,6 +6,7 @@ Memory is given as bytes, whoever owns it. Needs no torch.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +38,13 @@ def write_shard(
     identity: Identity,
     parts: Sequence[tuple[str, Span]],
     bytes_of: Callable[[str, Span], memoryview],
+    stop: threading.Event | None = None,
+    direct: bool = True,
 ) -> Written:
-    """Write the file of one writer, these states of spans, and make it durable. Raises OSError."""
+    """Write the file of one writer, these states of spans, and make it durable; `stop` and `direct`
+    as for ShardWriter. Raises OSError, and OptimusError soon after `stop` is set."""
     begins: dict[Span, dict[str, int]] = {}
-    with ShardWriter(directory, identity, shard_size(parts)) as file:
+    with ShardWriter(directory, identity, shard_size(parts), stop, direct) as file:
         for state, span in parts:
             begins.setdefault(span, {})[state] = file.write(bytes_of(state, span))
         shard = file.finish()

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT = 32
 """Elements: 64 bytes of two-byte numbers."""
@@ -77,6 +79,16 @@ class Chunk:
     def used(self) -> int:
         """Elements of parameters."""
         return sum(slot.stop - slot.start for slot in self.slots)
+
+    def slots_in(self, start: int, stop: int) -> tuple[Slot, ...]:
+        """The parameters that have elements in [start, stop)."""
+        starts, stops = self._limits
+        return self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]
+
+    @cached_property
+    def _limits(self) -> tuple[list[int], list[int]]:
+        """Where each parameter starts and stops: plans for thousands of ranks ask often."""
+        return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
 
 @dataclass(frozen=True)

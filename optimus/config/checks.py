@@ -333,10 +333,7 @@ def _sampling(config: Config) -> None:
 def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
     defaults = Config(model=config.model)
-    for section, key in (
-        ("checkpoint", "async_save"),
-        ("offload", "mode"),
-    ):
+    for section, key in (("offload", "mode"),):
         value = getattr(getattr(config, section), key)
         only = getattr(getattr(defaults, section), key)
         if value != only:

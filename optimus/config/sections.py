@@ -377,7 +377,16 @@ class CheckpointConfig(Section):
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
     """How what one rank has read reaches those that hold the same."""
     async_save: bool = False
-    """Write checkpoints in the background."""
+    """Training waits only while states are copied to host memory (as much again of it); threads
+    write. A checkpoint is sealed an update or two after its last byte is written."""
+    direct_io: bool = True
+    """Write past the kernel's cache (O_DIRECT) where the file system can: the cache's pages stay
+    with others. `optimus bench checkpoint` tells which way is faster on a file system."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """A save that takes longer than this has failed."""
+    max_failures: CountOrZero = 3
+    """The run ends with exit status 1 when so many saves in a row have failed, and goes on with a
+    warning before; 0: however many. A last checkpoint that fails always ends it so."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Frozen settings that this resume may change all the same, such as `optim.weight_decay`."""
     load: str = "auto"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,49 @@ from optimus import files
 
 
 class JsonLines:
-    """Appends one JSON object a line; a line is complete as soon as `append` returns."""
+    """Appends one JSON object a line; a line is complete as soon as `append` returns.
+
+    On a full disk lines wait in memory for room, which is told once, and `close` tries a last time.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._path, self._waiting, self._told = path, b"", False
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps(record).encode() + b"\n"
+        try:
+            self._write()
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                self._warn(error, "its lines wait in memory")
+            self._told = True
+
+    def sync(self) -> None:
+        """Make what was written durable, as far as the disk lets it; any thread may."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._warn(error, "a power cut may take its last lines")
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError if lines could not be written."""
+        try:
+            self._write()
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
+        finally:
+            os.close(self._fd)
+
+    def _warn(self, error: OSError, what: str) -> None:
+        line = f"optimus: WARNING: {self._path}: {error.strerror}; {what}"
+        print(line, file=sys.stderr, flush=True)
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ def plan(config: Config) -> dict[str, Any]:
     """What the run needs, ready for JSON; a configuration with a bare `[model]` will do.
 
     Always `total_params`, `active_params`, `world`, and `memory`, the bytes of model states on the
-    fullest rank, without activations; `ranks` has them by place, the same for all dp and ep. With
+    fullest rank, without activations, and `staging`, host memory for checkpoint.async_save that its
+    `total` leaves out; `ranks` has them by place, the same for all dp and ep. With
     `train.seq_len` also `flops_per_token`, with a global batch `flops_per_step`, and with a number
     of steps `tokens` and `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and
     backward. Where `parallel.dp` is 0 the world is taken to hold one replica.
@@ -79,6 +80,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
     lines += [(f"  {kind}", _told(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
     lines.append(("  of it padding", _told(memory["padding"])))
+    if memory["staging"]:
+        lines.append(("host memory besides", f"{_told(memory['staging'])}, for checkpoints"))
     if len(ranks) > 1:
         for rank in ranks:
             name = " ".join(f"{axis} {rank[axis]}" for axis in ("pp", "tp") if mesh[axis] > 1)

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from optimus.checkpoint.pieces import writer_in_paper
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.staging import share_of, staging_bytes
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Residency, fewest_slots
@@ -61,6 +64,20 @@ def make_states(
     for name, leaf in model.tied_uses().items():
         engine.add_use(Use(name, leaf, FURTHER_USES[name]))
     return engine
+
+
+def states_of_rank(
+    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
+) -> RankStates:
+    """What this rank holds, as checkpoints see it."""
+    tied = config.model.tie_embeddings and groups.mesh.pp > 1
+    return RankStates(
+        groups,
+        states.shards(),
+        {name: one.intervals for name, one in layout.placements.items()},
+        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
+        on_both_ends=("embed.weight",) if tied else (),
+    )
 
 
 def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home | None:
@@ -121,19 +138,23 @@ def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
 
 
 class _Planned(NamedTuple):
+    """A rank's states without memory."""
+
     engine: ChunkEngine
+    layout: Layout
+    groups: Groups
     fewest_slots: int
     """With which its cache of parameters could do."""
 
 
 def _plan_rank(config: Config, mesh: Mesh, place: Place) -> _Planned:
-    """A rank's states without memory."""
     # How many microbatches there are changes no state.
     layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(place))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config, layout, groups, model)
-    return _Planned(engine, fewest_slots(engine.needs(units_of(model, layout))))
+    fewest = fewest_slots(engine.needs(units_of(model, layout)))
+    return _Planned(engine, layout, groups, fewest)
 
 
 def _kinds(mesh: Mesh) -> Iterator[Place]:
@@ -145,7 +166,9 @@ def _kinds(mesh: Mesh) -> Iterator[Place]:
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
     """Bytes on one rank of each kind, with "cache" in their total: chunks of parameters that are
-    whole at a time under optim.resident = "cache".
+    whole at a time under optim.resident = "cache". Host memory for checkpoint.async_save is
+    "staging", not in the total; along dp and ep it differs by the padding of pieces, and with
+    checkpoint.scatter = "paper" only those that write have it.
 
     Raises ConfigError where the mesh does not divide the model, a pattern names no parameter or the
     cache is too small.
@@ -153,7 +176,14 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
     check_divisible(config, mesh)
     check_names(config)
     check_slots(config, mesh)
+    scatter = config.checkpoint.scatter
     for place in _kinds(mesh):
-        engine = _plan_rank(config, mesh, place).engine
-        sizes, cache = engine.bytes_held(), engine.cache_bytes
-        yield place, sizes | {"cache": cache, "total": sizes["total"] + cache}
+        if scatter == "paper":
+            place = place._replace(dp=writer_in_paper(mesh, place))
+        planned = _plan_rank(config, mesh, place)
+        sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
+        staging = 0
+        if config.checkpoint.async_save:
+            of_rank = states_of_rank(config, planned.layout, planned.groups, planned.engine)
+            staging = staging_bytes(share_of(of_rank, scatter))
+        yield place, sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging}

@@ -22,17 +22,19 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
-from optimus.planner.states import check_names, check_slots
+from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
+from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight
 from optimus.train.run_dir import RunDirectory, say_start
-from optimus.train.save import SaveAndLoad, check_saves
+from optimus.train.save import Saves, check_saves
 from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
+from optimus.train.whole import WholeModel
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -110,8 +112,15 @@ class Run:
         config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config = config
         scaling = LossScale(config, flight.plan.num_microbatches)
-        self.saves = SaveAndLoad(config, world, self.groups, layout, flight, self.states, scaling)
-        self.flight = flight = self.saves.load()
+        whole = WholeModel(config, layout, self.groups, world.device)
+        rank_states = states_of_rank(config, layout, self.groups, self.states)
+        self.flight = flight = load_start(
+            config, world, flight, whole, self.states, rank_states, scaling
+        )
+        sync_logs = directory.sync if directory is not None else lambda: None
+        self.saves = Saves(
+            config, world, flight, whole, self.states, rank_states, scaling, sync_logs
+        )
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:
@@ -144,16 +153,25 @@ class Run:
             for step in range(self.flight.start.step + 1, self.last_step + 1):
                 self.update(step)
                 stopping = self.stop_request.agreed(self.world.everyone, self.world.device)
-                self.evaluate(step)
-                self.sample(step)
+                if stopping is None:
+                    self.evaluate(step)
+                    self.sample(step)
                 self.saves.after(step, last=step == self.last_step or stopping is not None)
+                if stopping is not None:  # who asked may not wait for more than the checkpoint
+                    self.evaluate(step)
+                    self.sample(step)
                 if stopping is not None and step < self.last_step:
                     raise Stopped(
                         f"{stopping}: stopped after a checkpoint of step {step}; give the same "
                         "command again to go on",
                         on_every_rank=True,
                     )
+        except OptimusError as error:
+            if error.on_every_rank:
+                self.saves.end()
+            raise
         finally:
+            self.saves.give_up()
             self.loader.close()
             if self.directory is not None:
                 self.directory.close()

@@ -38,9 +38,10 @@ class RunDirectory:
             cut_after(
                 self.path / f"{name}.jsonl", step, self.path / "log" / f"{name}-cut-{stamp}.jsonl"
             )
-        files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._eval = JsonLines(self.path / "eval.jsonl")
+        # This makes the names of the logs durable, too.
+        files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
         self._board = None
         if config.observe.tensorboard:
@@ -70,6 +71,11 @@ class RunDirectory:
         self.say(f"held-out loss {record['loss']:.4f} at step {record['step']}")
         if self._board is not None:
             self._board.show(record, "eval")
+
+    def sync(self) -> None:
+        """Make metrics and evaluations durable: what a checkpoint that is sealed now relies on."""
+        self._metrics.sync()
+        self._eval.sync()
 
     def say(self, line: str) -> None:
         self._progress.say(line)

@@ -1,10 +1,12 @@
-"""When a run saves and what; where its states come from at the start."""
+"""When a run saves and what, and what it does when that fails."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,31 +16,21 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import seal
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import save_full
-from optimus.checkpoint.weights import CONFIG, check_weights, load_weights
+from optimus.checkpoint.save import FullSaver, nonfinite_update
+from optimus.checkpoint.underway import Outcome, Underway
+from optimus.checkpoint.weights import CONFIG, check_weights
 from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml
-from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
-from optimus.dist.groups import Groups
+from optimus.dist.collectives import all_gather_objects, all_reduce_max
 from optimus.dist.world import World
-from optimus.errors import CheckpointError, NonFiniteError
+from optimus.errors import NonFiniteError, OptimusError
 from optimus.model.hf import config_to_hf, write_hf
-from optimus.model.transformer import Transformer
-from optimus.parallel.layout import Layout
-from optimus.parallel.placement import whole_model
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
-from optimus.train.preflight import Preflight, start_again
+from optimus.train.preflight import Preflight
 from optimus.train.whole import WholeModel
-
-_TOLD = ("parameter", "first moment of", "second moment of")
-
-
-def _nothing(name: str) -> Tensor:
-    raise AssertionError(f"only the first rank reads {name}")
 
 
 def check_saves(config: Config, flight: Preflight) -> None:
@@ -52,125 +44,201 @@ def check_saves(config: Config, flight: Preflight) -> None:
         config_to_hf(config.model, "bfloat16")
 
 
-def states_of_rank(
-    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
-) -> RankStates:
-    """What this rank holds, as checkpoints see it."""
-    tied = config.model.tie_embeddings and groups.mesh.pp > 1
-    return RankStates(
-        groups,
-        states.shards(),
-        {name: one.intervals for name, one in layout.placements.items()},
-        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
-        on_both_ends=("embed.weight",) if tied else (),
-    )
+class _Lane:
+    """Checkpoints of one kind: at most one of them is under way."""
+
+    def __init__(self) -> None:
+        self.under_way: Underway | None = None
+        self.failures = 0
+        """Saves that have failed since one was sealed."""
+
+    def poll(self, wait: bool = False) -> Outcome | None:
+        """What has become of the save under way, or, if waited for, becomes of it. A collective."""
+        if self.under_way is None:
+            return None
+        outcome = self.under_way.drain() if wait else self.under_way.poll()
+        if self.under_way.is_over:
+            self.under_way = None
+        return outcome
 
 
-class SaveAndLoad:
+class Saves:
     """The run's checkpoints: full ones of all ranks' shards, models from gathered weights."""
 
     def __init__(
         self,
         config: Config,
         world: World,
-        groups: Groups,
-        layout: Layout,
         flight: Preflight,
+        whole: WholeModel,
         states: ChunkEngine,
+        rank_states: RankStates,
         loss_scale: LossScale,
+        sync_logs: Callable[[], None],
     ) -> None:
+        """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole, self._loss_scale = WholeModel(config, layout, groups, world.device), loss_scale
-        # Asked anew each time: where states lie may change.
-        self._rank_states = partial(states_of_rank, config, layout, groups, states)
-
-    def load(self) -> Preflight:
-        """Fill the states of every rank from where the run starts, and say where that was.
-
-        A checkpoint that proves damaged is passed over for the one before, on all ranks alike.
-        Without a start the states keep what they were made with. Raises CheckpointError.
-        """
-        damaged: dict[Path, str] = {}
-        while (full := self._flight.start.full) is not None:
-            problem = load_full(self._rank_states(), full, self._config.checkpoint.distribute)
-            if not problem:
-                self._states.num_updates = full.updates
-                self._loss_scale.restore(full.loss_scale)
-                break
-            damaged[full.path] = problem
-            self._flight = self._fall_back(damaged)
-        start = self._flight.start
-        if full is None and start.path is not None:
-            weights = {}
-            if self._world.is_first:
-                model = Transformer(self._config.model)
-                load_weights(model, start.path)
-                weights = {name: p.detach() for name, p in model.named_parameters()}
-            source = weights.__getitem__ if self._world.is_first else _nothing
-            put, how = partial(self._states.put, "master"), self._config.checkpoint.distribute
-            self._whole.spread(put, source, self._world.device, how)
-        self._states.publish()
-        return self._flight
-
-    def _fall_back(self, damaged: Mapping[Path, str]) -> Preflight:
-        """The start that is left; the first rank decides and says so."""
-        flight, refused = self._flight, ""
-        if self._world.is_first:
-            problem = list(damaged.values())[-1]
-            print(f"optimus: passing over a damaged checkpoint: {problem}", file=sys.stderr)
-            try:
-                flight = start_again(self._config, flight, damaged)
-                start = flight.start
-                print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
-            except CheckpointError as error:
-                refused = str(error)
-        start, refused = broadcast_object((flight.start, refused), self._world.everyone)
-        if refused:
-            raise CheckpointError(refused, on_every_rank=True)
-        assert start.path is not None, "nothing has initialised the parameters"
-        return replace(flight, start=start)
+        self._whole, self._loss_scale, self._rank_states = whole, loss_scale, rank_states
+        self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
+        self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
+        self._newest = flight.start.path.name if flight.start.path is not None else "none"
+        settings = config.checkpoint
+        self._saver = FullSaver(
+            rank_states,
+            settings.scatter,
+            staged=settings.async_save,
+            limit_s=settings.timeout_s,
+            direct=settings.direct_io,
+        )
+        states.frozen.settle()
 
     def after(self, step: int, last: bool) -> None:
-        """Save what is due after `step`; the last step of a run always leaves a full checkpoint."""
+        """Tell of saves that have come to an end, and save what is due after `step`; the last step
+        of a run always leaves a full checkpoint. A collective of all ranks.
+
+        Raises, on every rank, NonFiniteError, and OptimusError where the last or too many in a row
+        could not be written.
+        """
         settings = self._config.checkpoint
+        self._last_step = step if last else 0
+        for lane in (self._fulls, self._models):
+            self._take(lane, lane.poll())
         model = settings.model_interval and step % settings.model_interval == 0
         full = last or (settings.interval and step % settings.interval == 0)
-        if model or full:
+        if model or (full and not settings.async_save):
             self._refuse_nonfinite(step)
-        if not (model or full):
-            return
-        run_dir = self._config.train.run_dir
         if model:
-            weights = self._whole.gather(self._states.whole("master"))
-            if self._world.is_first:
-                write = partial(self._write_model, weights)
-                size = 2 * sum(weight.numel() for weight in weights.values())
-                path = manager.model_path(run_dir, step)
-                seal(path, write, needed_bytes=size, kind="model", **self._facts(step))
+            self._begin(self._models, step, self._begin_model)
         if full:
-            path = manager.full_path(run_dir, step)
-            write = self._write_companions
-            save_full(self._rank_states(), path, settings.scatter, write, **self._facts(step))
-            self._states.frozen.settle()
+            self._begin(self._fulls, step, self._begin_full)
+        if last:
+            for lane in (self._fulls, self._models):
+                self._take(lane, lane.poll(wait=True))
+            if self._end_failed:
+                raise OptimusError(self._end_failed, on_every_rank=True)
+
+    def end(self) -> None:
+        """Wait for what is under way where all ranks end on an error. A collective of all ranks."""
+        for lane in (self._fulls, self._models):
+            if (outcome := lane.poll(wait=True)) and outcome.failure:
+                self._say(f"warning: {outcome.failure.what}")
+
+    def give_up(self) -> None:
+        """Stop what this rank is writing, where others cannot be asked any more."""
+        for lane in (self._fulls, self._models):
+            if lane.under_way is not None:
+                lane.under_way.give_up()
+
+    def _begin(self, lane: _Lane, step: int, begin: Callable[[int], Underway]) -> None:
+        if (before := lane.under_way) is not None:
+            start = time.monotonic()
+            self._take(lane, lane.poll(wait=True))
+            self._say(
+                f"the save of step {step} waited {time.monotonic() - start:.1f} s for that of step "
+                f"{before.step}"
+            )
+        try:
+            if lane.under_way is not None:
+                raise OptimusError(f"the disk has not taken what step {before.step} gave it")
+            lane.under_way = begin(step)
+        except OptimusError as error:
+            self._failed(lane, step, str(error))
+        if not self._config.checkpoint.async_save:
+            self._take(lane, lane.poll(wait=True))
+
+    def _take(self, lane: _Lane, outcome: Outcome | None) -> None:
+        """Act upon what became of a save."""
+        if outcome is None:
+            return
+        if outcome.failure is None:
+            lane.failures = 0
+            if lane is self._fulls:
+                self._newest = manager.full_path("", outcome.step).name
+        elif outcome.failure.nonfinite:
+            raise NonFiniteError(outcome.failure.what, on_every_rank=True)
+        else:
+            self._failed(lane, outcome.step, outcome.failure.what)
+
+    def _failed(self, lane: _Lane, step: int, what: str) -> None:
+        """Warn and go on; or raise OptimusError after too many in a row. Of the last step it is
+        kept: there may be more to save."""
+        lane.failures += 1
+        limit = self._config.checkpoint.max_failures
+        told = f"step {step} is not saved: {what}; the newest checkpoint is {self._newest}"
+        again = "mend it and give the same command again to go on"
+        if step == self._last_step:
+            self._end_failed = self._end_failed or f"{told}; {again}"
+        elif lane.failures == limit and not self._last_step:
+            told += f"; so many saves in a row have failed: checkpoint.max_failures = {limit}"
+            raise OptimusError(f"{told}; {again}", on_every_rank=True)
+        else:
+            number = f"{lane.failures} of {limit}" if limit else f"{lane.failures}"
+            self._say(f"WARNING: {told}; the run goes on (failure {number} in a row)")
+
+    def _say(self, line: str) -> None:
         if self._world.is_first:
-            manager.forget_old(run_dir, settings.keep_models)
+            print(f"optimus: {line}", file=sys.stderr, flush=True)
+
+    def _begin_full(self, step: int) -> Underway:
+        path = manager.full_path(self._config.train.run_dir, step)
+        # Where states lie may have changed.
+        states = replace(self._rank_states, shards=self._states.shards())
+        under_way = self._saver.begin(
+            states, path, self._write_companions, self._forget_old, **self._facts(step)
+        )
+        self._states.frozen.settle()
+        return under_way
+
+    def _begin_model(self, step: int) -> Underway:
+        """The first rank writes it alone; beside training, from a copy in bf16 that is made now."""
+        weights = self._whole.gather(self._states.whole("master"))
+        if self._config.checkpoint.async_save:
+            weights = {name: weight.to("cpu", torch.bfloat16) for name, weight in weights.items()}
+        path = manager.model_path(self._config.train.run_dir, step)
+        facts = self._facts(step)
+
+        def seal_model(stop: threading.Event, reports: list[Any]) -> None:
+            write = partial(self._write_model, weights)
+            size = 2 * sum(weight.numel() for weight in weights.values())
+            try:
+                seal(path, write, needed_bytes=size, kind="model", stop=stop, **facts)
+            except OSError as error:
+                where = error.filename or path.parent
+                raise OptimusError(f"{path.name} not written: {where}: {error.strerror}") from None
+            self._forget_old()
+
+        return Underway(
+            path.name,
+            step,
+            self._world.everyone,
+            self._world.device,
+            self._config.checkpoint.timeout_s,
+            write=None,
+            seal=seal_model,
+            clean=lambda: None,  # `seal` has done so
+        )
+
+    def _forget_old(self) -> None:
+        """In a thread of the first rank, behind a seal; one that cannot be removed is only told."""
+        try:
+            with self._forgetting:  # full ones and models may end at once
+                manager.forget_old(self._config.train.run_dir, self._config.checkpoint.keep_models)
+        except OSError as error:
+            where = error.filename or "checkpoints"
+            self._say(f"WARNING: an old checkpoint cannot be removed: {where}: {error.strerror}")
 
     def _refuse_nonfinite(self, step: int) -> None:
-        """An update can overflow though every gradient was finite. All ranks agree on whose."""
-        found = ""
-        for kind, state in zip(_TOLD, STATES, strict=True):
+        """Raise the same NonFiniteError on all ranks if any state of any is not finite."""
+        told = ""
+        for state in STATES:
             bad = self._states.first_shard(state, lambda flat: not guards.is_finite(flat))
-            if bad and not found:
-                found = f"{kind} {bad}"
-        flag = torch.tensor([int(bool(found))], device=self._world.device)
+            if bad and not told:
+                told = str(nonfinite_update(step, state, bad))
+        flag = torch.tensor([int(bool(told))], device=self._world.device)
         all_reduce_max(flag, self._world.everyone)
         if flag.item():
-            told = next(one for one in all_gather_objects(found, self._world.everyone) if one)
-            raise NonFiniteError(
-                f"step {step}: the update made {told} non-finite although gradients were finite; "
-                "no checkpoint was written; lower the learning rate",
-                on_every_rank=True,
-            )
+            every = all_gather_objects(told, self._world.everyone)
+            raise NonFiniteError(next(one for one in every if one), on_every_rank=True)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """What a manifest says of the run after `step`."""
@@ -182,14 +250,21 @@ class SaveAndLoad:
             "origin": flight.start.origin,
             "settings": flight.settings,
             "loss_scale": self._loss_scale.state(),
+            "ranks": self._ranks(),
         }
+
+    def _ranks(self) -> dict[str, int]:
+        sizes = self._flight.mesh.sizes._asdict()
+        return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         write_hf(directory, self._config.model, weights, "bf16")
         self._write_companions(directory)
 
     def _write_companions(self, directory: Path) -> None:
-        """What makes a checkpoint usable by itself: configuration and tokenizer."""
+        """What makes a checkpoint usable by itself, configuration and tokenizer; and before it is
+        sealed, the curve up to its step, which a resume will go on from."""
+        self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         tokenizer = self._flight.dataset.tokenizer_file
         if tokenizer is not None:

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import file_calls
+from tests.helpers.file_calls import Action
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C compiler (cc) and Linux to build what kills a save at each call")
-    library = tmp_path_factory.mktemp("shim") / "kill_points.so"
-    source = ROOT / "tests" / "helpers" / "kill_points.c"
-    flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
-    return library
+    if why := file_calls.why_not():
+        pytest.skip(why)
+    return file_calls.build(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks", "victim", "stride", "calls"),
+    ("action", "ranks", "victim", "stride", "calls"),
     [
-        pytest.param(0, 1, 0, 1, 40, id="before-each"),
-        pytest.param(1, 1, 0, 1, 40, id="behind-each"),
-        pytest.param(2, 1, 0, 1, 40, id="half-way-through-each-write"),
-        pytest.param(0, 2, 0, 7, 35, id="the-first-of-two-ranks"),
-        pytest.param(2, 2, 1, 2, 8, id="the-second-of-two-ranks"),
+        pytest.param(Action.KILL_BEFORE, 1, 0, 1, 40, id="before-each"),
+        pytest.param(Action.KILL_BEHIND, 1, 0, 1, 40, id="behind-each"),
+        pytest.param(Action.KILL_HALF_WAY, 1, 0, 1, 40, id="half-way-through-each-write"),
+        pytest.param(Action.KILL_BEFORE, 2, 0, 7, 35, id="the-first-of-two-ranks"),
+        pytest.param(Action.KILL_HALF_WAY, 2, 1, 2, 8, id="the-second-of-two-ranks"),
     ],
 )
 def test_a_save_killed_at_any_call_leaves_a_valid_checkpoint(
-    shim, tmp_path, mode, ranks, victim, stride, calls
+    shim, tmp_path, action, ranks, victim, stride, calls
 ):
-    what = [tmp_path, mode, ranks, victim, stride]
+    what = [tmp_path, int(action), ranks, victim, stride]
     environ = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.kill_points", *map(str, what)],

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from optimus import files
 from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
 from optimus.errors import CheckpointError, OptimusError
 
@@ -90,4 +93,19 @@ def test_a_seal_needs_room(tmp_path):
         OptimusError, match=r"c not written: .* GB free, but it needs 1000000000.000"
     ):
         seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypatch):
+    """The last fsync may fail: what was told as not written does not stand there."""
+    plain = files.fsync_dir
+
+    def fsync_dir(path):
+        if Path(path) == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        plain(path)
+
+    monkeypatch.setattr(files, "fsync_dir", fsync_dir)
+    with pytest.raises(OSError, match="Input/output error"):
+        seal(tmp_path / "c", lambda directory: (directory / "a").write_text("a"), kind="model")
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from optimus.checkpoint import load, manager
+from optimus.checkpoint import save as save_module
 from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.manifest import begin, finish
 from optimus.checkpoint.pieces import Span
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import save_full
+from optimus.checkpoint.save import FullSaver, save_full
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import kill_points
 
@@ -98,3 +101,40 @@ def test_slots_alternate_and_no_mixture_is_ever_read(tmp_path):
     with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
         manager.read_manifest(new.parent).check()
     assert kill_points.look(tmp_path, (2,)) == 2
+
+
+def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(save_module.manifests, "begin", lambda path, needed: go_on.wait(10))
+    states = kill_points.make_states(1)
+    saver = FullSaver(states, "balanced", limit_s=0.1)
+    with pytest.raises(OptimusError, match=r"c not begun within 0.1 s: .* is slow or hangs"):
+        saver.begin(states, tmp_path / "c", lambda directory: None, step=1)
+    go_on.set()
+
+
+def test_staged_states_may_change_at_once(tmp_path):
+    states = kill_points.make_states(3)
+    saver = FullSaver(states, "balanced", staged=True)
+    for step in (3, 4):  # the same memory serves every save
+        for one in states.shards:
+            for flat in one.states.values():
+                flat.fill_(step)
+        under_way = saver.begin(states, tmp_path / f"{step}", lambda directory: None, step=step)
+        for one in states.shards:
+            for flat in one.states.values():
+                flat.fill_(99)
+        assert under_way.drain().failure is None
+        whole = {name: torch.empty(shape) for name, shape in kill_points.SHAPES.items()}
+        read_whole(manager.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
+        assert all((tensor == step).all() for tensor in whole.values())
+
+
+def test_a_save_that_is_no_longer_wanted_is_not_sealed(tmp_path):
+    """Not even where only the seal is left to be done."""
+    stop = threading.Event()
+    stop.set()
+    temporary = begin(tmp_path / "c")
+    with pytest.raises(OptimusError, match="no longer wanted"):
+        finish(temporary, tmp_path / "c", kind="model", stop=stop)
+    assert not (tmp_path / "c").exists()

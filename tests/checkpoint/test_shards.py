@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
 
@@ -21,9 +23,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
 
 
-def write(directory, parts, identity=OURS):
+def write(directory, parts, identity=OURS, direct=True):
     size = shards.HEADER_BYTES + sum(shards.aligned(len(part)) for part in parts)
-    with ShardWriter(directory, identity, size) as file:
+    with ShardWriter(directory, identity, size, direct=direct) as file:
         begins = [file.write(memoryview(part)) for part in parts]
         return file.finish(), begins
 
@@ -37,6 +39,47 @@ def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path):
         assert begun % 64 == 0 and content[begun : begun + len(part)] == part
     blocks = [content[at : at + 5000] for at in range(0, len(content), 5000)]
     assert shard.hashes == "".join(map(xxhash.xxh3_64_hexdigest, blocks))
+
+
+@pytest.mark.parametrize("block_bytes", [5000, 8192])
+def test_a_file_is_the_same_past_the_cache_and_through_it(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", block_bytes)
+    parts = [os.urandom(size) for size in (20_000, 8192 * 3, 77)]
+    found = []
+    for direct in (True, False):
+        directory = tmp_path / str(direct)
+        directory.mkdir()
+        shard, begins = write(directory, parts, direct=direct)
+        found.append((shard, begins, (directory / shard.name).read_bytes()))
+        with ShardReader(directory, OURS, shard, block_bytes) as file:
+            file.verify(range(shard.num_blocks))
+    assert found[0] == found[1]
+
+
+def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monkeypatch):
+    """And through it from the first on that it refuses, as others with stricter rules may."""
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 8192)
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("a file system that cannot")
+    ways, plain = [], os.write
+
+    def look(fd, data):
+        ways.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if refused and ways[-1] and len(ways) > 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(fd, data)
+
+    monkeypatch.setattr(os, "write", look)
+    for refused, expected in ((False, [1, 1, 1, 0]), (True, [1, 1, 1, 0, 0])):
+        ways.clear()
+        directory = tmp_path / str(refused)
+        directory.mkdir()
+        shard, _ = write(directory, [os.urandom(3 * 8192 + 100)])
+        assert ways == expected
+        with ShardReader(directory, OURS, shard, 8192) as file:
+            file.verify(range(shard.num_blocks))
 
 
 def test_a_file_that_ends_with_a_block_has_no_empty_one(tmp_path, monkeypatch):
@@ -87,13 +130,13 @@ def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, how):
         path.write_bytes(damaged(bytearray(whole), how, generator))
         refused = pytest.raises(CheckpointError, match=shard.name)
         with refused, ShardReader(tmp_path, OURS, shard, 5000) as file:
-            file.verify()
+            file.verify(range(shard.num_blocks))
         refused = pytest.raises(CheckpointError, match=shard.name)
         with refused, ShardReader(tmp_path, OURS, shard, 5000) as file:
             file.read(everything, [target])
     path.write_bytes(whole)
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
-        file.verify()
+        file.verify(range(shard.num_blocks))
 
 
 def test_damage_elsewhere_is_not_in_the_way(tmp_path):

@@ -87,3 +87,13 @@ def test_little_is_wasted_on_real_models(model, mesh, target):
 def test_a_name_given_twice_is_refused():
     with pytest.raises(AssertionError, match="given twice"):
         lay_out([Parameter("a", (4,)), Parameter("a", (4,))], 64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parameters_of_a_stretch(seed):
+    draw = random.Random(seed)
+    for chunk in lay_out(random_parameters(seed), 1000).chunks:
+        for _ in range(20):
+            start, stop = sorted(draw.sample(range(chunk.length + 1), 2))
+            met = [slot for slot in chunk.slots if slot.start < stop and slot.stop > start]
+            assert list(chunk.slots_in(start, stop)) == met

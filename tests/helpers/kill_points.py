@@ -1,12 +1,11 @@
 """Kills a save at every call that changes files and looks what is left; the shim is preloaded.
 
-`python -m tests.helpers.kill_points DIRECTORY MODE RANKS VICTIM STRIDE` prints how many calls the
+`python -m tests.helpers.kill_points DIRECTORY ACTION RANKS VICTIM STRIDE` prints how many calls the
 victim, one of RANKS, makes; it is killed at every STRIDE-th of them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import index, manager, shards
 from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full, read_whole
 from optimus.checkpoint.rank_states import RankStates
@@ -29,7 +28,10 @@ from optimus.dist.collectives import ALONE, Group
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
 from optimus.errors import LostPeerError
+from tests.helpers.file_calls import Action, Breakage, arm
 
+BLOCK_BYTES = 256
+"""So that a shard file is some thirty writes."""
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 
 
@@ -95,11 +97,11 @@ def join(rank: int, ranks: int, store: Path) -> Group:
     return Group(ranks, rank, distributed.group.WORLD)
 
 
-def child(rank: int, ranks: int, run_dir: Path, kill: tuple[int, int] | None) -> int:
+def child(rank: int, ranks: int, run_dir: Path, kill: Breakage) -> int:
     """One rank's third save; its exit status."""
     group = join(rank, ranks, run_dir.parent / f"store-{run_dir.name}")
-    if kill is not None:
-        ctypes.CDLL(None).kill_points_arm(ctypes.c_long(kill[0]), kill[1], os.fsencode(run_dir))
+    if rank == kill.rank:
+        arm(run_dir, breakage=kill)
     try:
         save(run_dir, 3, group)
     except LostPeerError:
@@ -107,36 +109,37 @@ def child(rank: int, ranks: int, run_dir: Path, kill: tuple[int, int] | None) ->
     return 0
 
 
-def kill_once(run_dir: Path, number: int, mode: int, ranks: int, victim: int) -> bool:
-    """Whether the third save got to its end though a rank was to be killed at call `number`."""
+def kill_once(run_dir: Path, kill: Breakage, ranks: int) -> bool:
+    """Whether the third save got to its end though a rank was to be killed."""
     children = []
     for rank in range(ranks):
         children.append(os.fork())
         if not children[-1]:
             status = 1
             try:
-                status = child(rank, ranks, run_dir, (number, mode) if rank == victim else None)
+                status = child(rank, ranks, run_dir, kill)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    died = ended.pop(victim)
+    died = ended.pop(kill.rank)
     assert died in (0, -signal.SIGKILL), died
     # Behind the last word of the first rank the others have done all that is theirs.
     assert all(one in (0, LostPeerError.exit_code) for one in ended), ended
     return died == 0
 
 
-def main(directory: Path, mode: int, ranks: int, victim: int, stride: int) -> None:
+def main(directory: Path, action: int, ranks: int, victim: int, stride: int) -> None:
     torch.set_num_threads(1)
+    shards.BLOCK_BYTES = index.BLOCK_BYTES = BLOCK_BYTES
     base, number, left = directory / "base", 1, []
     for step in (1, 2):
         save(base, step)
     while True:
         run_dir = directory / f"run-{number}"
         shutil.copytree(base, run_dir)
-        if kill_once(run_dir, number, mode, ranks, victim):
+        if kill_once(run_dir, Breakage(victim, Action(action), number, number), ranks):
             break
         for path in manager.checkpoints_dir(run_dir).glob("step-*"):
             manager.read_manifest(path).verify()  # no name without all that belongs to it

@@ -41,8 +41,9 @@ class RanksFailed(Exception):
 class RankPool:
     """A server of forked ranks, started by the first job and ended by `close`."""
 
-    def __init__(self, scratch: str | os.PathLike) -> None:
-        self._scratch = os.fspath(scratch)
+    def __init__(self, scratch: str | os.PathLike, **environ: str) -> None:
+        """`scratch`: for files of the ranks; `environ`: what the server has besides."""
+        self._scratch, self._environ = os.fspath(scratch), environ
         self._server: subprocess.Popen | None = None
         self._control: Connection | None = None
         self.ready_s = 0.0
@@ -116,7 +117,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._control, theirs = Pipe()
-        environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") | self._environ
         environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(_ROOT), environ.get("PYTHONPATH")])
         )

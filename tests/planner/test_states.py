@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from optimus.checkpoint.save import FullSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.data.loader import Microbatch
+from optimus.dist.groups import join_groups
 from optimus.dist.mesh import Mesh, Place
+from optimus.dist.world import start_world
 from optimus.errors import ConfigError
 from optimus.planner.plan import format_plan, plan
-from optimus.planner.states import plan_bytes, plan_ranks
+from optimus.planner.states import plan_bytes, plan_ranks, states_of_rank
+from optimus.train.batch import plan_batch
+from optimus.train.shard import Shard
 from tests.helpers.tiny import VOCAB, tiny_tree
 from tests.helpers.updates import make_updater
 from tests.planner.test_plan import CONFIGS
@@ -203,3 +208,27 @@ def test_the_paper_s_large_runs_fit_a_tile(name):
     assert memory["total"] == max(rank["total"] for rank in result["ranks"]) < 40e9
     assert memory["padding"] < 0.01 * memory["total"]
     assert f"{memory['total']:,} bytes" in format_plan(result)
+
+
+def held_for_saves(tree: dict[str, Any]) -> int:
+    """Bytes that this rank takes for checkpoint.async_save."""
+    config, world = make_config(tree), start_world(device="cpu")
+    groups = join_groups(Mesh(**tree["parallel"]), world)
+    shard = Shard(config, groups, plan_batch(config, groups.mesh.num_data_ranks), world.device)
+    states = states_of_rank(config, shard.layout, groups, shard.make_states())
+    saver = FullSaver(states, config.checkpoint.scatter, staged=True)
+    return all_memory(saver)
+
+
+@pytest.mark.parametrize("scatter", ["balanced", "paper"])
+def test_staging_memory_is_as_planned(ranks, scatter):
+    sizes = {"pp": 2, "dp": 2, "ep": 1, "tp": 1}
+    settings = {"checkpoint__scatter": scatter, "checkpoint__async_save": True}
+    settings |= {"optim__sharding": "none"}
+    tree = tiny_tree("d", "r", **settings) | {"parallel": sizes}
+    held = ranks(4, held_for_saves, tree, start_world=False)
+    planned = [rank["staging"] for rank in plan(make_config(tree))["ranks"]]
+    # Ranks count dp within pp. In the paper's rule stage 1, the second shard, is of dp index 1.
+    assert planned == [held[0], held[3 if scatter == "paper" else 2]]
+    assert (min(held) == 0) is (scatter == "paper")
+    assert plan(make_config(tree | {"checkpoint": {}}))["memory"]["staging"] == 0

@@ -25,8 +25,8 @@ from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
 from optimus.errors import OptimusError
+from optimus.planner.states import states_of_rank
 from optimus.train.batch import plan_batch
-from optimus.train.save import states_of_rank
 from optimus.train.shard import Shard
 from tests.helpers.runs import assert_same_run, run_tree, train_on
 from tests.helpers.tiny import tiny_tree

@@ -144,7 +144,8 @@ def test_a_full_disk_is_told_and_leaves_no_half_checkpoint(tiny_data, tmp_path):
         command, capture_output=True, text=True, preexec_fn=limit_files_to_30_kb, timeout=60
     )
     assert ended.returncode == 1
-    assert "shard-00000.bin not written: File too large" in ended.stderr
+    told = [line for line in ended.stderr.splitlines() if "not written: File too large" in line]
+    assert len(told) == 3 and "error: step 6 is not saved: step-00000006/shard-00000" in told[-1]
     assert "Traceback" not in ended.stderr
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-    assert len(metrics_of(tmp_path / "run")) == 2
+    assert len(metrics_of(tmp_path / "run")) == 6

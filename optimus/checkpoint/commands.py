@@ -1,0 +1,170 @@
+"""`optimus checkpoint list | verify | show | export`. Only export needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import CheckpointError, ConfigError
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """The subcommands, for the parser of `optimus`."""
+    text = "What checkpoints there are, whether they are sound, and their weights for others."
+    parser = commands.add_parser("checkpoint", help=text, description=text)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", _list, "What exists, what is valid and if not why.")
+    verify = _add(actions, "verify", _verify, "Compare every byte with its checksums.")
+    verify.add_argument("--threads", type=int, default=0, metavar="N", help="(0: by the cores)")
+    _add(actions, "show", _show, "All that is known of one (of a run: the newest full one).")
+    export = _add(actions, "export", _export, "Write its weights as a Hugging Face directory.")
+    export.add_argument("out", help="directory to make; it must not exist")
+    export.add_argument("--dtype", choices=("fp32", "bf16"), help="type to write (as stored)")
+
+
+def _add(
+    actions: argparse._SubParsersAction, name: str, run: Any, text: str
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("path", help="a run directory or a checkpoint")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _list(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.checkpoint.inspect import list_checkpoints
+
+    result = list_checkpoints(args.path)
+    print(json.dumps(result) if args.json else _format_list(result))
+    return 0
+
+
+def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
+    """Exit status 1 on any damage."""
+    from optimus.checkpoint.inspect import verify
+
+    if args.threads < 0:
+        raise ConfigError(f"--threads {args.threads} must be at least 1, or 0")
+    result = verify(args.path, args.threads)
+    print(json.dumps(result) if args.json else _format_verify(result))
+    return 0 if result["valid"] else 1
+
+
+def _show(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.checkpoint.inspect import show
+
+    result = show(args.path)
+    print(json.dumps(result) if args.json else _format_show(result))
+    return 0
+
+
+def _export(args: argparse.Namespace, arguments: list[str]) -> int:
+    """What `optimus convert to-hf` does; exit status 1 where the checkpoint is damaged."""
+    from optimus.checkpoint.convert import to_hf
+    from optimus.checkpoint.inspect import find
+
+    find(args.path)
+    if Path(args.out).exists():
+        raise ConfigError(f"{args.out} exists already; remove it or choose another place")
+    try:
+        source = to_hf(args.path, args.out, args.dtype)
+    except CheckpointError as error:
+        print(f"optimus: error: {error}", file=sys.stderr)
+        return 1
+    result = {"from": str(source), "out": args.out}
+    print(json.dumps(result) if args.json else f"wrote {args.out} from {source}")
+    return 0
+
+
+def _format_list(result: Mapping[str, Any]) -> str:
+    head = ("checkpoint", "state", "step", "tokens", "size", "B/param", "age", "layout")
+    rows = [head]
+    for one in result["checkpoints"]:
+        per_param = one["bytes_per_param"]
+        rows.append(
+            (
+                ("set-aside/" if one["set_aside"] else "") + one["name"],
+                one["state"],
+                _number(one["step"]),
+                _number(one["tokens"]),
+                _size(one["bytes"]),
+                "-" if per_param is None else f"{per_param:.2f}",
+                "-" if one["age_s"] is None else _age(one["age_s"]),
+                one["layout"] or "-",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += [f"{one['name']}: {one['problem']}" for one in result["checkpoints"] if one["problem"]]
+    if result["full_by_model"]:
+        lines.append(
+            f"a model-only checkpoint takes 1/{result['full_by_model']:.2f} of a full one (1/8 in "
+            "the paper, which counts gradients too)"
+        )
+    if any(one["kind"] == "full" for one in result["checkpoints"]):
+        start = result["next_start"] or "nothing: no full checkpoint is valid"
+        lines.append(f"checkpoint.load = auto goes on from {start}")
+    return "\n".join(lines)
+
+
+def _format_verify(result: Mapping[str, Any]) -> str:
+    lines = []
+    for one in result["checkpoints"]:
+        speed = (
+            f"{_size(one['bytes'])} in {one['s']:.2f} s, {one['bytes'] / one['s'] / 1e6:,.0f} MB/s"
+        )
+        lines.append(f"{one['name']}: " + ("DAMAGED" if one["problems"] else f"valid; {speed}"))
+        lines += [f"    {problem}" for problem in one["problems"]]
+    return "\n".join(lines)
+
+
+def _format_show(about: Mapping[str, Any]) -> str:
+    facts = [
+        ("checkpoint", about["path"]),
+        ("state", about["state"] + (f": {about['problem']}" if about["problem"] else "")),
+        ("kind", about["kind"]),
+        ("step", f"{about['step']:,} ({about['updates']:,} updates of this optimizer)"),
+        ("tokens", f"{about['tokens']:,}"),
+        ("saved", f"{about['saved_at']}, {_age(about['age_s'])} ago"),
+        ("origin", f"checkpoint.load = {about['origin']}"),
+        ("layout", about["layout"] or "-"),
+        ("size", f"{about['bytes']:,} bytes in {len(about['files'])} files"),
+    ]
+    if about["params"]:
+        facts.append(("parameters", f"{about['params']:,}; {about['bytes_per_param']:.3f} B each"))
+    if writers := about["writers"]:
+        facts.append(("written by", f"{writers['files']} of {about['ranks'] or '?'} ranks"))
+        if "rank_max_by_mean" in writers:
+            facts.append(
+                (
+                    "balance",
+                    f"checkpoint.scatter = {about['scatter']}: greatest by mean "
+                    f"{writers['rank_max_by_mean']:.3f} of a stage's ranks, "
+                    f"{writers['node_max_by_mean']:.3f} of its nodes",
+                )
+            )
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _size(size: int) -> str:
+    for unit, bytes_ in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= bytes_:
+            return f"{size / bytes_:.2f} {unit}"
+    return f"{size / 1e3:.1f} kB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

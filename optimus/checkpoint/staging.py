@@ -1,0 +1,53 @@
+"""Host memory into which a rank copies its share of a checkpoint, so that training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from optimus import platform
+from optimus.checkpoint.index import ITEMSIZE
+from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
+from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.shards import aligned
+
+
+def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
+    """Which states of which spans this rank writes."""
+    groups = states.groups
+    spans = spans_to_write(
+        states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
+    )
+    return states.parts(spans)
+
+
+def staging_bytes(parts: Sequence[tuple[str, Span]]) -> int:
+    """What a `Staging` of these states of spans takes."""
+    return sum(aligned((span.stop - span.start) * ITEMSIZE) for _, span in parts)
+
+
+class Staging:
+    """Memory for these states of spans as a checkpoint keeps them, fp32; made once, used again."""
+
+    def __init__(self, parts: Sequence[tuple[str, Span]], device: torch.device) -> None:
+        """`device`: where the states lie. For another than the CPU the memory is pinned."""
+        size = staging_bytes(parts) // ITEMSIZE
+        self._flat = torch.empty(size, pin_memory=device.type != "cpu")
+        self._flat.zero_()  # its pages are there before the first copy
+        self._places: dict[tuple[str, Span], torch.Tensor] = {}
+        at = 0
+        for state, span in parts:
+            length = span.stop - span.start
+            self._places[state, span] = self._flat[at : at + length]
+            at += aligned(length * ITEMSIZE) // ITEMSIZE
+
+    def fill(self, states: RankStates) -> None:
+        """Take the states as they are now."""
+        for (state, span), place in self._places.items():
+            place.copy_(states.memory(state, span), non_blocking=True)
+        platform.synchronize(states.device)
+
+    def bytes_of(self, state: str, span: Span) -> memoryview:
+        """What `fill` took of a state of a span."""
+        return as_bytes(self._places[state, span])

@@ -1,0 +1,204 @@
+"""A save under way: threads write, the ranks' main threads agree on how it goes.
+
+Threads make no collective: those of a backend must be begun in one order on all ranks, and a group
+of threads' own would connect every rank to every other once more (gloo), or not be had for host
+memory at all (nccl). Instead all ranks `poll` together between updates: one all-reduce of an
+integer. What it costs is that a checkpoint is sealed an update after its last byte is durable, and
+told of one later.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from optimus.dist.collectives import (
+    Group,
+    all_gather_objects,
+    all_reduce_max,
+    gather_objects,
+)
+from optimus.errors import NonFiniteError, OptimusError
+
+_DONE, _BUSY, _FAILED = 0, 1, 2
+_PAUSES_S = (0.001, 0.2)
+"""The first and the longest sleep between two looks at a thread that is waited for."""
+_GRACE_S = 30.0
+"""How long a thread may take to stop after a failure before it counts as hanging."""
+
+
+class Failure(NamedTuple):
+    """Why a save came to nothing: one line, and whether that was a NaN or an infinity."""
+
+    what: str
+    nonfinite: bool = False
+
+
+class Outcome(NamedTuple):
+    """What became of a save, the same on every rank."""
+
+    step: int
+    failure: Failure | None
+    seconds: float
+    """Since it began, on this rank."""
+
+
+class Task:
+    """One piece of work in a thread of its own. Does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self._value, self._error = work, None, None
+        self._thread = threading.Thread(target=self._run, name="optimus-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:  # `value` raises it again
+            self._error = error
+
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def value(self) -> Any:
+        """What the work returned; raises what it raised."""
+        assert self.has_ended
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Underway:
+    """One save on all ranks, from its beginning to its seal, or to its end without one.
+
+    In a thread each, all ranks `write(stop)`; once all have, the first rank's `seal(stop, reports)`
+    is given what they returned (pickled on the way). What these raise as OptimusError on one rank
+    fails the save on all; any other exception is raised where it happened. After a failure `stop`
+    is set and, when no thread works any more, the first rank calls `clean`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: int,
+        group: Group,
+        device: torch.device,
+        limit_s: float,
+        *,
+        write: Callable[[threading.Event], Any] | None,
+        seal: Callable[[threading.Event, list[Any]], None],
+        clean: Callable[[], None],
+    ) -> None:
+        """`name` is for messages, `device` where collectives of `group` take place; without `write`
+        all is the first rank's. `limit_s`: what writing and sealing may take together."""
+        self.step = step
+        self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
+        self._seal, self._clean, self._stop = seal, clean, threading.Event()
+        self._begun = self._since = time.monotonic()
+        self._phase, self._worst = "writing", _BUSY
+        self._task: Task | None = None
+        self._found: Failure | None = None
+        if write is None:
+            self._begin_seal([])
+        else:
+            self._task = Task(lambda: pickle.dumps(write(self._stop)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread of any rank works on it any more."""
+        return self._phase == "over"
+
+    def poll(self) -> Outcome | None:
+        """Whether it has come to its seal, or failed, since the last call. A collective."""
+        assert not self.is_over
+        worst = self._worst_of_all()
+        if self._phase == "failed":
+            if worst == _DONE:
+                self._end()
+            return None
+        if worst == _FAILED:
+            return self._fail()
+        if worst == _BUSY:
+            return None
+        if self._phase == "writing":
+            self._begin_seal(gather_objects(self._task.value(), self._group))
+            return None
+        self._phase = "over"
+        return Outcome(self.step, None, time.monotonic() - self._begun)
+
+    def drain(self) -> Outcome | None:
+        """`poll` until it is over, or until threads have been waited for too long after a failure;
+        what came to light meanwhile. A collective."""
+        outcome, pause = None, _PAUSES_S[0]
+        while not self.is_over:
+            if self._task is not None and not self._task.has_ended:
+                self._task.wait(pause)
+                pause = min(2 * pause, _PAUSES_S[1])
+            outcome = self.poll() or outcome
+            if self._phase == "failed" and self._worst == _FAILED:
+                break  # a thread hangs
+        return outcome
+
+    def give_up(self) -> None:
+        """Tell this rank's thread to stop: the others cannot be asked any more."""
+        self._stop.set()
+
+    def _worst_of_all(self) -> int:
+        flag = torch.tensor([self._state()], device=self._device)
+        all_reduce_max(flag, self._group)
+        self._worst = int(flag)
+        return self._worst
+
+    def _state(self) -> int:
+        """This rank's, in the phase that all are in."""
+        if self._task is None or self._task.has_ended:
+            if self._phase != "failed" and self._task is not None:
+                self._found = self._failure_of(self._task)
+            return _FAILED if self._phase != "failed" and self._found else _DONE
+        limit_s = min(self._limit_s, _GRACE_S) if self._phase == "failed" else self._limit_s
+        if time.monotonic() - self._since <= limit_s:
+            return _BUSY
+        self._found = Failure(
+            f"{self._name} not written within checkpoint.timeout_s = {self._limit_s:g}: the disk "
+            f"of rank {self._group.rank} is slow or hangs"
+        )
+        return _FAILED
+
+    @staticmethod
+    def _failure_of(task: Task) -> Failure | None:
+        try:
+            task.value()
+        except OptimusError as error:
+            return Failure(str(error), isinstance(error, NonFiniteError))
+        return None
+
+    def _begin_seal(self, reports: list[bytes]) -> None:
+        self._phase, self._task = "sealing", None
+        if self._group.rank == 0:
+            self._task = Task(
+                lambda: self._seal(self._stop, [pickle.loads(one) for one in reports])
+            )
+
+    def _fail(self) -> Outcome:
+        """All ranks take the first rank's failure of those that have one; a NaN goes before all."""
+        told = [one for one in all_gather_objects(self._found, self._group) if one is not None]
+        first = next((one for one in told if one.nonfinite), told[0])
+        self._stop.set()
+        self._phase, self._since, self._worst = "failed", time.monotonic(), _BUSY
+        return Outcome(self.step, first, self._since - self._begun)
+
+    def _end(self) -> None:
+        self._phase = "over"
+        if self._task is not None:
+            self._failure_of(self._task)  # an error of another kind is not lost behind the first
+        if self._group.rank == 0:
+            self._clean()

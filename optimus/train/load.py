@@ -1,0 +1,87 @@
+"""Where a run's states come from at the start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from optimus.checkpoint.load import load_full
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.weights import load_weights
+from optimus.chunks.engine import ChunkEngine
+from optimus.config import Config
+from optimus.dist.collectives import broadcast_object
+from optimus.dist.world import World
+from optimus.errors import CheckpointError
+from optimus.model.transformer import Transformer
+from optimus.train.loss_scale import LossScale
+from optimus.train.preflight import Preflight, start_again
+from optimus.train.whole import WholeModel
+
+
+def _nothing(name: str) -> Tensor:
+    raise AssertionError(f"only the first rank reads {name}")
+
+
+def load_start(
+    config: Config,
+    world: World,
+    flight: Preflight,
+    whole: WholeModel,
+    states: ChunkEngine,
+    rank_states: RankStates,
+    loss_scale: LossScale,
+) -> Preflight:
+    """Fill the states of every rank from where the run starts, and say where that was. A collective
+    of all ranks.
+
+    A checkpoint that proves damaged is passed over for the one before, on all ranks alike. Without
+    a start the states keep what they were made with. Raises CheckpointError.
+    """
+    damaged: dict[Path, str] = {}
+    while (full := flight.start.full) is not None:
+        problem = load_full(rank_states, full, config.checkpoint.distribute)
+        if not problem:
+            states.num_updates = full.updates
+            loss_scale.restore(full.loss_scale)
+            break
+        damaged[full.path] = problem
+        flight = _fall_back(config, world, flight, damaged)
+    start = flight.start
+    if full is None and start.path is not None:
+        weights = {}
+        if world.is_first:
+            model = Transformer(config.model)
+            load_weights(model, start.path)
+            weights = {name: p.detach() for name, p in model.named_parameters()}
+        source = weights.__getitem__ if world.is_first else _nothing
+        put, how = partial(states.put, "master"), config.checkpoint.distribute
+        whole.spread(put, source, world.device, how)
+    states.publish()
+    return flight
+
+
+def _fall_back(
+    config: Config, world: World, flight: Preflight, damaged: Mapping[Path, str]
+) -> Preflight:
+    """The start that is left; the first rank decides and says so."""
+    refused = ""
+    if world.is_first:
+        problem = list(damaged.values())[-1]
+        print(f"optimus: passing over a damaged checkpoint: {problem}", file=sys.stderr)
+        try:
+            flight = start_again(config, flight, damaged)
+            start = flight.start
+            print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
+        except CheckpointError as error:
+            refused = str(error)
+    start, refused = broadcast_object((flight.start, refused), world.everyone)
+    if refused:
+        raise CheckpointError(refused, on_every_rank=True)
+    assert start.path is not None, "nothing has initialised the parameters"
+    return replace(flight, start=start)

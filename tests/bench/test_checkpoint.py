@@ -1,0 +1,38 @@
+"""`optimus bench checkpoint` on real ranks, small: what it tells, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optimus.cli import main
+
+
+def test_all_ways_take_turns_and_nothing_is_left(tmp_path, capfd):
+    arguments = ["--dir", str(tmp_path), "--ranks", "2", "--hidden", "64", "--rounds", "1"]
+    assert main(["bench", "checkpoint", *arguments, "--json"]) == 0
+    (found,) = json.loads(capfd.readouterr().out)["ranks"]
+    assert found["ranks"] == 2 and found["bytes"] >= 2 * found["bytes_of_a_rank"] * 0.9
+    for what in ("save", "load"):
+        assert set(found[what]["s"]) == {"ours", "cached", "raw", "dcp", "torch"}
+        assert set(found[what]["ours_by"]) == {"cached", "raw", "dcp", "torch"}
+    assert set(found["verify"]["s"]) == {"ours", "raw"}
+    assert set(found["stall"]["s"]) == {"ours", "copy"}
+    assert all(seconds > 0 for seconds in found["stall"]["s"]["ours"])
+    # A block of 4 MiB and little beside: no copy of the whole (of 10 MB, as torch.load makes one).
+    assert max(found["peak_bytes"]["ours"].values()) < 0.8 * found["bytes_of_a_rank"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hidden", "100"], "multiple of 64"),
+        (["--ranks", "0"], "begin at 1"),
+        (["--dir", "/nowhere"], "no such directory"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, words, capsys):
+    assert main(["bench", "checkpoint", *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Real runs of two ranks whose saves are cut short, fail, or lose their power: samples.
+
+All of it: scripts/drills/checkpoint_kill.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optimus import files
+from tests.helpers import broken_runs, file_calls, power_check
+from tests.helpers.broken_runs import Save
+from tests.helpers.file_calls import Action, Call
+from tests.helpers.power_check import replay
+from tests.helpers.power_loss import Disk
+from tests.helpers.rank_pool import RankPool
+
+DEATHS = (2, 1)
+"""How many of some 250 are tried here, by rank; and of failures one of each kind."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> Iterator[RankPool]:
+    if why := file_calls.why_not():
+        pytest.skip(why)
+    with broken_runs.breaking_pool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["at-once", "in-the-background"])
+def save(request, pool, tiny_data, tmp_path_factory) -> Save:
+    scratch = tmp_path_factory.mktemp("save")
+    return broken_runs.prepare(pool, tiny_data, scratch, checkpoint__async_save=request.param)
+
+
+def sample(cases: list, count: int) -> list:
+    """One of each `count`-th part of them."""
+    rng, limits = random.Random(0), [n * len(cases) // count for n in range(count + 1)]
+    return [cases[rng.randrange(low, high)] for low, high in itertools.pairwise(limits)]
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the-first-rank", "the-second-rank"])
+def test_a_run_killed_as_it_saves_goes_on_to_the_same_end(pool, save, tiny_data, tmp_path, victim):
+    cases = [case for case in save.cases() if case.rank == victim]
+    assert len(save.numbers(victim)) >= (60, 3)[victim]
+    for number, case in enumerate(sample(cases, DEATHS[victim])):
+        broken_runs.break_save(pool, tiny_data, tmp_path / f"run-{number}", save, case)
+
+
+def test_a_run_whose_save_fails_goes_on_and_says_so(pool, save, tiny_data, tmp_path):
+    cases = save.errors()
+    for action in (Action.EIO, Action.ENOSPC, Action.SHORT):
+        (case,) = sample([case for case in cases if case.action is action], 1)
+        broken_runs.fail_save(pool, tiny_data, tmp_path / action.name, save, case)
+
+
+@pytest.fixture(scope="module")
+def recorded(pool, tiny_data, tmp_path_factory) -> tuple[Path, list[Call]]:
+    """A whole run's calls, and the directory below which they were made."""
+    root = tmp_path_factory.mktemp("disk")
+    return root, broken_runs.record(pool, tiny_data, root, root.parent / f"{root.name}.log")
+
+
+def test_every_call_that_changes_a_file_is_recorded(recorded):
+    root, calls = recorded
+    disk = Disk(str(root))
+    for call in calls:
+        disk.apply(call)
+    assert disk.now(lambda path: True) == power_check.tree_of(root)
+
+
+def test_a_run_finds_its_way_from_all_that_a_power_cut_may_leave(recorded):
+    root, calls = recorded
+    summary = replay(calls, root, samples=100)
+    assert summary.faults == []
+    assert summary.windows > 50 and summary.most_pending > power_check.WINDOW
+    assert summary.different >= 10
+
+
+@pytest.mark.parametrize("op", ["file", "directory"])
+def test_the_power_cuts_find_a_forgotten_fsync(recorded, op):
+    """Of everything in a checkpoint's making that is made durable, one thing is not."""
+    root, calls = recorded
+    of_directory = [
+        n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith("/checkpoints")
+    ]
+    of_file = [n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(".bin")]
+    forgotten = set(of_directory if op == "directory" else of_file)
+    assert len(forgotten) >= 4
+    left = [call for n, call in enumerate(calls) if n not in forgotten]
+    assert replay(left, root, samples=0, max_faults=1).faults
+
+
+def test_made_directories_are_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "fsync_dir", lambda path: synced.append(Path(path)))
+    files.make_dirs(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    assert synced[:2] == [tmp_path / "a", tmp_path]

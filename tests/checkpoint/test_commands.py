@@ -1,0 +1,206 @@
+"""`optimus checkpoint`: what exists, what is sound, what it holds, and its weights for others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from optimus import files
+from optimus.checkpoint import manager, shards
+from optimus.checkpoint.inspect import balance
+from optimus.cli import main
+from tests.helpers.runs import train_on
+from tests.helpers.tiny import tiny_tree
+
+
+@pytest.fixture(scope="module")
+def trained(rank_pool, tiny_data, tmp_path_factory) -> Path:
+    """A run of two ranks: full checkpoints of steps 4 and 6, models of 3 and 6."""
+    path = tmp_path_factory.mktemp("commands") / "run"
+    settings = {"train__max_steps": 6, "optim__sharding": "epso", "train__dtype": "bf16"}
+    settings |= {"checkpoint__interval": 2, "checkpoint__model_interval": 3}
+    train_on(rank_pool.run, 2, tiny_tree(tiny_data, path, **settings))
+    return path
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def flip(path: Path, at: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def told(capsys, *arguments: object, code: int = 0) -> dict:
+    """The one JSON object that a command prints."""
+    capsys.readouterr()
+    assert main(["checkpoint", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_list_tells_what_there_is(run_dir, capsys):
+    directory = manager.checkpoints_dir(run_dir)
+    unsealed = files.temporary_name(directory / "step-00000007")
+    unsealed.mkdir()
+    (unsealed / "shard-00000.bin").write_bytes(b"x" * 100)
+    (directory / "set-aside").mkdir()
+    (directory / "model-00000003").rename(directory / "set-aside" / "model-00000003")
+    found = told(capsys, "list", run_dir)
+    by_name = {one["name"]: one for one in found["checkpoints"]}
+    assert list(by_name) == [
+        *("step-00000004", "model-00000006", "step-00000006", "model-00000003"),
+        unsealed.name,
+    ]
+    assert [one["state"] for one in by_name.values()] == [*["valid"] * 4, "unsealed"]
+    assert by_name[unsealed.name]["bytes"] == 100 and by_name["model-00000003"]["set_aside"]
+    full, model = by_name["step-00000006"], by_name["model-00000006"]
+    assert found["next_start"] == "step-00000006"
+    assert (full["kind"], full["step"], full["tokens"]) == ("full", 6, 6 * 8 * 32)
+    assert full["layout"] == "pp1 dp2 ep1 tp1 epso bf16" and full["ranks"] == 2
+    assert 0 <= full["age_s"] < 600
+    assert full["bytes"] == sum(p.stat().st_size for p in (directory / full["name"]).iterdir())
+    shapes = manager.read_manifest(directory / full["name"]).index().shapes.values()
+    assert full["params"] == model["params"] == sum(torch.Size(shape).numel() for shape in shapes)
+    assert found["full_by_model"] == full["bytes"] / model["bytes"]
+
+    assert main(["checkpoint", "list", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 9 and "checkpoint.load = auto goes on from step-00000006" in out
+
+
+def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
+    directory = manager.checkpoints_dir(run_dir)
+    shard = directory / "step-00000006" / "shard-00001.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    flip(directory / "step-00000004" / "manifest.json", 100)
+    found = told(capsys, "list", run_dir)
+    by_name = {one["name"]: one for one in found["checkpoints"]}
+    assert found["next_start"] is None
+    for name, problem in {
+        "step-00000006": "shard-00001.bin: ",
+        "step-00000004": "manifest.json: not readable: damaged",
+    }.items():
+        assert by_name[name]["state"] == "damaged" and problem in by_name[name]["problem"]
+    assert main(["checkpoint", "list", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "bytes, not" in out and "goes on from nothing" in out
+
+
+def test_verify_reads_every_byte_once(run_dir, capsys):
+    directory = manager.full_path(run_dir, 6)
+    shards.traffic.update(opens=0, bytes=0)
+    result = told(capsys, "verify", directory, "--threads", "1")
+    assert result["valid"] and [one["problems"] for one in result["checkpoints"]] == [[]]
+    sizes = [shard.size for shard in manager.read_manifest(directory).index().shards]
+    assert shards.traffic == {"opens": 2, "bytes": sum(sizes) + 2 * shards.HEADER_BYTES}
+    result = told(capsys, "verify", run_dir)
+    assert [one["name"] for one in result["checkpoints"]] == [
+        *("model-00000003", "step-00000004", "model-00000006", "step-00000006"),
+    ]
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_verify_names_every_damaged_file(run_dir, capsys, threads, monkeypatch):
+    monkeypatch.setattr("optimus.checkpoint.manifest._BLOCKS_A_TASK", 1)
+    directory = manager.checkpoints_dir(run_dir)
+    hurt = [
+        directory / "step-00000004" / "shard-00001.bin",
+        directory / "step-00000006" / "shard-00000.bin",
+        directory / "step-00000006" / "config.toml",
+        directory / "model-00000003" / "model.safetensors",
+    ]
+    for path in hurt:
+        flip(path)
+    (directory / "model-00000006" / "config.json").unlink()
+    result = told(capsys, "verify", run_dir, "--threads", threads, code=1)
+    assert len(result["damaged"]) == 4 and not result["valid"]
+    problems = [problem for one in result["checkpoints"] for problem in one["problems"]]
+    assert len(problems) == 5
+    for path in hurt:
+        assert sum(str(path) in problem for problem in problems) == 1
+    assert main(["checkpoint", "verify", str(run_dir)]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 4
+    assert main(["checkpoint", "verify", str(directory / "step-00000004")]) == 1
+
+
+def test_show_tells_how_evenly_ranks_wrote(run_dir, capsys):
+    about = told(capsys, "show", run_dir)
+    assert about["name"] == "step-00000006" and about["state"] == "valid"
+    assert about["mesh"] == {"pp": 1, "dp": 2, "ep": 1, "tp": 1, "per_node": 2}
+    index = manager.read_manifest(manager.full_path(run_dir, 6)).index()
+    sizes = [shard.size for shard in index.shards]
+    assert about["writers"]["rank_max_by_mean"] == max(sizes) * 2 / sum(sizes) <= 1.1
+    assert about["writers"]["node_max_by_mean"] == 1
+    assert about["settings"]["model.hidden_size"] == 32
+    assert main(["checkpoint", "show", str(manager.model_path(run_dir, 3))]) == 0
+    assert "model" in capsys.readouterr().out
+
+
+def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
+    ranks = {"pp": 2, "dp": 4, "ep": 1, "tp": 1, "per_node": 2}
+    sizes = dict(enumerate([10, 10, 10, 10, 100, 120, 90]))
+    found = balance(sizes, ranks)
+    assert found["rank_max_by_mean"] == pytest.approx(120 * 4 / 310)
+    assert found["node_max_by_mean"] == pytest.approx(220 * 2 / 310)
+    assert (found["largest_bytes"], found["smallest_bytes"]) == (120, 0)
+
+
+def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, capsys):
+    """Directly, in bf16, of two bytes a parameter; an export of the full one rounds to the same."""
+    transformers = pytest.importorskip("transformers")
+    path = manager.model_path(run_dir, 6)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert theirs.dtype is torch.bfloat16
+    weights = load_file(path / "model.safetensors")
+    count = sum(weight.numel() for weight in weights.values())
+    assert count == told(capsys, "show", path)["params"]
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    head = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little")
+    assert (path / "model.safetensors").stat().st_size == 8 + head + 2 * count
+
+    out = tmp_path / "hf"
+    export = ["checkpoint", "export", str(run_dir), str(out), "--dtype", "bf16"]
+    assert main(export) == 0
+    exported = load_file(out / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "again")]) == 0
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert main(export) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_damage_is_1_and_a_mistake_2(run_dir, tmp_path, capsys):
+    path = manager.full_path(run_dir, 6)
+    flip(path / "shard-00001.bin")
+    out = tmp_path / "hf"
+    assert main(["checkpoint", "export", str(path), str(out)]) == 1
+    assert capsys.readouterr().err.count("does not match its checksum") == 1 and not out.exists()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unsaved" / "checkpoints").mkdir(parents=True)
+    mistakes = {"absent": "no such directory", "empty": "neither a run", "unsaved": "without a"}
+    for name, words in mistakes.items():
+        for action in ("list", "verify", "show"):
+            assert main(["checkpoint", action, str(tmp_path / name)]) == 2
+            err = capsys.readouterr().err
+            assert words in err and err.count("\n") == 1
+    assert main(["checkpoint", "verify", str(path), "--threads", "-1"]) == 2
+
+
+def test_looking_needs_no_torch(run_dir):
+    code = "import sys; from optimus.cli import main\n"
+    for action in ("list", "verify", "show"):
+        code += f"assert main(['checkpoint', '{action}', {str(run_dir)!r}]) == 0\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
