@@ -59,8 +59,10 @@ def run_jobs(
         initializer=_start_worker,
         initargs=(context, counter, stop, os.getpid()),
     )
+    others, started = multiprocessing.active_children(), []
     try:
         futures = {executor.submit(_work, job, index): index for index in order}
+        started = [one for one in multiprocessing.active_children() if one not in others]
         _watch(set(futures), counter, progress)
         return {index: future.result() for future, index in futures.items()}
     except BrokenProcessPool:
@@ -70,7 +72,18 @@ def run_jobs(
         ) from None
     finally:
         stop.value = 1  # no effect after success; otherwise jobs end at their next `advance`
+        threading.Thread(target=_end_with_each_other, args=(started,), daemon=True).start()
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_each_other(workers: Sequence[Any]) -> None:
+    """Until all have ended, which the executor waits for without a limit: one that is killed as it
+    takes its last message holds a lock that the others want. They have nothing left to do."""
+    while alive := [one for one in workers if one.is_alive()]:
+        if any(one.exitcode not in (None, 0) for one in workers):
+            for one in alive:
+                one.kill()
+        time.sleep(_POLL_S / 10)
 
 
 def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
@@ -78,7 +91,7 @@ def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
     shown = 0
     while waiting:
         done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
-        now = counter.value
+        now = counter.get_obj().value  # a worker that was killed may hold the lock
         progress.advance(now - shown)
         shown = now
         for future in done:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import pytest
 
+from data_prep import pool
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from optimus.errors import DataError, OptimusError
@@ -53,3 +56,20 @@ def test_the_first_error_ends_the_others():
 def test_a_killed_worker_is_an_error_in_one_line():
     with pytest.raises(OptimusError, match="a worker process was killed"):
         run_jobs(die, None, [0, 1], 2, Progress("work", 1, ""))
+
+
+def test_workers_end_with_one_that_is_killed():
+    """The executor waits for all of them, and they for a lock that the dead one holds."""
+    context = multiprocessing.get_context("fork")
+    lock = context.Lock()
+    lock.acquire()
+    workers = [context.Process(target=lock.acquire) for _ in range(2)]
+    for one in workers:
+        one.start()
+    ending = threading.Thread(target=pool._end_with_each_other, args=(workers,), daemon=True)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive() and all(one.is_alive() for one in workers)
+    workers[0].kill()
+    ending.join(30)
+    assert [one.exitcode for one in workers] == [-signal.SIGKILL] * 2

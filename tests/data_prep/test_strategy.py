@@ -14,7 +14,7 @@ def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):
         return strategy.choose_strategy(made.data, order, how, team, run_rows)
 
     assert choose() == "gather"
-    monkeypatch.setattr(strategy, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(strategy, "usable_memory", lambda: 100)
     monkeypatch.setattr(strategy, "random_read_cost", lambda *_: 3.5)
     assert choose() == "bucket" and choose(Team(0, 2)) == "gather"
     assert choose(run_rows=16) == "gather", "2.6 rows of a run in a shard"
