@@ -26,6 +26,7 @@ from optimus.model.init import initialise_
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
+from optimus.planner.states import check_slots
 from optimus.train.batch import BatchPlan
 from optimus.train.kernels import take_kernels
 from optimus.train.preflight import divide
@@ -42,6 +43,7 @@ Traffic = dict[str, dict[str, list[int]]]
 def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
     """Time `steps` updates on random tokens on the ranks of `launch`; the first rank tells."""
     mesh, plan = divide(config, launch.world_size)
+    check_slots(config, mesh)
     world = start_world(launch, config.parallel.timeout_s, config.train.device)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, launch.local_world_size

@@ -127,7 +127,8 @@ def check_slots(config: Config, mesh: Mesh) -> None:
     if least > slots:
         raise ConfigError(
             f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
-            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length"
+            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length",
+            on_every_rank=True,
         )
 
 

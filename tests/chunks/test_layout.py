@@ -48,6 +48,7 @@ def test_every_parameter_has_one_aligned_place(seed, target):
         )
     for number, chunk in enumerate(layout.chunks):
         assert chunk.number == number and chunk.length % (chunk.adders * ALIGNMENT) == 0
+        assert 2 * chunk.shard_length % 64 == 0  # bytes of bf16
         for before, after in itertools.pairwise(chunk.slots):
             assert before.stop <= after.start
     for key in {p.key for p in parameters}:
