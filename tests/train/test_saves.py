@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,13 +225,20 @@ def test_a_model_that_the_first_rank_cannot_write_fails_on_all_alike(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """On the second rank, behind update 4."""
+    """On the second rank, behind update 4; it is mended before update 5, which it would spoil."""
+    mend = []
 
     def poke(run: Run) -> None:
         if run.world.rank == 1 and run.states.num_updates == 4:
-            run.states.chunks[0].exp_avg[3] = torch.nan
+            moments = run.states.chunks[0].exp_avg
+            mend.append(partial(moments.copy_, moments.clone()))
+            moments[3] = torch.nan
 
-    return run_with(tree, lambda step: None, poke)
+    def before(step: int) -> None:
+        if step == 5 and mend:
+            mend[0]()
+
+    return run_with(tree, before, poke)
 
 
 @BOTH
