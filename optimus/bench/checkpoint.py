@@ -30,8 +30,8 @@ from optimus.dist.collectives import all_gather_objects, barrier
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world
 from optimus.errors import ConfigError, OptimusError
+from optimus.planner.states import states_of_rank
 from optimus.train.preflight import divide
-from optimus.train.save import states_of_rank
 from optimus.train.shard import Shard
 from optimus.train.spawn import spawn_local
 

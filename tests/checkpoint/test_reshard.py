@@ -136,7 +136,7 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
 
     saved = holdings(Mesh(pp=2, dp=416, ep=12), "epso")
     assert saved.mesh.world_size == 9984
-    shapes = all_shapes(saved)  # and lays out all chunks
+    shapes = saved.of(0).shapes | saved.of(9983).shapes  # of the two stages
     of_writers, written = 0.0, []
     gc.disable()  # all reports are kept here, which no real rank but the first does
     for rank in range(9984):
@@ -151,7 +151,7 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
     other = holdings(Mesh(pp=4, dp=312, ep=4, tp=2), "so")
     of_readers, opened = [], []
     for rank in (0, 1, 4992, 9983):
-        wants = wants_of(other.of(rank), other, rank)
+        wants = wants_of(other.of(rank), other, rank, fill=False)
         seconds, runs = processor_s(lambda wants: plan_reads(decode(data), wants), wants)
         of_readers.append(seconds)
         opened.append(len(set(runs[:, 0].tolist())))
@@ -164,4 +164,4 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
             f"{len(data) / 1e6:.0f} MB {of_index:.1f}, what one rank reads {max(of_readers):.2f}; "
             f"in sum {total:.1f}; files that a rank opens {opened}"
         )
-    assert total < 10
+    assert total < 10 and max(opened) < 50

@@ -65,11 +65,14 @@ def save(
     return decode(encode(f"generation {step}", step, written, all_shapes(holdings)))
 
 
-def wants_of(holding: Holding, holdings: Holdings, rank: int) -> list[Want]:
+def wants_of(holding: Holding, holdings: Holdings, rank: int, fill: bool = True) -> list[Want]:
+    """What the rank reads, into memory that is filled with -1, or not touched."""
     mesh, wants = holdings.mesh, []
     for span in spans_to_read(holding.held, holding.boxes, mesh, mesh.place(rank)):
         for state in STATES:
-            memory = numpy.full(span.stop - span.start, -1, dtype=numpy.float32)
+            memory = numpy.empty(span.stop - span.start, dtype=numpy.float32)
+            if fill:
+                memory.fill(-1)
             wants.append(Want(state, span.pieces, memoryview(memory).cast("B")))
     return wants
 
