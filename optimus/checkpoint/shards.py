@@ -30,7 +30,6 @@ ALIGNED_BYTES = 64
 DIRECT_BYTES = 4096
 """Of which what is written past the kernel's cache is a multiple."""
 HASH_CHARS = 16
-_BLOCKS_AHEAD = 2
 _MAGIC = "optimus shard"
 
 traffic = {"opens": 0, "bytes": 0}
@@ -229,9 +228,7 @@ class ShardReader:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset
         there, length; in bytes, by ascending offset in the file. Raises CheckpointError."""
         scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
-        blocks = list(_by_block(runs, self._block_bytes))
-        turns = self._in_turn([block for block, _ in blocks])
-        for block, (_, parts) in zip(turns, blocks, strict=True):
+        for block, parts in _by_block(runs, self._block_bytes):
             start = block * self._block_bytes
             size = min(self._block_bytes, self._shard.size - start)
             assert size > 0, "the index leads behind the end of a shard file"
@@ -247,19 +244,9 @@ class ShardReader:
     def verify(self, blocks: range) -> None:
         """Compare these blocks with their hashes; raises CheckpointError."""
         scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
-        for block in self._in_turn(blocks):
+        for block in blocks:
             left = self._shard.size - block * self._block_bytes
             self._read_block(block, scratch[: min(left, self._block_bytes)])
-
-    def _in_turn(self, blocks: Sequence[int]) -> Iterator[int]:
-        """Each block, while the kernel reads the next ones already: hashing keeps no disk busy."""
-        advise = getattr(os, "posix_fadvise", None)  # not every system has it
-        for number, block in enumerate(blocks):
-            begin = 1 if number == 0 else _BLOCKS_AHEAD
-            for ahead in blocks[number + begin : number + _BLOCKS_AHEAD + 1] if advise else ():
-                at = ahead * self._block_bytes
-                advise(self._fd, at, self._block_bytes, os.POSIX_FADV_WILLNEED)
-            yield block
 
     def _read_block(self, block: int, into: memoryview) -> None:
         self._read(into, block * self._block_bytes)
