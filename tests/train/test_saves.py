@@ -348,11 +348,11 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """What is mounted there takes nothing from update 4 to before update 7."""
+    """What is mounted there takes nothing from update 12 to before update 21."""
 
     def before(step: int) -> None:
-        if read_launch_env().rank == 0 and step in (4, 7):
-            how = "ro" if step == 4 else "rw"
+        if read_launch_env().rank == 0 and step in (12, 21):
+            how = "ro" if step == 12 else "rw"
             subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
     return run_with(tree, before)
@@ -399,7 +399,7 @@ def test_a_full_disk_harms_nothing_and_is_used_again(
 def test_a_directory_that_takes_nothing_harms_nothing(
     ranks, tiny_data, tmp_path, small_disk, beside
 ):
-    settings = {"train__max_steps": 8, "checkpoint__interval": 2, "checkpoint__async_save": beside}
+    settings = {"train__max_steps": 24, "checkpoint__interval": 6, "checkpoint__async_save": beside}
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(small_disk)
@@ -408,7 +408,7 @@ def test_a_directory_that_takes_nothing_harms_nothing(
     assert [one[:2] for one in ended] == [(0, "")] * 2, ended
     told = warnings(ended[0])
     assert len(told) == 2 and all("Read-only file system" in line for line in told), told
-    assert steps_kept(run) == [2, 8]
+    assert steps_kept(run) == [6, 24]
 
 
 def run_and_note_order(tree: dict[str, Any]) -> list[str]:
