@@ -88,13 +88,15 @@ class FullSaver:
         save is over. Raises OptimusError on every rank if it cannot begin.
         """
         everyone = states.groups.everyone
-        opened = broadcast_object(self._open(final) if everyone.rank == 0 else None, everyone)
-        if isinstance(opened, str):
-            raise OptimusError(opened, on_every_rank=True)
+        opening = Task(lambda: _begin(final, self._needed)) if everyone.rank == 0 else None
         if self._staging is not None:
-            self._staging.fill(states)
+            self._staging.fill(states)  # meanwhile
         else:
             platform.synchronize(states.device)  # threads have streams of their own
+        opened = self._opened(opening, final) if opening is not None else None
+        opened = broadcast_object(opened, everyone)
+        if isinstance(opened, str):
+            raise OptimusError(opened, on_every_rank=True)
         identity = Identity(opened.name, step, everyone.rank)
 
         def write(stop: threading.Event) -> Written | None:
@@ -116,12 +118,12 @@ class FullSaver:
             clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
         )
 
-    def _open(self, final: Path) -> _Generation | str:
+    def _opened(self, opening: Task, final: Path) -> _Generation | str:
         """A new generation, or why there is none; soon, since all ranks wait for it."""
-        task, limit_s = Task(lambda: _begin(final, self._needed)), min(self._limit_s, _BEGIN_S)
-        task.wait(limit_s)
-        if task.has_ended:
-            return task.value()
+        limit_s = min(self._limit_s, _BEGIN_S)
+        opening.wait(limit_s)
+        if opening.has_ended:
+            return opening.value()
         return f"{final.name} not begun within {limit_s:g} s: {final.parent} is slow or hangs"
 
     def _write(

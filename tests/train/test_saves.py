@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,13 +225,20 @@ def test_a_model_that_the_first_rank_cannot_write_fails_on_all_alike(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """On the second rank, behind update 4."""
+    """On the second rank, behind update 4; it is mended before update 5, which it would spoil."""
+    mend = []
 
     def poke(run: Run) -> None:
         if run.world.rank == 1 and run.states.num_updates == 4:
-            run.states.chunks[0].exp_avg[3] = torch.nan
+            moments = run.states.chunks[0].exp_avg
+            mend.append(partial(moments.copy_, moments.clone()))
+            moments[3] = torch.nan
 
-    return run_with(tree, lambda step: None, poke)
+    def before(step: int) -> None:
+        if step == 5 and mend:
+            mend[0]()
+
+    return run_with(tree, before, poke)
 
 
 @BOTH
@@ -313,12 +321,12 @@ def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
 def test_a_disk_that_hangs_holds_nobody_up_for_longer_than_the_limit(
     ranks, tiny_data, tmp_path, beside
 ):
-    settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 1.0}
+    settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 3.0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
     ended = ranks(2, run_with_a_hanging_disk, tree, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     first, second = warnings(ended[0])
-    assert "step-00000004 not written within checkpoint.timeout_s = 1: the disk of rank 1" in first
+    assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
     assert "step 8 is not saved: the disk has not taken what step 4 gave it" in second
     assert steps_kept(tmp_path) == [12]
     assert len(metrics_of(tmp_path)) == 12
@@ -340,11 +348,11 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """What is mounted there takes nothing from update 4 to before update 7."""
+    """What is mounted there takes nothing from update 12 to before update 21."""
 
     def before(step: int) -> None:
-        if read_launch_env().rank == 0 and step in (4, 7):
-            how = "ro" if step == 4 else "rw"
+        if read_launch_env().rank == 0 and step in (12, 21):
+            how = "ro" if step == 12 else "rw"
             subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
     return run_with(tree, before)
@@ -391,7 +399,7 @@ def test_a_full_disk_harms_nothing_and_is_used_again(
 def test_a_directory_that_takes_nothing_harms_nothing(
     ranks, tiny_data, tmp_path, small_disk, beside
 ):
-    settings = {"train__max_steps": 8, "checkpoint__interval": 2, "checkpoint__async_save": beside}
+    settings = {"train__max_steps": 24, "checkpoint__interval": 6, "checkpoint__async_save": beside}
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(small_disk)
@@ -400,7 +408,7 @@ def test_a_directory_that_takes_nothing_harms_nothing(
     assert [one[:2] for one in ended] == [(0, "")] * 2, ended
     told = warnings(ended[0])
     assert len(told) == 2 and all("Read-only file system" in line for line in told), told
-    assert steps_kept(run) == [2, 8]
+    assert steps_kept(run) == [6, 24]
 
 
 def run_and_note_order(tree: dict[str, Any]) -> list[str]:
