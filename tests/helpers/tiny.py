@@ -13,8 +13,9 @@ CONTEXT = 32
 VOCAB = 320
 
 
-def make_tiny_data(directory: Path, documents: int = 120) -> Path:
-    """A data set of some 600 instances of 32 tokens, with a held-out part, by `optimus-data`."""
+def make_tiny_data(directory: Path, documents: int = 120, tokenizer: Path | None = None) -> Path:
+    """A data set of some 600 instances of 32 tokens, with a held-out part, by `optimus-data`; its
+    tokenizer lies beside it, where none is given."""
     from data_prep.cli import main as optimus_data
 
     random.seed(7)
@@ -27,10 +28,11 @@ def make_tiny_data(directory: Path, documents: int = 120) -> Path:
         for _ in range(documents):
             body = " ".join(random.choices(words, k=random.randint(20, 90)))
             file.write(json.dumps({"text": body}) + "\n")
-    tokenizer, out = directory / "tokenizer.json", directory / "data"
-    source = ["--input", str(text / "docs.jsonl")]
-    made = ["train-tokenizer", *source, "--vocab-size", str(VOCAB), "--out", str(tokenizer)]
-    assert optimus_data(made) == 0
+    source, out = ["--input", str(text / "docs.jsonl")], directory / "data"
+    if tokenizer is None:
+        tokenizer = directory / "tokenizer.json"
+        made = ["train-tokenizer", *source, "--vocab-size", str(VOCAB), "--out", str(tokenizer)]
+        assert optimus_data(made) == 0
     run = ["run", *source, "--tokenizer", str(tokenizer), "--context", str(CONTEXT)]
     assert optimus_data([*run, "--out", str(out), "--workers", "1", "--eval-fraction", "0.1"]) == 0
     return out
