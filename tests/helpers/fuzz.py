@@ -22,6 +22,7 @@ from optimus.checkpoint import manager
 from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError, LostPeerError, Stopped
 from optimus.observe.metrics import read_json_lines
+from optimus.planner.states import check_slots
 from optimus.train.preflight import divide
 from tests.helpers.layouts import MODELS, SCHEDULES, TOLERANCE, WIDE
 from tests.helpers.rank_pool import RankPool, RanksFailed
@@ -124,7 +125,8 @@ def _is_accepted(case: Case, part: str) -> bool:
     ):
         return False
     try:
-        divide(make_config(tree(case, part, "d", "r")), world_size(case, part))
+        config = make_config(tree(case, part, "d", "r"))
+        check_slots(config, divide(config, world_size(case, part))[0])
     except ConfigError:
         return False
     return True
