@@ -151,6 +151,9 @@ def _find_in_bucket(every: list[tuple[Path, int]], bucket: int, buckets: int) ->
         hashes.append(halves[chosen])
         places.append(read_docs(folder, unit)[chosen, 1:])
     key, place = np.concatenate(hashes), np.concatenate(places)
+    upper = np.sort(key[:, 0].astype(np.uint64))  # quick, and nearly always enough
+    if not (upper[1:] == upper[:-1]).any():
+        return np.empty((0, 4), np.int64)
     order = np.lexsort((place[:, 1], place[:, 0], key[:, 1], key[:, 0]))
     key, place = key[order], place[order]
     again = np.zeros(len(key), bool)
