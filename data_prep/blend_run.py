@@ -143,7 +143,8 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
     ]
     order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
-    _check_disk(request.out, order)
+    if not (request.out / layout.ORDER).exists():  # else the disk holds some of its shards already
+        _check_disk(request.out, order)
     check_order(request.out, order, tokenizer)
     write_order(request.out, order, tokenizer)
 
@@ -153,8 +154,9 @@ def _check_disk(out: Path, order: BlendOrder) -> None:
     row_bytes = order.context * layout.little_endian(order.dtype).itemsize
     needs, free = order.num_instances * row_bytes, shutil.disk_usage(out).free
     if needs > free:
+        fit = free // row_bytes  # of --instances, 0 means the most
         raise ConfigError(
             f"{order.num_instances} instances of {order.context} take {needs / 1e9:,.1f} GB and "
-            f"the disk of {out} has {free / 1e9:,.1f} GB; give --instances {free // row_bytes} or "
-            "fewer, or another --out"
+            f"the disk of {out} has {free / 1e9:,.1f} GB; give "
+            + (f"--instances {fit} or fewer, or another --out" if fit else "another --out")
         )

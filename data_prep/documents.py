@@ -261,7 +261,7 @@ class InputReader:
             f"a page of {group.columns[0].held} bytes in row group {group.number} "
             f"(rows {group.first} to {group.first + group.rows - 1})",
             group.needs(rows) + text,
-            "leave large values out of the table",
+            "write the table with smaller pages, or without large values",
         )
         self._held = group.needs(rows)
         return rows

@@ -91,13 +91,20 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
 def require_compared(tokens_dir: Path) -> None:
     """Raises DataError where token arrays may hold an id twice, though they should not.
 
-    Nothing is known of a held-out part by itself.
+    DamageError where the list of those that were found is damaged. Nothing is known of a held-out
+    part by itself.
     """
     plan = read_plan(tokens_dir)
     if not plan.id_field or part_of(tokens_dir) != PARTS[0]:
         return
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
-    found = read(tokens_dir, plan_xxh3)
+    found = None
+    try:
+        found = read_whole(tokens_dir, plan_xxh3)
+    except DamageError as error:
+        raise DamageError(f"{error}; tokenizing again mends it") from None
+    except DataError:  # there is none, or of another plan
+        pass
     if found is not None:
         left_out = {
             unit: len(gone)
@@ -151,6 +158,9 @@ def _find_in_bucket(every: list[tuple[Path, int]], bucket: int, buckets: int) ->
         hashes.append(halves[chosen])
         places.append(read_docs(folder, unit)[chosen, 1:])
     key, place = np.concatenate(hashes), np.concatenate(places)
+    upper = np.sort(key[:, 0].astype(np.uint64))  # quick, and nearly always enough
+    if not (upper[1:] == upper[:-1]).any():
+        return np.empty((0, 4), np.int64)
     order = np.lexsort((place[:, 1], place[:, 0], key[:, 1], key[:, 0]))
     key, place = key[order], place[order]
     again = np.zeros(len(key), bool)

@@ -48,6 +48,7 @@ def read_column(
             open(name, "rb") as headers,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
+            _check_counts(table.metadata)
             first = 1
             for number in range(table.num_row_groups):
                 group = _group(headers, table.metadata, number, first, wanted)
@@ -59,7 +60,9 @@ def read_column(
                 usual = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
                 at_once = rows_at_once(group, usual)
                 batches = table.iter_batches(at_once, row_groups=[number], columns=wanted)
+                left = group.rows
                 while (batch := next(batches, None)) is not None:
+                    left -= len(batch)
                     rest = batch.slice(skip)
                     skip -= min(skip, len(batch))
                     values = rest.column(column)
@@ -67,6 +70,9 @@ def read_column(
                     ids = rest.column(id_column) if has_ids else itertools.repeat(None)
                     yield from zip(values, ids, strict=False)
                     del batch, rest, values, ids  # gone before the next one is read
+                if left:
+                    given = group.rows - left
+                    raise DamagedTable(f"row group {number} gives {given} of {group.rows} rows")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
 
@@ -90,6 +96,13 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise DataError(f"{name}: column {column!r} is {kind}, not text; write it as string")
     return wanted
+
+
+def _check_counts(metadata: Any) -> None:
+    """Raises DamagedTable where groups of rows are not the table: pyarrow reads what they say."""
+    rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
+        raise DamagedTable(f"row groups of {sum(rows)} rows in a table of {metadata.num_rows}")
 
 
 def _group(

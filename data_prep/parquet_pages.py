@@ -121,10 +121,12 @@ def _walk(file: IO[bytes], chunk: Any) -> ColumnPages:
         if kind == _DICTIONARY_PAGE:
             dictionary = size
         elif isinstance(own := fields.get(8 if kind == _DATA_PAGE_V2 else 5), dict):
-            encoding = own.get(4 if kind == _DATA_PAGE_V2 else 2)
+            count, encoding = own.get(1), own.get(4 if kind == _DATA_PAGE_V2 else 2)
+            if not isinstance(count, int) or count < 0:
+                raise _NotWalked
             coded = encoding in _DICTIONARIES
             repeats = encoding not in (_PLAIN, _DELTA_LENGTH)
-            pages.append((own.get(1, 0), size, dictionary if coded else size, repeats))
+            pages.append((count, size, dictionary if coded else size, repeats))
         start = header.place + packed
     values, sizes, most, repeats = zip(*pages, strict=True) if pages else ((), (), (), ())
     whole = (np.array(column, np.int64) for column in (values, sizes, most))

@@ -112,9 +112,7 @@ def _prepare(
             if not manifests:
                 raise
     if fused and team.rank == 0:
-        with working_in(
-            request.out
-        ):  # or another rank that leaves it sweeps up our temporary files
+        with working_in(request.out):  # or a rank that leaves it sweeps up our temporary files
             drop_arrays(request.out)
     return manifests
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from data_prep.shuffle import read_order
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError
-from tests.data_prep.corpus import train_arguments, tree, write_corpus
+from tests.data_prep.corpus import run_killed_at, train_arguments, tree, write_corpus
 
 
 def mixing_of(*weights: str) -> Mixing:
@@ -157,3 +159,16 @@ def test_more_than_the_disk_holds_is_refused_before_anything_stands(
     assert main(blend_arguments(made.data, second, out, "--instances", str(instances))) == 2
     assert f"{instances} instances of 16 take " in (error := capsys.readouterr().err)
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
+
+
+def test_a_blend_goes_on_where_the_disk_holds_some_of_it(made, second, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(blend_arguments(made.data, second, whole, "--workers", "1")) == 0
+    arguments = blend_arguments(made.data, second, out, "--workers", "1")
+    assert run_killed_at(arguments, 5, before=False) == -signal.SIGKILL
+    assert (out / "order.json").exists() and not (out / "manifest.json").exists()
+    almost_full = shutil.disk_usage(tmp_path)._replace(free=20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: almost_full)
+    for _ in range(2):
+        assert main(arguments) == 0 and tree(out) == tree(whole)
+    assert main(blend_arguments(made.data, second, tmp_path / "other")) == 2

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
+from data_prep.parquet import DamagedTable, read_column
 from data_prep.streams import DamagedStream, damage_of_gzip, unpack
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_tokenize import stored_documents
@@ -180,6 +181,26 @@ def test_a_table_whose_names_of_columns_are_damaged(made, text, tmp_path, capsys
     (text / "a.parquet").write_bytes(content.replace("é".encode(), b"\xff\xa9"))
     assert main(arguments(made, tmp_path)) == 2
     assert "a.parquet:1: damaged parquet: " in one_error(capsys)
+
+
+def test_no_row_is_lost_where_the_counts_of_a_table_are_damaged(tmp_path):
+    """pyarrow itself gives as many rows as a count says, and none for one below zero."""
+    path = tmp_path / "a.parquet"
+    columns = pyarrow.table({"text": [f"good text {n}" for n in range(200)]})
+    parquet.write_table(columns, path, row_group_size=100, write_statistics=False)
+    content = path.read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    hundred = b"\xc8\x01"  # as Thrift writes it
+    places = [at for at in range(footer, len(content) - 8) if content[at : at + 2] == hundred]
+    refused = 0
+    for at in places:
+        for damage in (b"\xc8\x00", b"\xc9\x01", b"\x80\x00", b"\xc8\x03"):
+            path.write_bytes(content[:at] + damage + content[at + 2 :])
+            try:
+                assert len(list(read_column(str(path), "text"))) == 200
+            except DamagedTable:
+                refused += 1
+    assert len(places) >= 4 and refused >= 8
 
 
 def test_a_table_of_any_name(made, tmp_path, monkeypatch):

@@ -95,6 +95,7 @@ def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
         ("tokens/unit-00000.npy", ["shuffle", "--context", "64"]),
         ("shards/shard-00000.npy", ["stats"]),
         ("tokenizer.json", ["inspect", "0"]),
+        ("tokens/duplicates.json", ["shuffle", "--context", "64"]),
     ],
 )
 def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, command):

@@ -393,6 +393,10 @@ def test_memory_holds_whatever_the_pages_of_a_table_hold(tmp_path, values, optio
     assert count == sum(map(len, values)) and rise <= 2 * room + (20 << 20), rise
 
 
+NO_COUNT = bytes.fromhex("1500 1502 15feffff0f 2c17") + bytes(10)
+"""A header of a data page of 1 byte, packed 16 million, whose number of values is a float."""
+
+
 @pytest.mark.parametrize("packing", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize(
     "options",
@@ -431,8 +435,10 @@ def test_pages_bound_every_run_of_values(tmp_path, packing, options):
         for run in (1, 2, 7, 60):
             most = max(sum(sizes[i : i + run]) for i in range(rows - run + 1))
             assert most <= pages.bytes_of(run)
-        damaged = io.BytesIO(b"\xff" * path.stat().st_size)
-        assert pages_of(damaged, chunk, rows).held == chunk.total_uncompressed_size
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        for damage in (b"\xff" * path.stat().st_size, bytes(start) + NO_COUNT):
+            held = pages_of(io.BytesIO(damage), chunk, rows).held
+            assert held == chunk.total_uncompressed_size
         first += rows
 
 

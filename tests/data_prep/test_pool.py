@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
-from data_prep import pool
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from optimus.errors import DataError, OptimusError
@@ -58,18 +58,36 @@ def test_a_killed_worker_is_an_error_in_one_line():
         run_jobs(die, None, [0, 1], 2, Progress("work", 1, ""))
 
 
-def test_workers_end_with_one_that_is_killed():
-    """The executor waits for all of them, and they for a lock that the dead one holds."""
-    context = multiprocessing.get_context("fork")
-    lock = context.Lock()
-    lock.acquire()
-    workers = [context.Process(target=lock.acquire) for _ in range(2)]
-    for one in workers:
-        one.start()
-    ending = threading.Thread(target=pool._end_with_each_other, args=(workers,), daemon=True)
-    ending.start()
-    ending.join(0.3)
-    assert ending.is_alive() and all(one.is_alive() for one in workers)
-    workers[0].kill()
-    ending.join(30)
-    assert [one.exitcode for one in workers] == [-signal.SIGKILL] * 2
+def hold_and_die(context, index, advance):
+    """Number 0's process is killed a second after its job, as it holds the lock for taking more."""
+    begun, held = context
+    if index == 1:
+        begun.set()
+        assert held.wait(30)
+        return
+    frame = sys._getframe()
+    while "call_queue" not in frame.f_locals:  # of the executor's loop, which called us
+        frame = frame.f_back
+    lock = frame.f_locals["call_queue"]._rlock
+
+    def die():
+        lock.acquire()
+        held.set()
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert begun.wait(30)
+    threading.Thread(target=die, daemon=True).start()
+    assert held.wait(30)
+
+
+def test_a_worker_that_is_killed_as_all_end_leaves_none_waiting():
+    """The executor waits for all of them, and they for the lock that the dead one holds."""
+    fork = multiprocessing.get_context("fork")
+    arguments = (hold_and_die, (fork.Event(), fork.Event()), [0, 1], 2, Progress("work", 1, ""))
+    command = fork.Process(target=run_jobs, args=arguments)
+    command.start()
+    command.join(60)
+    status = command.exitcode
+    command.kill()
+    assert status == 0
