@@ -56,11 +56,13 @@ def look_at(path: Path) -> dict[str, Any]:
         "problem": "",
         "set_aside": path.parent.name == manager.SET_ASIDE,
         **dict.fromkeys(_UNKNOWN),
-        "bytes": sum(one.stat().st_size for one in path.rglob("*") if one.is_file()),
+        "bytes": 0,
     }
-    if files.is_temporary(path):
-        return about | {"state": "unsealed", "problem": "a save that has not ended or never will"}
     try:
+        about["bytes"] = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        if files.is_temporary(path):
+            why = "a save that has not ended or never will"
+            return about | {"state": "unsealed", "problem": why}
         manifest = read_manifest(path)
         about |= _facts(manifest)
         manifest.check(_HASHED_BYTES)
@@ -68,6 +70,9 @@ def look_at(path: Path) -> dict[str, Any]:
         about |= {"params": params, "bytes_per_param": about["bytes"] / params if params else None}
     except CheckpointError as error:
         about |= {"state": "damaged", "problem": str(error)}
+    except OSError as error:
+        problem = f"{error.filename or path}: {error.strerror}"
+        about |= {"state": "damaged", "problem": problem}
     return about
 
 
@@ -109,7 +114,8 @@ def _count_elements(path: Path) -> int:
     """Of all tensors of a safetensors file, from its header."""
     try:
         with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            size = os.fstat(file.fileno()).st_size  # more than that is damage
+            header = json.loads(file.read(min(size, int.from_bytes(file.read(8), "little"))))
         return sum(math.prod(one["shape"]) for key, one in header.items() if key != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
@@ -120,6 +126,7 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
     would go on, `full_by_model` how often the newest model-only one fits into the newest full one.
     Raises CheckpointError where there is none."""
     found = [look_at(one) for one in find(path)]
+    found = [one for one in found if os.path.isdir(one["path"])]  # a run may seal or remove some
     newest: dict[str, Any] = {}
     for one in found:
         if one["state"] == "valid" and not one["set_aside"]:
@@ -144,7 +151,10 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     if not paths:
         find(path)
         raise CheckpointError(f"{path}: no sealed checkpoint; only unsealed or set aside ones")
-    checked = [_verify_one(one, threads) for one in paths]
+    results = [(one, _verify_one(one, threads)) for one in paths]
+    checked = [result for one, result in results if one.is_dir()]  # a run may remove old ones
+    if not checked:
+        raise CheckpointError(f"{path}: removed while it was read; give the command again")
     damaged = [one["name"] for one in checked if one["problems"]]
     return {"path": str(path), "valid": not damaged, "damaged": damaged, "checkpoints": checked}
 

@@ -180,11 +180,6 @@ def _create(path: Path, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o644), False
 
 
-def check_shard(directory: Path, identity: Identity, size: int) -> None:
-    """Compare a shard file's size and header with what they must be; raises CheckpointError."""
-    ShardReader(directory, identity, ShardFile(identity.writer, size, "")).close()
-
-
 class ShardReader:
     """Reads stretches of one shard file into memory; every block it touches is checked."""
 

@@ -44,8 +44,6 @@ class Outcome(NamedTuple):
 
     step: int
     failure: Failure | None
-    seconds: float
-    """Since it began, on this rank."""
 
 
 class Task:
@@ -103,7 +101,7 @@ class Underway:
         self.step = step
         self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
         self._seal, self._clean, self._stop = seal, clean, threading.Event()
-        self._begun = self._since = time.monotonic()
+        self._since = time.monotonic()
         self._phase, self._worst = "writing", _BUSY
         self._task: Task | None = None
         self._found: Failure | None = None
@@ -133,7 +131,7 @@ class Underway:
             self._begin_seal(gather_objects(self._task.value(), self._group))
             return None
         self._phase = "over"
-        return Outcome(self.step, None, time.monotonic() - self._begun)
+        return Outcome(self.step, None)
 
     def drain(self) -> Outcome | None:
         """`poll` until it is over, or until threads have been waited for too long after a failure;
@@ -194,7 +192,7 @@ class Underway:
         first = next((one for one in told if one.nonfinite), told[0])
         self._stop.set()
         self._phase, self._since, self._worst = "failed", time.monotonic(), _BUSY
-        return Outcome(self.step, first, self._since - self._begun)
+        return Outcome(self.step, first)
 
     def _end(self) -> None:
         self._phase = "over"

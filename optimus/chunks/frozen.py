@@ -45,6 +45,7 @@ class FrozenParameters:
 
     def put(self, name: str, whole: Tensor) -> None:
         """Set a parameter from all of its elements."""
+        self.settle()  # else what `shards` has told of it would count
         view = self._views[name]
         view.copy_(whole.view(view.shape))
 

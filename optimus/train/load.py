@@ -55,6 +55,9 @@ def load_start(
     start = flight.start
     if full is None and start.path is not None:
         weights = {}
+        for one in states.chunks:  # a checkpoint that proved damaged may have been read in part
+            one.exp_avg.zero_()
+            one.exp_avg_sq.zero_()
         if world.is_first:
             model = Transformer(config.model)
             load_weights(model, start.path)

@@ -25,7 +25,7 @@ from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml
 from optimus.dist.collectives import all_gather_objects, all_reduce_max
 from optimus.dist.world import World
-from optimus.errors import NonFiniteError, OptimusError
+from optimus.errors import LostPeerError, NonFiniteError, OptimusError
 from optimus.model.hf import config_to_hf, write_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
@@ -78,7 +78,8 @@ class Saves:
     ) -> None:
         """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole, self._loss_scale, self._rank_states = whole, loss_scale, rank_states
+        self._whole, self._loss_scale = whole, loss_scale
+        self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
         self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
@@ -141,6 +142,8 @@ class Saves:
             if lane.under_way is not None:
                 raise OptimusError(f"the disk has not taken what step {before.step} gave it")
             lane.under_way = begin(step)
+        except LostPeerError:
+            raise  # the run is over, not this save alone
         except OptimusError as error:
             self._failed(lane, step, str(error))
         if not self._config.checkpoint.async_save:
@@ -193,7 +196,8 @@ class Saves:
         """The first rank writes it alone; beside training, from a copy in bf16 that is made now."""
         weights = self._whole.gather(self._states.whole("master"))
         if self._config.checkpoint.async_save:
-            weights = {name: weight.to("cpu", torch.bfloat16) for name, weight in weights.items()}
+            names = list(weights)  # one by one, or the model would be there twice
+            weights = {name: weights.pop(name).to("cpu", torch.bfloat16) for name in names}
         path = manager.model_path(self._config.train.run_dir, step)
         facts = self._facts(step)
 

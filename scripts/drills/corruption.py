@@ -164,9 +164,7 @@ def main() -> int:
                 done[kind] += found
                 print(json.dumps({"kind": kind, "found": found}), file=out, flush=True)
             print(f"{kind}: {dict(done[kind])}", flush=True)
-    return int(
-        any(word.isupper() for found in done.values() for key in found for word in key.split())
-    )
+    return int(any(found.keys() & FAULTS for found in done.values()))
 
 
 def _read(path: str) -> dict[str, collections.Counter]:

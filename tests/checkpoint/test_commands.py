@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from optimus import files
-from optimus.checkpoint import manager, shards
+from optimus.checkpoint import inspect, manager, shards
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
 from tests.helpers.runs import train_on
@@ -94,6 +94,29 @@ def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "bytes, not" in out and "goes on from nothing" in out
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_what_a_run_removes_meanwhile_is_not_told_as_damage(run_dir, capsys, monkeypatch, action):
+    oldest, plain = manager.full_path(run_dir, 4), inspect.read_manifest
+
+    def read_late(path):
+        manifest = plain(path)
+        if path == oldest:
+            shutil.rmtree(path)
+        return manifest
+
+    monkeypatch.setattr(inspect, "read_manifest", read_late)
+    names = [one["name"] for one in told(capsys, action, run_dir)["checkpoints"]]
+    assert names == ["model-00000003", "model-00000006", "step-00000006"]
+
+
+def test_a_header_that_claims_more_than_the_file_is_damage(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(inspect, "_HASHED_BYTES", 0)
+    path = manager.model_path(run_dir, 3) / "model.safetensors"
+    path.write_bytes(b"\xff" * 7 + b"\x3f" + path.read_bytes()[8:])
+    (one,) = told(capsys, "list", path.parent)["checkpoints"]
+    assert one["state"] == "damaged" and "model.safetensors" in one["problem"]
 
 
 def test_verify_reads_every_byte_once(run_dir, capsys):

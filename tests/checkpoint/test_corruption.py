@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,16 @@ def test_any_damage_to_any_file_leads_to_the_other_slot(run_dir, capsys, damage,
         capsys.readouterr()
         path.write_bytes(whole)
     assert manager.newest_valid(run_dir).step == 2 == load_as_a_run_does(run_dir)
+
+
+@pytest.mark.parametrize(("found", "status"), [("loaded the older", 0), ("unseen by verify", 1)])
+def test_the_drill_ends_in_error_if_anything_went_unseen(tmp_path, found, status):
+    out = tmp_path / "corruption.jsonl"
+    out.write_text(json.dumps({"kind": "flip", "found": {found: 1}}) + "\n")
+    drill = Path(__file__).resolve().parents[2] / "scripts" / "drills" / "corruption.py"
+    what = ["--out", str(out), "--flips", "1", "--others", "0"]
+    done = subprocess.run([sys.executable, str(drill), *what], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_a_missing_file_is_damage_too(run_dir):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import resource
+import shutil
 import signal
 import zlib
 from pathlib import Path
@@ -180,6 +181,22 @@ def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tm
     assert_same_run(tmp_path / "unbroken", run)
     aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
     assert len(aside) == 1 and aside[0].startswith("step-00000003")
+
+
+def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_path):
+    """Though the only full checkpoint had been read in part before its damage was found."""
+    few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
+    few |= {"checkpoint__model_interval": 2}
+    run, fresh = tmp_path / "run", tmp_path / "fresh"
+    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=2, **few))
+    few |= {"checkpoint__load": "model@2"}
+    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
+    shutil.copytree(run, fresh)
+    shutil.rmtree(manager.full_path(fresh, 3))
+    flip(manager.full_path(run, 3) / "shard-00001.bin", 0.99)
+    for path in (run, fresh):
+        train_on(ranks, 2, tiny_tree(tiny_data, path, **few))
+    assert_same_run(run, fresh)
 
 
 def refused(tree: dict[str, Any]) -> tuple[int, str]:

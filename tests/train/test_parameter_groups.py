@@ -147,6 +147,19 @@ def test_frozen_parameters_are_saved_and_a_run_resumes_on_other_ranks(ranks, tin
         assert (f"exp_avg.{name}" in tensors) is not is_frozen(name)
 
 
+def test_frozen_parameters_come_from_the_model_that_a_run_starts_from(ranks, tiny_data, tmp_path):
+    run = RUN | {"train__dtype": "bf16", "train__max_steps": 1, "optim__warmup_steps": 0}
+    first = run | {"checkpoint__model_interval": 1, "train__seed": 5}
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **first))
+    model = manager.model_path(tmp_path / "one", 1)
+    for size, sharding in ((1, "none"), (2, "epso")):
+        more = {"checkpoint__load": str(model), "optim__sharding": sharding}
+        train_on(ranks, size, tiny_tree(tiny_data, tmp_path / sharding, **run, **more))
+        found = weights_of(tmp_path / sharding)["master.embed.weight"]
+        saved = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(found, saved.float())
+
+
 @pytest.mark.parametrize("recomputed", [[], ["block"], ["norm", "moe"]], ids=str)
 def test_a_first_stage_may_be_frozen_whole(ranks, tiny_data, tmp_path, recomputed):
     run = FEW | {"optim__frozen": ["embed.*", "blocks.0.*"], "checkpoint__model_interval": 5}

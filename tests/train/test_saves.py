@@ -275,6 +275,27 @@ def test_a_rank_lost_while_a_save_is_under_way_leaves_the_slot_before(ranks, tin
     assert_same_run(tmp_path / "unbroken", tmp_path / "run")
 
 
+def lose_the_first_rank_as_a_save_begins(tree: dict[str, Any]) -> Ended:
+    plain = save_module.FullSaver.begin
+
+    def begin(*arguments: Any, **facts: Any) -> Any:
+        if read_launch_env().rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **facts)
+
+    save_module.FullSaver.begin = begin
+    return run_with(tree, lambda step: None)
+
+
+@BOTH
+def test_a_rank_lost_as_a_save_begins_is_no_failed_save(ranks, tiny_data, tmp_path, beside):
+    settings = {"train__max_steps": 3, "checkpoint__interval": 0, "checkpoint__async_save": beside}
+    with pytest.raises(RanksFailed) as failed:
+        tree = tiny_tree(tiny_data, tmp_path, **settings)
+        ranks(2, lose_the_first_rank_as_a_save_begins, tree, start_world=False)
+    assert failed.value.outcomes[1].value().status == LostPeerError.exit_code
+
+
 def stop_the_second_rank(tree: dict[str, Any], how: str) -> Ended:
     """Before update 6, while step 4 is being written on both."""
     let = hold_writes({4: 6})
