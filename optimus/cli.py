@@ -426,7 +426,7 @@ def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
     peers = [name for name in args.peers.split(",") if name]
     threads = args.threads or (1, 2)
     result = bench_optimizer(args.size or SIZES, threads, args.rounds, peers, args.device)
-    result["ranks"] = on_ranks(counts, args.hidden, args.rounds)
+    result["ranks"] = on_ranks("optimizer", counts, args.hidden, args.rounds)
     text = format_result(result) + (format_ranks(result["ranks"]) if counts else "")
     print(json.dumps(result) if args.json else text)
     return 0

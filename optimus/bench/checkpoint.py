@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,16 @@ from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
 from optimus.bench.meters import versions
 from optimus.bench.pairs import paired, race
 from optimus.bench.peak import peak_above
-from optimus.bench.ranks import mula_like
+from optimus.bench.ranks import mula_like, on_ranks
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
 from optimus.dist.collectives import all_gather_objects, barrier
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError
 from optimus.planner.states import states_of_rank
 from optimus.train.preflight import divide
 from optimus.train.shard import Shard
-from optimus.train.spawn import spawn_local
 
 
 def bench_checkpoint(
@@ -44,15 +42,7 @@ def bench_checkpoint(
         raise ConfigError("--ranks and --rounds begin at 1, --hidden is a multiple of 64")
     if not os.path.isdir(directory):
         raise ConfigError(f"--dir {directory}: no such directory")
-    found = []
-    for count in counts:
-        with tempfile.TemporaryDirectory(prefix="optimus-bench-", dir=directory) as scratch:
-            result = Path(scratch) / "result.json"
-            settings = ("--hidden", str(hidden), "--rounds", str(rounds), "--result", str(result))
-            arguments = ("bench", "checkpoint", "--ranks", str(count), *settings)
-            if spawn_local(arguments, count) or not result.exists():
-                raise OptimusError(f"bench checkpoint on {count} ranks failed; see their messages")
-            found.append(json.loads(result.read_text()))
+    found = on_ranks("checkpoint", counts, hidden, rounds, directory)
     return {"versions": versions(), "directory": os.path.abspath(directory), "ranks": found}
 
 

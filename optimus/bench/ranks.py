@@ -64,16 +64,19 @@ def check_ranks(counts: Sequence[int], hidden: int) -> None:
         raise ConfigError("--ranks are even numbers, --hidden is a multiple of 64")
 
 
-def on_ranks(counts: Sequence[int], hidden: int, rounds: int) -> list[dict[str, Any]]:
-    """What each number of ranks found. Raises OptimusError."""
+def on_ranks(
+    bench: str, counts: Sequence[int], hidden: int, rounds: int, directory: str | None = None
+) -> list[dict[str, Any]]:
+    """What `optimus bench BENCH` found on each number of local ranks, each with `directory` (the
+    system's own for temporary files) to start in. Raises OptimusError."""
     found = []
     for count in counts:
-        with tempfile.TemporaryDirectory(prefix="optimus-bench-") as directory:
-            result = Path(directory) / "result.json"
+        with tempfile.TemporaryDirectory(prefix="optimus-bench-", dir=directory) as scratch:
+            result = Path(scratch) / "result.json"
             settings = ("--hidden", str(hidden), "--rounds", str(rounds), "--result", str(result))
-            arguments = ("bench", "optimizer", "--ranks", str(count), *settings)
+            arguments = ("bench", bench, "--ranks", str(count), *settings)
             if spawn_local(arguments, count) or not result.exists():
-                raise OptimusError(f"bench optimizer on {count} ranks failed; see their messages")
+                raise OptimusError(f"bench {bench} on {count} ranks failed; see their messages")
             found.append(json.loads(result.read_text()))
     return found
 

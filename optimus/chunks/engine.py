@@ -77,12 +77,10 @@ class ChunkEngine:
         self.residency, self._memory = residency, Memory(residency.poison)
         self.cache: ChunkCache | None = None
         self.chunks: list[ChunkStates] = []
+        kind = (dtype, grad_dtype, device, residency.divides_parameters)
         for chunk in self.layout.chunks:
-            one = ChunkStates(
-                chunk, chunk.key, dtype, grad_dtype, device, residency.divides_parameters
-            )
-            self.chunks.append(one)
-            self._take_values(one)
+            self.chunks.append(ChunkStates(chunk, chunk.key, *kind))
+            self._take_values(self.chunks[-1])
         self._arrivals = Arrivals()
         self._by_first_use = by_first_use(self.chunks, named)
         self._gradients = Gradients(
