@@ -10,12 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
 
 if TYPE_CHECKING:
-    from optimus.launch_env import LaunchEnv
+    pass
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
@@ -100,6 +100,7 @@ def _ended_within(seconds: float) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    from optimus.bench.commands import add_to as add_bench
     from optimus.checkpoint.commands import add_to as add_checkpoint
 
     parser = argparse.ArgumentParser(
@@ -114,7 +115,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_eval,
         _add_generate,
         _add_report,
-        _add_bench,
+        add_bench,
         _add_kernels,
         _add_doctor,
     ):
@@ -170,59 +171,28 @@ class _PrintSettings(argparse.Action):
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch_env import read_launch_env
+    from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
 
     if _is_rank_of_a_launcher():
         # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
         # whose error ends this one before its first step.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     launch = read_launch_env()
-    nproc = _nproc(args.nproc, launch.world_size)
+    nproc = ranks_to_start(args.nproc, launch.world_size)
     try:
         config = load_config(args.config, args.overrides)
     except OptimusError as error:
-        _refuse_together(launch, error)
+        refuse_together(launch, error)
     if nproc:
         from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
         return spawn_local(arguments, nproc)
-    _check_meeting(launch)
+    prepare_meeting(launch)
     from optimus.train.loop import train
 
     train(config, launch)
-    return 0
-
-
-def _check_meeting(launch: LaunchEnv) -> None:
-    from optimus.dist.meeting import check_meeting_point
-
-    check_meeting_point(launch)
-    if launch.world_size > 1:
-        # What torch prints while ranks look for each other says no more than our one line does.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-
-
-def _refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error` or, where other ranks were started, what they all agree to raise: a mistake
-    that each finds is told once."""
-    if launch.world_size > 1:
-        _check_meeting(launch)
-        from optimus.dist.world import start_world
-
-        start_world(launch, device="cpu", trouble=error)
-    raise error
-
-
-def _nproc(asked: int, started: int) -> int:
-    """How many local ranks this process is to start; 0 where a launcher has started it, or none."""
-    if asked < 0:
-        raise ConfigError(f"--nproc {asked} must be at least 1")
-    if started == 1 and "RANK" not in os.environ:
-        return asked
-    if asked not in (0, started):
-        message = f"--nproc {asked}, but {started} ranks were started; drop --nproc"
-        raise ConfigError(message, on_every_rank=True)
     return 0
 
 
@@ -330,131 +300,6 @@ def _report(args: argparse.Namespace, arguments: list[str]) -> int:
 
     picture, summary = write_report(Path(args.run_dir))
     print(f"{summary}\n{picture}")
-    return 0
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    text = "Measure a part of Optimus against other forms of it."
-    parser = commands.add_parser("bench", help=text, description=text)
-    parts = parser.add_subparsers(metavar="PART", required=True)
-    step = _add(parts, "step", _bench_step, "An update against a plain torch loop.")
-    _add_config(step)
-    step.add_argument("--steps", type=int, default=20, help="timed pairs of updates")
-    step.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    step.add_argument(
-        "--nproc",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start N local ranks and tell time, bytes by axis and bubble instead",
-    )
-    moe = _add(parts, "moe", _bench_moe, "The MoE block against other MoE blocks.")
-    moe.add_argument(
-        "--case", action="append", default=[], metavar="SHAPE-DTYPE", help="such as small-bf16"
-    )
-    moe.add_argument("--peers", default="", metavar="A,B", help="only these (all that can run)")
-    moe.add_argument("--rounds", type=int, default=5, help="timed passes of each block")
-    moe.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
-    moe.add_argument("--tokens", type=int, default=0, help="in a batch (0: by case and device)")
-    moe.add_argument("--device", default="auto", help="cpu, cuda, xpu (the best there is)")
-    moe.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    optimizer = _add(parts, "optimizer", _bench_optimizer, "The AdamW step against others.")
-    optimizer.add_argument("--size", type=int, action="append", help="parameters (2^16, 2^26)")
-    optimizer.add_argument("--peers", default="", metavar="A,B", help="only these (all there are)")
-    optimizer.add_argument("--rounds", type=int, default=7, help="timed steps of each")
-    optimizer.add_argument("--threads", type=int, action="append", help="on a CPU (1 and then 2)")
-    optimizer.add_argument("--device", default="cpu", help="cpu or cuda")
-    optimizer.add_argument(
-        "--ranks",
-        type=int,
-        action="append",
-        help="local ranks for divided states, FSDP2 and the peak of memory (4 and then 8); 0: none",
-    )
-    optimizer.add_argument("--hidden", type=int, default=256, help="of the model that they train")
-    optimizer.add_argument("--result", default="", help=argparse.SUPPRESS)
-    optimizer.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    keep = _add(parts, "checkpoint", _bench_checkpoint, "Checkpoints against the disk and others.")
-    keep.add_argument("--dir", default=".", help="on whose file system (here)")
-    keep.add_argument("--ranks", type=int, action="append", help="local ranks (1 and then 2)")
-    keep.add_argument("--hidden", type=int, default=512, help="of the model (512: 1.3 GB)")
-    keep.add_argument("--rounds", type=int, default=5, help="timed passes of each")
-    keep.add_argument("--result", default="", help=argparse.SUPPRESS)
-    keep.add_argument("--json", action="store_true", help="one JSON object on standard output")
-
-
-def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.config import load_config
-    from optimus.launch_env import read_launch_env
-
-    launch = read_launch_env()
-    try:
-        config = load_config(args.config, args.overrides)
-        if args.steps < 1:
-            raise ConfigError(f"--steps {args.steps} must be at least 1")
-    except OptimusError as error:
-        _refuse_together(launch, error)
-    nproc = _nproc(args.nproc, launch.world_size)
-    if nproc:
-        from optimus.train.preflight import divide
-        from optimus.train.spawn import spawn_local
-
-        divide(config, nproc)
-        return spawn_local(arguments, nproc)
-    if launch.world_size == 1 and not args.nproc:
-        from optimus.bench.step import bench_step, format_result
-
-        result, text = bench_step(config, args.steps), format_result
-    else:
-        from optimus.bench.layout import bench_layout, format_layout
-
-        result, text = bench_layout(config, args.steps, launch), format_layout
-    if result is not None:
-        print(json.dumps(result) if args.json else text(result))
-    return 0
-
-
-def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.bench.optimizer import SIZES, bench_optimizer, format_result
-    from optimus.bench.ranks import check_ranks, format_ranks, on_ranks, rank_main
-    from optimus.launch_env import read_launch_env
-
-    if args.result:  # started by on_ranks
-        rank_main(read_launch_env(), args.hidden, args.rounds, args.result)
-        return 0
-    counts = [count for count in args.ranks or (4, 8) if count]
-    check_ranks(counts, args.hidden)
-    peers = [name for name in args.peers.split(",") if name]
-    threads = args.threads or (1, 2)
-    result = bench_optimizer(args.size or SIZES, threads, args.rounds, peers, args.device)
-    result["ranks"] = on_ranks("optimizer", counts, args.hidden, args.rounds)
-    text = format_result(result) + (format_ranks(result["ranks"]) if counts else "")
-    print(json.dumps(result) if args.json else text)
-    return 0
-
-
-def _bench_checkpoint(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.bench.checkpoint import bench_checkpoint, format_result, rank_main
-
-    if args.result:  # started by bench_checkpoint
-        rank_main(args.hidden, args.rounds, args.result)
-        return 0
-    result = bench_checkpoint(args.dir, args.ranks or (1, 2), args.hidden, args.rounds)
-    print(json.dumps(result) if args.json else format_result(result))
-    return 0
-
-
-def _bench_moe(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.bench.moe import bench_moe, format_result
-
-    result = bench_moe(
-        args.case,
-        [name for name in args.peers.split(",") if name],
-        args.threads or (1, 2),
-        args.rounds,
-        args.tokens,
-        args.device,
-    )
-    print(json.dumps(result) if args.json else format_result(result))
     return 0
 
 
