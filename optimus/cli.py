@@ -9,13 +9,11 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
-
-if TYPE_CHECKING:
-    pass
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
@@ -45,6 +43,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("optimus: interrupted", file=sys.stderr)
         return 130
+
+
+def process() -> NoReturn:
+    """The process of one command.
+
+    A rank that ends beside others by an error leaves at once. The interpreter's own end would wait
+    for what they were doing together, until parallel.timeout_s, or would be aborted by one of its
+    threads.
+    """
+    try:
+        code = main()
+    except Exception:
+        if not _is_among_ranks():
+            raise
+        traceback.print_exc()
+        code = 1
+    if _is_among_ranks():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_among_ranks() -> bool:
+    """Whether this process stands in a world of ranks that it has not left."""
+    world = sys.modules.get("optimus.dist.world")
+    return world is not None and world.is_joined()
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
@@ -343,4 +368,4 @@ def _doctor(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process()

@@ -48,7 +48,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, launch.local_world_size
     )
-    groups = join_groups(mesh, world)
+    groups = join_groups(mesh, world, config.parallel.virtual_stages)
     config, _ = take_kernels(config, world, {})
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)

@@ -10,9 +10,9 @@ one way each allows).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,7 +22,8 @@ from optimus.dist.world import World
 
 @dataclass(frozen=True)
 class Channels:
-    """A pipeline rank's ways to and from its neighbours; the last rank's next is the first."""
+    """A pipeline rank's ways to and from its neighbours; the last rank's next is the first where
+    ranks hold several stages, and nobody where they hold one."""
 
     rank: int = 0
     """Along pp."""
@@ -40,23 +41,26 @@ NO_CHANNELS = Channels()
 
 
 def open_channels(
-    ring: Sequence[int], world: World, make: Callable[[tuple[int, ...]], Any]
+    line: Sequence[int],
+    is_ring: bool,
+    world: World,
+    make: Callable[[tuple[int, ...]], weakref.ref],
 ) -> Channels:
-    """Open this rank's channels to its neighbours in `ring`, the ranks along pp; all of them call
+    """Open this rank's channels to its neighbours in `line`, the ranks along pp; all of them call
     it, having made equally many groups. `make` makes the process group of some ranks.
 
     A message passes through each at once: communicators that connect at their first use would do so
     in the midst of a step, where one side may reach that use only after the other's.
     """
-    rank = ring.index(world.rank)
+    rank = line.index(world.rank)
     ways: dict[str, Group] = {}
-    for edges in _rounds(len(ring)):
+    for edges in _rounds(len(line), is_ring):
         own = next((edge for edge in edges if rank in edge), None)
         for name, source in (("activations", 0), ("gradients", 1)):
-            if own is None:  # torch names a group by how many this rank has made before it
+            if own is None:  # as many groups as the others
                 make((world.rank,))
                 continue
-            ranks = tuple(sorted(ring[end] for end in own))
+            ranks = tuple(sorted(line[end] for end in own))
             channel = Group(2, ranks.index(world.rank), make(ranks), "pp")
             out = rank == own[source]
             pass_on = send if out else receive
@@ -65,10 +69,9 @@ def open_channels(
     return Channels(rank, **ways)
 
 
-def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """The neighbours in a ring, in rounds in which no rank stands twice: all of a round's channels
-    open at once, and nobody waits for a rank that waits for it."""
-    edges = [(rank, (rank + 1) % size) for rank in range(size if size > 1 else 0)]
-    last = edges[-1:] if size % 2 else []
-    edges = edges[: len(edges) - len(last)]
-    return [chosen for chosen in (edges[::2], edges[1::2], last) if chosen]
+def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
+    """The neighbours in a line or ring, in rounds in which no rank stands twice: all of a round's
+    channels open at once, and nobody waits for a rank that waits for it."""
+    edges = [(rank, rank + 1) for rank in range(size - 1)]
+    rounds = [edges[::2], edges[1::2], [(size - 1, 0)] if is_ring and size > 1 else []]
+    return [chosen for chosen in rounds if chosen]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,16 +26,25 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that act together: how many, which of them this one is, and torch's handle."""
+    """Some ranks that act together: how many, and which of them this one is."""
 
     size: int
     rank: int
-    handle: Any = None
+    handle: weakref.ref | None = None
+    """torch's process group. torch alone keeps it alive, until `end_world`: its threads must end
+    before the interpreter does, whatever still holds this Group then."""
     axes: str = field(default="all ranks", compare=False)
     """The axes along which its ranks differ, for messages."""
 
 
 ALONE = Group(1, 0)
+
+
+def group_of(process_group: distributed.ProcessGroup, axes: str = "all ranks") -> Group:
+    """This rank's view of one of torch's process groups."""
+    size, rank = process_group.size(), process_group.rank()
+    return Group(size, rank, weakref.ref(process_group), axes)
+
 
 traffic: dict[tuple[str, str], list[int]] = {}
 """Since the process began, or `traffic.clear()`: calls and payload bytes by (axes, operation).
@@ -156,7 +166,7 @@ def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
 def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
     _count("all_reduce", group, tensor)
     total = distributed.ReduceOp.SUM
-    return distributed.all_reduce(tensor, total, group=group.handle, async_op=async_op)
+    return distributed.all_reduce(tensor, total, group=group.handle(), async_op=async_op)
 
 
 @_collective
@@ -164,7 +174,7 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
     """In place: the elementwise maximum of `tensor` over the group."""
     if group.size > 1:
         _count("all_reduce", group, tensor)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.handle)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.handle())
 
 
 @_collective
@@ -186,7 +196,7 @@ def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: 
         return None
     _count("all_gather", group, out, shard)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    return gather(out, shard, group=group.handle, async_op=async_op)
+    return gather(out, shard, group=group.handle(), async_op=async_op)
 
 
 @_collective
@@ -196,7 +206,7 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
         out.copy_(sent)
         return
     _count("all_to_all", group, sent)
-    distributed.all_to_all_single(out, sent, group=group.handle)
+    distributed.all_to_all_single(out, sent, group=group.handle())
 
 
 @_collective
@@ -209,7 +219,7 @@ def all_to_all_rows(
         return rows.clone()
     _count("all_to_all", group, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(out, rows, received, sent, group=group.handle)
+    distributed.all_to_all_single(out, rows, received, sent, group=group.handle())
     return out
 
 
@@ -239,7 +249,7 @@ def _reduce_scatter_sum(
         getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
     total = distributed.ReduceOp.SUM
-    return scatter(out, whole, total, group=group.handle, async_op=async_op)
+    return scatter(out, whole, total, group=group.handle(), async_op=async_op)
 
 
 @_collective
@@ -247,13 +257,13 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """In place: `tensor` of the group's rank `source`, on every rank."""
     if group.size > 1:
         _count("broadcast", group, tensor)
-        origin = distributed.get_global_rank(group.handle, source)
-        distributed.broadcast(tensor, origin, group=group.handle)
+        origin = distributed.get_global_rank(group.handle(), source)
+        distributed.broadcast(tensor, origin, group=group.handle())
 
 
 def ranks_of(group: Group) -> list[int]:
     """The global ranks of a group that has a handle, in their order within it."""
-    return distributed.get_process_group_ranks(group.handle)
+    return distributed.get_process_group_ranks(group.handle())
 
 
 @_collective
@@ -263,7 +273,7 @@ def broadcast_object(value: Value, group: Group) -> Value:
         return value
     box = [value]
     distributed.broadcast_object_list(
-        box, distributed.get_global_rank(group.handle, 0), group=group.handle
+        box, distributed.get_global_rank(group.handle(), 0), group=group.handle()
     )
     return box[0]
 
@@ -274,7 +284,7 @@ def all_gather_objects(value: Value, group: Group) -> list[Value]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    distributed.all_gather_object(values, value, group=group.handle)
+    distributed.all_gather_object(values, value, group=group.handle())
     return values
 
 
@@ -285,7 +295,7 @@ def gather_objects(value: Value, group: Group) -> list[Value]:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
     distributed.gather_object(
-        value, values, distributed.get_global_rank(group.handle, 0), group=group.handle
+        value, values, distributed.get_global_rank(group.handle(), 0), group=group.handle()
     )
     return values or []
 
@@ -294,19 +304,19 @@ def gather_objects(value: Value, group: Group) -> list[Value]:
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
-        distributed.barrier(group=group.handle)
+        distributed.barrier(group=group.handle())
 
 
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
     """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
     _count("send", group, tensor)
-    peer = distributed.get_global_rank(group.handle, to)
-    return Transfer(tensor, distributed.isend(tensor, peer, group.handle), group, "send")
+    peer = distributed.get_global_rank(group.handle(), to)
+    return Transfer(tensor, distributed.isend(tensor, peer, group.handle()), group, "send")
 
 
 @_collective
 def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
     """Begin to receive into `tensor` from the group's rank `source`."""
-    peer = distributed.get_global_rank(group.handle, source)
-    return Transfer(tensor, distributed.irecv(tensor, peer, group.handle), group, "receive")
+    peer = distributed.get_global_rank(group.handle(), source)
+    return Transfer(tensor, distributed.irecv(tensor, peer, group.handle()), group, "receive")

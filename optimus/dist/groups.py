@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as distributed
 
@@ -13,6 +12,9 @@ from optimus.dist.channels import NO_CHANNELS, Channels, open_channels
 from optimus.dist.collectives import ALONE, Group, lost_peers
 from optimus.dist.mesh import Mesh, Place
 from optimus.dist.world import World
+
+Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
+"""Process groups by whether they carry states, and by their ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,26 @@ class Groups:
         return groups[axes]
 
 
-def join_groups(mesh: Mesh, world: World) -> Groups:
-    """Make this rank's groups; every rank of the world calls it. Each rank makes its own alone, so
-    the cost does not grow with the world."""
+def join_groups(mesh: Mesh, world: World, virtual_stages: int = 1) -> Groups:
+    """Make this rank's groups, with the channels that so many stages a rank need; every rank of the
+    world calls it. Each rank makes its own alone, so the cost does not grow with the world.
+
+    torch names a group by its ranks and by how many this rank has made before it, so all ranks make
+    equally many.
+    """
     members = mesh.groups_of(world.rank)
-    # Before "ends", which only some ranks make.
-    channels = open_channels(members["pp"], world, lambda ranks: _make(ranks, world, "pp"))
-    handles: dict[tuple[bool, tuple[int, ...]], Any] = {}
+    channels = open_channels(
+        members["pp"], virtual_stages > 1, world, lambda ranks: _make(ranks, world, "pp")
+    )
+    handles: Handles = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
-    for name, ranks in members.items():  # in one order on all ranks of a group
+    for name, ranks in members.items():  # in one order on all ranks
         key = (name in _STATES, ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(name, mesh))
+        elif name == "ends" and mesh.pp > 2:  # a rank between them, which makes one all the same
+            _make(ranks, world, _label(name, mesh))
     return _gather(mesh, world.rank, world.everyone, handles, channels)
 
 
@@ -67,7 +76,7 @@ def _gather(
     mesh: Mesh,
     rank: int,
     everyone: Group,
-    handles: Mapping[tuple[bool, tuple[int, ...]], Any],
+    handles: Handles,
     channels: Channels,
 ) -> Groups:
     groups = {}
@@ -91,8 +100,9 @@ def _label(name: str, mesh: Mesh) -> str:
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1) or name
 
 
-def _make(ranks: tuple[int, ...], world: World, axes: str) -> Any:
+def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
     """A process group that only its own ranks join, with the run's time limit."""
     limit = timedelta(seconds=world.timeout_s)
     with lost_peers("join_groups", Group(len(ranks), ranks.index(world.rank), axes=axes)):
-        return distributed.new_group(list(ranks), limit, use_local_synchronization=True)
+        made = distributed.new_group(list(ranks), limit, use_local_synchronization=True)
+    return weakref.ref(made)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as distributed
 
-from optimus.dist.collectives import Group, barrier
+from optimus.dist.collectives import ALONE, Group, barrier, group_of
 from optimus.dist.meeting import NotAllHereError, agree_to_start
 from optimus.errors import LostPeerError, OptimusError, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
@@ -21,8 +20,6 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 
 _TROUBLED_WAIT_S = 120.0
 """How long a rank that cannot go on waits for the others before it says so by itself."""
-_LET_GO_S = 0.1
-"""How long threads of a backend have, at the end, to let go of tensors."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def start_world(
     if launch.world_size == 1:
         if trouble is not None:
             raise trouble
-        return World(launch, own_device, "none", Group(size=1, rank=0))
+        return World(launch, own_device, "none", ALONE)
     limit_s = timeout_s if trouble is None else min(timeout_s, _TROUBLED_WAIT_S)
     try:
         store = _meet(launch, limit_s)
@@ -90,7 +87,7 @@ def start_world(
         if trouble is not None:
             raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
-    everyone = Group(launch.world_size, launch.rank, distributed.group.WORLD)
+    everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
 
@@ -145,13 +142,17 @@ def tells_first(limit_s: float = 2.0) -> bool:
     return answer[0] if answer else True
 
 
-def end_world() -> None:
-    """Leave the process group, if one was started.
+def is_joined() -> bool:
+    """Whether this process stands in a world of several ranks that it has not left."""
+    return distributed.is_initialized()
 
-    A thread of gloo lets go of its last operation's tensors behind our wait for it, and needs the
-    interpreter for that. One that comes to it only while the interpreter ends makes C++ terminate
-    the process (3 of 14 short runs ended so, by SIGABRT), so it is given the time here.
+
+def end_world() -> None:
+    """Leave the process group, if one was started: its threads have ended then.
+
+    A thread of gloo lets go of an operation's tensors behind our wait for it, and needs the
+    interpreter for that; were it still to do so as the interpreter ends, C++ would abort the
+    process. torch holds the only references to process groups (`Group.handle`), so they end here.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
-        time.sleep(_LET_GO_S)

@@ -103,7 +103,7 @@ class Run:
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.stop_request = StopRequest(config.train.deadline_s)
         self.directory = directory
-        self.groups = join_groups(flight.mesh, world)
+        self.groups = join_groups(flight.mesh, world, config.parallel.virtual_stages)
         self.shard = Shard(config, self.groups, flight.plan, world.device)
         self.model, layout = self.shard.model, self.shard.layout
         if flight.start.path is None:

@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import Group, group_of
 from optimus.model.moe import FastSparseMoE
 from optimus.parallel.exchange import gather_then_scatter_sum, scatter_sum_then_gather
 from optimus.parallel.expert import wire_expert_parallel
@@ -37,7 +37,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: Group, under_way: dict) -> Tensor:
         ctx.under_way = under_way
         out = x.new_empty(group.size * len(x), x.shape[1])
-        work = distributed.all_gather_into_tensor(out, x, group.handle, async_op=True)
+        work = distributed.all_gather_into_tensor(out, x, group.handle(), async_op=True)
         under_way["gather"] = work
         return out
 
@@ -60,7 +60,7 @@ class _End(torch.autograd.Function):
         ctx.under_way["own"], ctx.under_way["scatter"] = (
             own,
             distributed.reduce_scatter_tensor(
-                own, grad.contiguous(), group=ctx.group.handle, async_op=True
+                own, grad.contiguous(), group=ctx.group.handle(), async_op=True
             ),
         )
         return grad, None, None
@@ -107,10 +107,7 @@ def work(rank: int, options: argparse.Namespace, file: str) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=options.ranks
     )
-    groups = [
-        Group(options.ranks, rank, distributed.new_group(list(range(options.ranks))))
-        for _ in range(2)
-    ]
+    groups = [group_of(distributed.new_group(list(range(options.ranks)))) for _ in range(2)]
     torch.manual_seed(0)
     layers = [make_layer(options, group) for group in groups]
     torch.manual_seed(rank)

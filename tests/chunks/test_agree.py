@@ -11,7 +11,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.setting import Setting
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.dist.collectives import Group, traffic
+from optimus.dist.collectives import Group, group_of, traffic
 from optimus.errors import ConfigError
 
 SHAPES = {"first": (4, 8), "second": (64,), "third": (64,)}
@@ -32,7 +32,7 @@ def make_engine(shapes: dict, home: Home | None, everyone: Group) -> ChunkEngine
 def build(other: dict | None, setting: Setting | None) -> tuple[str, int]:
     """What is raised where the last rank has `other` parameters or another setting."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = Group(size, rank, torch.distributed.group.WORLD, "dp")
+    everyone = group_of(torch.distributed.group.WORLD, "dp")
     is_last = rank == size - 1
     shapes = other if is_last and other is not None else SHAPES
     own = setting if is_last and setting is not None else Setting()
@@ -78,7 +78,7 @@ def test_a_parameter_without_groups_is_named():
 def build_in_classes_that_miss() -> str:
     """One rank has no member of a class that the other would wait for."""
     rank = torch.distributed.get_rank()
-    everyone = Group(2, rank, torch.distributed.group.WORLD, "dp")
+    everyone = group_of(torch.distributed.group.WORLD, "dp")
     home = Home(adders=everyone, spread=everyone, stage=rank)
     try:
         make_engine(SHAPES, home, everyone)

@@ -9,7 +9,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig, make_config
-from optimus.dist.collectives import Group, traffic
+from optimus.dist.collectives import Group, group_of, traffic
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.train.loop import Run
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
@@ -97,7 +97,7 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
 
 def everyone() -> Group:
     distributed = torch.distributed
-    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+    return group_of(distributed.group.WORLD)
 
 
 def step_by_step() -> dict:

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from optimus.dist import collectives
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import Group, group_of
 from optimus.errors import LostPeerError
 
 
 def everyone() -> Group:
     distributed = torch.distributed
-    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+    return group_of(distributed.group.WORLD)
 
 
 def run_all(dtype: torch.dtype) -> dict:

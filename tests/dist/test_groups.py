@@ -35,7 +35,7 @@ def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
 
 def make_world(timeout_s: float) -> World:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    everyone = collectives.group_of(torch.distributed.group.WORLD)
     launch = LaunchEnv(rank, size, rank, size, "env://")
     return World(launch, torch.device("cpu"), "gloo", everyone, timeout_s)
 
@@ -77,7 +77,7 @@ def test_each_group_holds_the_ranks_of_its_axes(ranks):
 def pass_along() -> list[float]:
     """Two messages to the next rank, in order, both under way at once."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    group = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    group = collectives.group_of(torch.distributed.group.WORLD)
     before, after = (rank - 1) % size, (rank + 1) % size
     asked = [collectives.receive(torch.empty(1), group, before) for _ in range(2)]
     sent = [collectives.send(torch.tensor([rank + n / 10]), group, after) for n in range(2)]
@@ -93,46 +93,64 @@ def test_messages_arrive_in_order(ranks):
         assert got == [before, torch.tensor(before + 0.1).item()]
 
 
-def over_channels(sizes: tuple[int, ...]) -> dict[str, float]:
+def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
     """What comes through each channel in; receives are all asked for before anything is sent."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = collectives.Group(size, rank, torch.distributed.group.WORLD)
-    launch = LaunchEnv(rank, size, rank, size, "env://")
-    world = World(launch, torch.device("cpu"), "gloo", everyone)
-    channels = join_groups(Mesh(*sizes), world).channels
+    world = make_world(timeout_s=600.0)
+    channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
     ways = {
         "activations": (channels.activations_out, channels.activations_in, 1.0),
         "gradients": (channels.gradients_out, channels.gradients_in, 2.0),
     }
-    handles = {id(way.handle) for out, into, _ in ways.values() for way in (out, into)}
-    assert len(handles) == 4, "a channel shares its communicator"
+    opened = [way for out, into, _ in ways.values() for way in (out, into) if way.size > 1]
+    shared = len(opened) - len({id(way.handle()) for way in opened})
+    assert not shared, "a channel shares its communicator"
     asked = {
         name: collectives.receive(torch.empty(1), into, 1 - into.rank)
         for name, (_, into, _) in ways.items()
+        if into.size > 1
     }
     sent = [
-        collectives.send(torch.tensor([10.0 * rank + mark]), out, 1 - out.rank)
+        collectives.send(torch.tensor([10.0 * world.rank + mark]), out, 1 - out.rank)
         for out, _, mark in ways.values()
+        if out.size > 1
     ]
+    assert len(opened) == len(asked) + len(sent)
     got = {name: one.wait().item() for name, one in asked.items()}
     for one in sent:
         one.wait()
     return got
 
 
+@pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 2)], ids=str)
-def test_each_neighbour_sends_each_way_through_a_communicator_of_its_own(ranks, sizes):
+def test_each_neighbour_sends_each_way_through_a_communicator_of_its_own(
+    ranks, sizes, virtual_stages
+):
     mesh = Mesh(*sizes)
-    for rank, got in enumerate(ranks(mesh.world_size, over_channels, sizes)):
+    for rank, got in enumerate(ranks(mesh.world_size, over_channels, sizes, virtual_stages)):
         column = mesh.group_of(rank, ("pp",))
-        place = column.index(rank)
-        before, after = column[place - 1], column[(place + 1) % len(column)]
-        assert got == {"activations": 10.0 * before + 1, "gradients": 10.0 * after + 2}
+        place, wanted = column.index(rank), {}
+        if place > 0 or virtual_stages > 1:
+            wanted["activations"] = 10.0 * column[place - 1] + 1
+        if place < len(column) - 1 or virtual_stages > 1:
+            wanted["gradients"] = 10.0 * column[(place + 1) % len(column)] + 2
+        assert got == wanted
+
+
+def sums_twice(sizes: tuple[int, ...]) -> bool:
+    return sums(sizes) == sums(sizes) and over_channels(sizes, 1) == over_channels(sizes, 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
+def test_groups_may_be_made_again(ranks, sizes):
+    """torch names them by how many a rank has made: in a pipeline's middle no fewer than at its
+    ends."""
+    assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 
 def reduce_scatter() -> float:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    group = collectives.Group(size, rank, torch.distributed.group.WORLD)
+    group = collectives.group_of(torch.distributed.group.WORLD)
     out = torch.empty(1)
     collectives.reduce_scatter_sum(out, torch.arange(size) + 10.0 * rank, group)
     return out.item()
@@ -148,13 +166,13 @@ def build_at_scale(size: int, rank: int) -> tuple[int, ...]:
     distributed = torch.distributed
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     launch = LaunchEnv(rank, size, 0, 12, "env://")
-    everyone = collectives.Group(size, rank, distributed.group.WORLD)
+    everyone = collectives.group_of(torch.distributed.group.WORLD)
     world = World(launch, torch.device("cpu"), "fake", everyone)
     groups = join_groups(Mesh(8, 128, 12, 1), world)
     for name in NAMES:
         group = getattr(groups, name)
         if group.size > 1:
-            members = distributed.get_process_group_ranks(group.handle)
+            members = distributed.get_process_group_ranks(group.handle())
             assert members[group.rank] == rank, (name, members)
     return tuple(getattr(groups, name).size for name in NAMES)
 

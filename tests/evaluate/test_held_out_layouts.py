@@ -23,7 +23,7 @@ def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
     config = make_config(tree)
     world, sizes = start_world(device="cpu"), config.parallel
     mesh = make_mesh(world.size, sizes.pp, sizes.dp, sizes.ep, sizes.tp)
-    groups = join_groups(mesh, world)
+    groups = join_groups(mesh, world, sizes.virtual_stages)
     shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
     initialise_(shard.model, 0, shard.layout.placements)
     data = groups.data

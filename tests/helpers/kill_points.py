@@ -24,7 +24,7 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
-from optimus.dist.collectives import ALONE, Group
+from optimus.dist.collectives import ALONE, Group, group_of
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
 from optimus.errors import LostPeerError
@@ -94,7 +94,7 @@ def join(rank: int, ranks: int, store: Path) -> Group:
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
-    return Group(ranks, rank, distributed.group.WORLD)
+    return group_of(distributed.group.WORLD)
 
 
 def child(rank: int, ranks: int, run_dir: Path, kill: Breakage) -> int:

@@ -211,7 +211,8 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
     config = make_config(tree)
     parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    groups = join_groups(mesh, world, parallel.virtual_stages)
+    plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     routes = _Routes(shard, groups.data.rank, groups.data.size)

@@ -33,7 +33,8 @@ def make_updater(tree: dict[str, Any]) -> Made:
     config = make_config(tree)
     world, parallel = start_world(device="cpu"), config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    groups = join_groups(mesh, world, parallel.virtual_stages)
+    plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, 0, shard.layout.placements)
     states = shard.make_states()

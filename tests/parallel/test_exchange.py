@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import Group, group_of
 from optimus.parallel import exchange
 
 SIZE = 2
@@ -14,7 +14,7 @@ SIZE = 2
 
 def everyone() -> Group:
     distributed = torch.distributed
-    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+    return group_of(distributed.group.WORLD)
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.config import make_config
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import Group, group_of
 from optimus.model.layers import Embedding, RMSNorm
 from optimus.parallel.placement import share
 from optimus.parallel.tensor import (
@@ -23,7 +23,7 @@ V, D, N = 11, 8, 6  # V divided unevenly
 
 def everyone() -> Group:
     distributed = torch.distributed
-    return Group(distributed.get_world_size(), distributed.get_rank(), distributed.group.WORLD)
+    return group_of(distributed.group.WORLD)
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

@@ -48,7 +48,7 @@ def build(tree: dict[str, Any]) -> Built:
     config, world = make_config(tree), start_world(device="cpu")
     parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world)
+    groups = join_groups(mesh, world, parallel.virtual_stages)
     shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
     for parameter in shard.model.parameters():
         parameter.data.zero_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimus.config import load_config
-from optimus.dist.collectives import Group
+from optimus.dist.collectives import group_of
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World
 from optimus.launch_env import LaunchEnv
@@ -32,7 +32,7 @@ def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
     for stage in range(mesh.pp):
         rank = stage * (WORLD // mesh.pp)
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-        everyone = Group(WORLD, rank, distributed.group.WORLD)
+        everyone = group_of(distributed.group.WORLD)
         world = World(LaunchEnv(rank, WORLD, 0, 12, "env://"), META, "fake", everyone)
         shard = Shard(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}

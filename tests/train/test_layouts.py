@@ -29,7 +29,7 @@ def first_gradients(tree: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
     world = start_world(device="cpu")
     parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world)
+    groups = join_groups(mesh, world, parallel.virtual_stages)
     plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, 0, shard.layout.placements)

@@ -194,7 +194,8 @@ def count_step(tree: dict) -> dict:
     world = start_world(device="cpu")
     parallel = config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups, plan = join_groups(mesh, world), plan_batch(config, mesh.num_data_ranks)
+    groups = join_groups(mesh, world, parallel.virtual_stages)
+    plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     states = shard.make_states()

@@ -70,6 +70,8 @@ class Executor:
             Kind.SEND_GRADIENT: channels.gradients_out,
             Kind.RECV_GRADIENT: channels.gradients_in,
         }
+        used = {action.kind for action in schedule.ranks[channels.rank]} & self._channels.keys()
+        assert all(self._channels[kind].size == 2 for kind in used), "a channel was not opened"
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._last = {
             (action.kind, action.stage): action for action in schedule.ranks[channels.rank]

@@ -23,7 +23,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
     and are those of its own linear layers."""
     torch.set_num_threads(1)
     config, world = make_config(tree), start_world(device="cpu")
-    groups = join_groups(Mesh(pp=2), world)
+    groups = join_groups(Mesh(pp=2), world, config.parallel.virtual_stages)
     shard = Shard(config, groups, plan_batch(config, 1), world.device)
     initialise_(shard.model, 0, shard.layout.placements)
     found = []

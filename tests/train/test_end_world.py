@@ -1,0 +1,100 @@
+"""What is left of a world as its ranks end: no thread, no wait, no other status than the rank's."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus.bench.layout import bench_layout
+from optimus.config import make_config
+from optimus.dist.collectives import begin_all_gather
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import end_world, start_world
+from optimus.launch_env import read_launch_env
+from optimus.train.loop import Run, train
+from tests.helpers.tiny import tiny_tree
+
+
+def threads_of_gloo() -> list[str]:
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def in_the_end(tree: dict, what: str) -> tuple[int, list[str]]:
+    """How many threads of gloo a rank has in its last update, and which it has at its end, while
+    what was trained is still held in a circle that nobody collects."""
+    gc.disable()
+    most, kept = [], []
+    plain = Run.update
+
+    def update(run: Run, step: int) -> None:
+        kept.append(run)
+        plain(run, step)
+        most.append(len(threads_of_gloo()))
+
+    Run.update = update
+    config, launch = make_config(tree), read_launch_env()
+    if what == "train":
+        train(config, launch)
+        assert kept[-1].groups.mesh.world_size == 2
+    else:
+        bench_layout(config, 1, launch)
+        most.append(1)
+    return most[-1], threads_of_gloo()
+
+
+@pytest.mark.parametrize("what", ["train", "bench"])
+@pytest.mark.parametrize("axis", ["pp", "dp", "ep", "tp"])
+def test_no_thread_outlives_the_world(ranks, tiny_data, tmp_path, axis, what):
+    tree = tiny_tree(tiny_data, tmp_path, **{f"parallel__{axis}": 2}, train__stop_at_step=2)
+    for during, behind in ranks(2, in_the_end, tree, what, start_world=False):
+        assert during > 0 and behind == []
+
+
+def leave_the_other_alone() -> None:
+    """Rank 1 ends by an error while something is under way that rank 0 never joins in."""
+    import optimus.cli
+
+    def trouble(*args) -> None:
+        world = start_world(timeout_s=60.0, device="cpu")
+        groups = join_groups(Mesh(dp=2), world)
+        if world.rank == 0:
+            time.sleep(6.0)
+            end_world()
+            return 0
+        started = [begin_all_gather(torch.ones(2), torch.ones(1), groups.dp)]
+        time.sleep(0.3)
+        raise RuntimeError(f"our own fault, {len(started)} under way")
+
+    optimus.cli.main = trouble
+    optimus.cli.process()
+
+
+def test_a_rank_that_fails_alone_waits_for_nobody(tmp_path):
+    environ = os.environ | {
+        "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "OPTIMUS_RENDEZVOUS": f"file://{tmp_path}/rendezvous",
+    }  # fmt: skip
+    code = "from tests.train.test_end_world import leave_the_other_alone as f; f()"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    _, told = processes[1].communicate(timeout=60)
+    assert processes[0].poll() is None, "it waited until the other had ended"
+    assert processes[1].returncode == 1 and "our own fault, 1 under way" in told
+    processes[0].kill()
+    processes[0].communicate()
