@@ -25,17 +25,23 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
     Raises ConfigError with one line naming the key, the value and the nearest legal one.
     """
     tree = read_tree(Path(path))
-    for override in overrides:
-        _apply_override(tree, override)
-    return make_config(tree, source=str(path))
+    given = [_apply_override(tree, override) for override in overrides]
+    return make_config(tree, str(path), given)
 
 
-def make_config(tree: Mapping[str, Any], source: str = "configuration") -> Config:
-    """Validate a tree of plain values as a `Config`."""
+def make_config(
+    tree: Mapping[str, Any],
+    source: str = "configuration",
+    overridden: Sequence[Sequence[str]] = (),
+) -> Config:
+    """Validate a tree of plain values as a `Config`; those at `overridden` were given on the
+    command line, the others by `source`."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error)}") from None
+        wrong = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
+        by_hand = any(a == b[: len(a)] or b == a[: len(b)] for a in [wrong] for b in overridden)
+        raise ConfigError(f"{'command line' if by_hand else source}: {explain(error)}") from None
     check(config)
     return config
 
@@ -127,7 +133,8 @@ def _section_type(annotation: Any) -> type[BaseModel]:
     raise AssertionError(f"{annotation} is no section")
 
 
-def _apply_override(tree: Tree, override: str) -> None:
+def _apply_override(tree: Tree, override: str) -> list[str]:
+    """Put the value in its place; returns which that is."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -138,6 +145,7 @@ def _apply_override(tree: Tree, override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     table[parts[-1]] = _parse_value(text.strip())
+    return parts
 
 
 def _parse_value(text: str) -> Any:

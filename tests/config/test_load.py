@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from optimus.config import dump_toml, load_config, make_config
@@ -74,6 +76,7 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names one twice"),
         ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
+        ("parallel.sequence_parallel=true", r"sequence_parallel = true .*parallel.tp = 1; leave"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
         ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
         ("optim.groups=[{weight_decay=0}]", r"optim.groups.0.pattern is missing"),
@@ -86,7 +89,22 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
 def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, told):
     with pytest.raises(ConfigError, match=told) as refused:
         load_config(model_file, [override])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and str(model_file) not in str(refused.value)
+
+
+def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):
+    """What the command line gives is told as its own, also where a file gave it before."""
+    run = tmp_path / "run.toml"
+    run.write_text(f'base = "{model_file.name}"\n[optim]\nlr = -1.0\nlrr = 2.0\n')
+    for overrides, told in (
+        ([], rf"^{re.escape(str(run))}: optim.lr = -1.0"),
+        (["optim.lr=-2"], r"^command line: optim.lr = -2:"),
+        (["train.dtype=fp32"], rf"^{re.escape(str(run))}: optim.lr = -1.0"),
+        (["optim.lr=1e-3"], rf"^{re.escape(str(run))}: unknown key optim.lrr"),
+        (["optim.lr=1e-3", "optim.lrr=3"], r"^command line: unknown key optim.lrr = 3"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load_config(run, overrides)
 
 
 @pytest.mark.parametrize(

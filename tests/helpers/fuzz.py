@@ -120,9 +120,7 @@ def is_legal(case: Case) -> bool:
 
 
 def _is_accepted(case: Case, part: str) -> bool:
-    if world_size(case, part) > 8 or (
-        case[f"{part}.tp"] == 1 and case[f"{part}.sequence_parallel"]
-    ):
+    if world_size(case, part) > 8:
         return False
     try:
         config = make_config(tree(case, part, "d", "r"))

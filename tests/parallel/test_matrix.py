@@ -8,7 +8,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.layouts import Agreement, Case, Outcome, agree, all_cases, pairwise, run_case
+from tests.helpers.layouts import (
+    Agreement,
+    Case,
+    Outcome,
+    agree,
+    all_cases,
+    compare,
+    pairwise,
+    run_case,
+)
 
 SAMPLE = pairwise(all_cases())
 _known: dict[str, Outcome] = {}
@@ -50,33 +59,72 @@ def test_a_split_backward_keeps_microbatches_apart(ranks, name):
     assert not agreement.broken, f"{agreement}"
 
 
-def outcome(turned_at: int = 0, gradient: float = 1.0, loss: float = 5.0) -> Outcome:
-    """Of a run in which the one token went elsewhere at a step, its choice clear by 1e-5."""
+NAN, NEAR, FAR = float("nan"), 1e-5, 1e-3
+
+
+def outcome(
+    turned_at: int = 0,
+    gap: float = NEAR,
+    gradient: float = 1.0,
+    losses: tuple[float, ...] = (5.0, 4.0),
+    aux: float = 1.0,
+) -> Outcome:
+    """Of a run in which the one token went elsewhere at a step, its choice clear by `gap`."""
     routes = {
-        (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([1e-5]))
+        (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)
     }
-    return Outcome([(loss, 1.0, 1.0, 1.0)], {}, {}, {"w": torch.tensor([gradient])}, routes)
+    gradients = {"v": torch.ones(1), "w": torch.tensor([gradient]), "x": torch.ones(1)}
+    return Outcome([(loss, aux, 1.0, 1.0) for loss in losses], {}, {}, gradients, routes)
+
+
+OFF = (5.1, 4.0)
 
 
 @pytest.mark.parametrize(
     ("many", "again", "broken"),
     [
         (outcome(), None, ""),
-        (outcome(turned_at=2, loss=5.1), outcome(), ""),
-        (outcome(turned_at=2), outcome(turned_at=3), "went elsewhere"),
-        (outcome(turned_at=2), outcome(loss=5.1), "losses are off"),
+        (outcome(turned_at=2, losses=OFF), outcome(), ""),
+        (outcome(turned_at=2), outcome(turned_at=3), "1e-5: 1 tokens went elsewhere"),
+        (outcome(turned_at=2), outcome(losses=OFF), "1e-5: losses are off"),
         (outcome(turned_at=1), None, "went elsewhere"),
+        (outcome(turned_at=2, gap=FAR), None, "went elsewhere"),
         (outcome(turned_at=2, gradient=1.1), None, "went elsewhere"),
-        (outcome(loss=5.1), None, "losses are off"),
+        (outcome(losses=OFF), None, "losses are off"),
     ],
 )
 def test_a_case_is_run_gently_only_where_tokens_turn_behind_an_update(many, again, broken):
     case = next(case for case in all_cases() if case.tp == 2)
-    runs = iter([many, again])
-    agreement = agree(case, lambda size, tree: next(runs), lambda tree: outcome())
+    runs, one = iter([many, again]), outcome(gap=float(many.routes[1, 0, 0][1]))
+    agreement = agree(case, lambda size, tree: next(runs), lambda tree: one)
     assert broken in " ".join(agreement.broken) and bool(broken) == bool(agreement.broken)
-    assert bool(agreement.by_adamw) == (again is not None)
+    assert bool(agreement.by_adamw) == (again is not None and not broken)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "broken"),
+    [
+        ({"gradient": NAN}, "the gradient of w is off by inf"),
+        ({"losses": (NAN, 4.0)}, "losses are off by inf"),
+        ({"losses": (5.0, NAN)}, "losses are off by inf"),
+        ({"aux": NAN}, "losses are off by inf"),
+    ],
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_not_a_number_is_no_agreement(wrong, broken, both):
+    """Nor where one process has it too."""
+    case = next(case for case in all_cases() if case.tp == 2)
+    agreement = compare(case, outcome(**wrong), outcome(**wrong) if both else outcome())
+    assert broken in " ".join(agreement.broken)
+    exact = next(case for case in all_cases() if case.is_exact)
+    assert compare(exact, outcome(**wrong), outcome(**wrong) if both else outcome()).broken
+
+
+def test_gradients_that_are_nothing_agree():
+    case, nothing = next(case for case in all_cases() if case.tp == 2), outcome(gradient=0.0)
+    assert not compare(case, nothing, nothing).broken
+    assert "w is off" in " ".join(compare(case, outcome(), nothing).broken)
 
 
 def test_the_sample_has_every_factorisation_and_every_choice():
