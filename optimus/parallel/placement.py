@@ -96,8 +96,8 @@ def place_parameters(
 
 
 def _meets_a_part_of_the_sequence(name: str) -> bool:
-    """Under sequence parallelism the norms of the residual stream, the router and biases added
-    behind a reduction see a share of the tokens on each tensor-parallel rank."""
+    """Under sequence parallelism the norms of the residual stream and biases added behind a
+    reduction see a share of the tokens on each tensor-parallel rank; the router sees all."""
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
     return last in ("attention_norm", "mlp_norm", "final_norm") or (last, leaf) == (
