@@ -20,6 +20,8 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 
 _TROUBLED_WAIT_S = 120.0
 """How long a rank that cannot go on waits for the others before it says so by itself."""
+_met: list[int] = []
+"""The rank of each world that this process has joined."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def start_world(
         if trouble is not None:
             raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
+    _met.append(launch.rank)
     everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
@@ -142,9 +145,9 @@ def tells_first(limit_s: float = 2.0) -> bool:
     return answer[0] if answer else True
 
 
-def is_joined() -> bool:
-    """Whether this process stands in a world of several ranks that it has not left."""
-    return distributed.is_initialized()
+def has_met() -> bool:
+    """Whether this process stands, or has stood, in a world of several ranks."""
+    return bool(_met)
 
 
 def end_world() -> None:
