@@ -122,8 +122,9 @@ def _measured_bubble(trace: list[Event], groups: Groups) -> float:
     slowest pipeline rank, reductions and the update taken out."""
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
     busy = sum(event.busy_ns for event in trace if event.action.kind in COMPUTE)
-    reducing = sum(event.busy_ns for event in trace if event.action.kind is Kind.REDUCE_GRAD)
     last = max(event.end_ns for event in trace if event.action.kind not in others)
+    within = (event for event in trace if event.end_ns <= last)
+    reducing = sum(event.busy_ns for event in within if event.action.kind is Kind.REDUCE_GRAD)
     every = all_gather_objects((last - trace[0].start_ns - reducing, busy), groups.pp)
     span = max(span for span, _ in every)
     return span / statistics.fmean([busy for _, busy in every]) - 1

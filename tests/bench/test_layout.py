@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from optimus.bench.layout import _measured_bubble
+from optimus.dist.groups import plan_groups
+from optimus.dist.mesh import Mesh
+from optimus.parallel.pipeline.actions import Action, Kind
+from optimus.parallel.pipeline.executor import Event
+
+
+def trace(*actions: tuple[Kind, int, int]) -> list[Event]:
+    """One action behind the other: kind, how long it takes and for how much of it it waits."""
+    events, now = [], 100
+    for kind, taken, waited in actions:
+        events.append(Event(Action(kind), now, now + taken, waited))
+        now += taken
+    return events
+
+
+@pytest.mark.parametrize(
+    ("actions", "bubble"),
+    [
+        ([(Kind.F, 10, 0), (Kind.B, 20, 0)], 0.0),
+        ([(Kind.F, 10, 0), (Kind.SEND_ACTIVATION, 3, 0), (Kind.B, 32, 12)], 0.5),
+        ([(Kind.F, 10, 0), (Kind.B, 20, 0), (Kind.REDUCE_GRAD, 40, 0), (Kind.OPT_STEP, 9, 0)], 0.0),
+        ([(Kind.F, 10, 0), (Kind.REDUCE_GRAD, 40, 0), (Kind.B, 20, 0)], 0.0),
+    ],
+    ids=["none", "waiting", "a reduction behind", "a reduction between"],
+)
+def test_what_is_idle(actions, bubble):
+    alone = plan_groups(Mesh(), 0)
+    assert _measured_bubble(trace(*actions), alone) == pytest.approx(bubble)
