@@ -181,6 +181,35 @@ def test_gradients_are_those_of_the_twin(name):
         torch.testing.assert_close(value, expected)
 
 
+LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_first_and_second_derivatives_are_those_of_differences(name):
+    """The reduction without weights; with them, as for SwiGLU, a second derivative is refused."""
+    given = list(arguments("all held", torch.float64)[name])
+    if name == "reduce_rows":
+        given[1] = None
+    places = [index for index in DIFFERENTIABLE[name] if given[index] is not None]
+    leaves = [given[index].requires_grad_() for index in places]
+
+    def run(*values):
+        for index, value in zip(places, values, strict=True):
+            given[index] = value
+        return getattr(ops, name)(*given)
+
+    torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("reduce", [ops.reduce_rows, reduce_twin])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_in_order_of_k(reduce, weighted):
+    y = torch.tensor([[1e8], [-1e8], [1.0]]).repeat(1, 130)
+    row, weights = torch.arange(3, dtype=torch.int32), torch.ones(1, 3) if weighted else None
+    assert reduce(y, weights, row.view(1, 3), row).unique().tolist() == [1.0]
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_results_are_the_same_for_any_number_of_threads(threads):
     before = torch.get_num_threads()
