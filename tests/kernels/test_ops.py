@@ -292,6 +292,18 @@ def test_experts_pass_opcheck_in_torchs_form(name, dtype, torch_form):
     torch.library.opcheck(getattr(ops, name).default, given, **tolerance)
 
 
+@pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
+def test_experts_give_no_preactivation_unless_asked(taken):
+    *saved, _ = arguments("all held", torch.float32)["experts"]
+    kernels.set_form(taken)
+    try:
+        kept, none = (ops.experts(*saved, keep) for keep in (True, False))
+    finally:
+        kernels.set_form("auto")
+    assert torch.equal(none[0], kept[0])
+    assert none[1].shape == (0,) and len(kept[1]) == len(saved[5])
+
+
 ODD = [
     *[(torch.bfloat16, sizes) for sizes in ((32, 20), (20, 32), (7, 5))],
     (torch.float32, (7, 5)),
