@@ -258,6 +258,19 @@ def test_shapes_that_do_not_match_are_named(name):
 
 
 @needs_torch_form
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
+def test_torchs_form_takes_the_gradient_of_a_sum(name, torch_form):
+    """One number for all, at stride 0, which torch's products refuse."""
+    *values, offsets = arguments("all held", torch.float32)[name]
+    leaves = [value.detach().requires_grad_() for value in values]
+    getattr(ops, name)(*leaves, offsets).sum().backward()
+    ones = torch.ones_like(getattr(ops, name)(*values, offsets))
+    expected = torch.autograd.grad(getattr(ops, name)(*leaves, offsets), leaves, ones)
+    for leaf, value in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, value)
+
+
+@needs_torch_form
 def test_torch_and_loop_forms_give_the_same_products():
     given = arguments("all held", torch.bfloat16)
     results = []
