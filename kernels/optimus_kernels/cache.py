@@ -156,13 +156,16 @@ def _compile(
 
 def _rename(work: Path, final: Path) -> None:
     """Where locks do not work (some network file systems), the first to finish wins."""
+    broken = None
     if final.exists() and read_entry(final) is None:
-        final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
+        broken = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
     try:
         work.rename(final)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+    if broken is not None:
+        shutil.rmtree(broken, ignore_errors=True)
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:

@@ -75,7 +75,8 @@ def on_ranks(
             result = Path(scratch) / "result.json"
             settings = ("--hidden", str(hidden), "--rounds", str(rounds), "--result", str(result))
             arguments = ("bench", bench, "--ranks", str(count), *settings)
-            if spawn_local(arguments, count) or not result.exists():
+            # Libraries talk on standard output, which is the result's (`--json`).
+            if spawn_local(arguments, count, stdout=2) or not result.exists():
                 raise OptimusError(f"bench {bench} on {count} ranks failed; see their messages")
             found.append(json.loads(result.read_text()))
     return found

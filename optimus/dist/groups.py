@@ -11,7 +11,7 @@ import torch.distributed as distributed
 from optimus.dist.channels import NO_CHANNELS, Channels, open_channels
 from optimus.dist.collectives import ALONE, Group, lost_peers
 from optimus.dist.mesh import Mesh, Place
-from optimus.dist.world import World
+from optimus.dist.world import World, silent_libraries
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 """Process groups by whether they carry states, and by their ranks."""
@@ -103,6 +103,7 @@ def _label(name: str, mesh: Mesh) -> str:
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
     """A process group that only its own ranks join, with the run's time limit."""
     limit = timedelta(seconds=world.timeout_s)
-    with lost_peers("join_groups", Group(len(ranks), ranks.index(world.rank), axes=axes)):
+    own = Group(len(ranks), ranks.index(world.rank), axes=axes)
+    with lost_peers("join_groups", own), silent_libraries():
         made = distributed.new_group(list(ranks), limit, use_local_synchronization=True)
     return weakref.ref(made)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -76,15 +78,16 @@ def start_world(
         store = _meet(launch, limit_s)
         agree_to_start(store, launch, trouble, limit_s)
         backend = collective_backend(own_device)
-        distributed.init_process_group(
-            backend,
-            store=distributed.PrefixStore("default_pg", store),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            # No device_id: with one, nccl splits every later group from this one, which all ranks
-            # of the world would have to join in, while ours are made by their own ranks alone.
-        )
+        with silent_libraries():
+            distributed.init_process_group(
+                backend,
+                store=distributed.PrefixStore("default_pg", store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                # No device_id: with one, nccl splits every later group from this one, which all
+                # ranks of the world would have to join in; ours are made by their own ranks alone.
+            )
     except RuntimeError as error:  # torch's DistError, and plain ones of gloo
         if trouble is not None:
             raise trouble from None
@@ -93,6 +96,23 @@ def start_world(
     everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
+
+
+@contextlib.contextmanager
+def silent_libraries() -> Iterator[None]:
+    """Meanwhile standard output is standard error: gloo (in torch 2.8) tells there who is
+    connected, amidst what a command prints for programs."""
+    if sys.stdout is None:  # closed, and 1 may be any file
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:

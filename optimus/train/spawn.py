@@ -23,15 +23,16 @@ _PR_SET_PDEATHSIG = 1
 _TELLING = (4, 2, 3, 1)
 
 
-def spawn_local(arguments: Sequence[str], nproc: int) -> int:
+def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
     """Run `optimus ARGUMENTS` as `nproc` local ranks; return the exit status of the whole.
+    `stdout`: the file descriptor that is to be their standard output, by default this process's.
 
     SIGTERM, SIGUSR1 and Ctrl-C are passed on, so that ranks finish their step and save; a second
     Ctrl-C kills. When a rank ends in error the others are ended too and its status is returned;
     a rank killed by a signal counts as lost (5).
     """
     with tempfile.TemporaryDirectory(prefix="optimus-") as directory:
-        ranks = [_start(arguments, rank, nproc, Path(directory)) for rank in range(nproc)]
+        ranks = [_start(arguments, rank, nproc, Path(directory), stdout) for rank in range(nproc)]
         with _passing_signals(ranks) as passed:
             code = _watch(ranks)
             if passed and all(rank.returncode == -signal.SIGTERM for rank in ranks):
@@ -40,7 +41,9 @@ def spawn_local(arguments: Sequence[str], nproc: int) -> int:
             return code
 
 
-def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> subprocess.Popen:
+def _start(
+    arguments: Sequence[str], rank: int, nproc: int, directory: Path, stdout: int | None
+) -> subprocess.Popen:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environ = {
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // nproc)),
@@ -55,7 +58,7 @@ def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> 
     command = [sys.executable, "-m", "optimus.cli", *arguments]
     # A session of its own keeps Ctrl-C from reaching ranks directly, in the middle of a step.
     return subprocess.Popen(
-        command, env=environ, start_new_session=True, preexec_fn=_die_with_parent
+        command, env=environ, stdout=stdout, start_new_session=True, preexec_fn=_die_with_parent
     )
 
 

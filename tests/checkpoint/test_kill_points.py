@@ -46,4 +46,7 @@ def test_a_save_killed_at_any_call_leaves_a_valid_checkpoint(
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= calls  # a shim that saw nothing would have killed nothing
+    # Behind what gloo says there in torch 2.8.
+    assert (
+        int(done.stdout.split()[-1]) >= calls
+    )  # a shim that saw nothing would have killed nothing

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from optimus.dist.meeting import check_meeting_point
-from optimus.dist.world import start_world, tells_first
+from optimus.dist.world import silent_libraries, start_world, tells_first
 from optimus.errors import ConfigError, DataError, LostPeerError, OptimusError
 from optimus.launch_env import LaunchEnv
 
@@ -92,3 +92,11 @@ def test_one_rank_tells_that_not_all_have_met(ranks, missing):
 def test_a_mistake_is_told_though_others_are_missing(ranks):
     words = ranks(2, start, (0,), (1,), start_world=False)
     assert words[0] == ("rank 0 has no data", 2, None)
+
+
+def test_what_libraries_print_while_ranks_connect_goes_to_standard_error(capfd):
+    """gloo of torch 2.8 does, and it would stand before the JSON of a command on several ranks."""
+    with silent_libraries():
+        os.write(1, b"connected to 1 peer\n")
+    os.write(1, b"{}\n")
+    assert capfd.readouterr() == ("{}\n", "connected to 1 peer\n")

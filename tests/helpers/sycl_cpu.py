@@ -78,7 +78,7 @@ class SyclOnCpu(Native):
 
     @property
     def device(self) -> str:
-        """What runs the functors, in its own words."""
+        """What runs the functors, in its own words: runtime and processor."""
         log = self._log()
         self._proof.proof_device(log, _LOG_BYTES)
         return log.value.decode()

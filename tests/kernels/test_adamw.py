@@ -131,6 +131,18 @@ def test_the_twin_gives_the_same_bits(twin, size, grad_dtype):
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_nan_of_whatever_bits_is_rounded_to_one(dtype):
+    """All ones and a carry would make zero of it, a one in the last place alone infinity."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
+    master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
+    states = [master, *(torch.zeros_like(master) for _ in range(3))]
+    out = torch.zeros(len(master), dtype=dtype)
+    adamw_(*states, out, step=1, **{**NUMBERS, "weight_decay": 0.0})
+    assert master.isnan().all() and out.isnan().all()
+
+
+@pytest.mark.usefixtures("compiled")
 def test_cuts_alignment_and_threads_change_no_bit():
     size = 3 * 32768 + 29
     whole, cut = make_states(size, torch.bfloat16), make_states(size, torch.bfloat16)

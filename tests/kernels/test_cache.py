@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_what_is_not_whole_is_not_found_and_made_again(damage):
     assert cache.entries("cpu") == []
     again = cache.install("cpu-1", write_library, {"backend": "cpu"})
     assert again.library.read_bytes() == b"library" and len(cache.entries("cpu")) == 1
+    assert not list(cache.cache_dir().glob(".*.tmp"))
 
 
 def test_leftovers_of_killed_builders_go_and_are_never_read(tmp_path):
@@ -111,3 +113,27 @@ def test_a_place_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", "/proc/none")
     with pytest.raises(KernelError, match="/proc/none.*OPTIMUS_KERNELS_CACHE"):
         cache.install("cpu-1", write_library, {"backend": "cpu"})
+
+
+def read_as_nobody(root: str) -> None:
+    """Files that root may not write can be had on few file systems, so root becomes another."""
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    os.environ["OPTIMUS_KERNELS_CACHE"] = root
+    entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
+    assert entry.library.read_bytes() == b"library"
+    with pytest.raises(KernelError, match="OPTIMUS_KERNELS_CACHE to a writable"):
+        cache.install("cpu-2", write_library, {"backend": "cpu"})
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_holds(monkeypatch):
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+        monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", root)
+        cache.install("cpu-1", write_library, {"backend": "cpu"})
+        os.chmod(root, 0o555)
+        process = multiprocessing.get_context("fork").Process(target=read_as_nobody, args=(root,))
+        process.start()
+        process.join(30)
+        os.chmod(root, 0o755)
+        assert process.exitcode == 0

@@ -181,6 +181,35 @@ def test_gradients_are_those_of_the_twin(name):
         torch.testing.assert_close(value, expected)
 
 
+LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_first_and_second_derivatives_are_those_of_differences(name):
+    """The reduction without weights; with them, as for SwiGLU, a second derivative is refused."""
+    given = list(arguments("all held", torch.float64)[name])
+    if name == "reduce_rows":
+        given[1] = None
+    places = [index for index in DIFFERENTIABLE[name] if given[index] is not None]
+    leaves = [given[index].requires_grad_() for index in places]
+
+    def run(*values):
+        for index, value in zip(places, values, strict=True):
+            given[index] = value
+        return getattr(ops, name)(*given)
+
+    torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("reduce", [ops.reduce_rows, reduce_twin])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_in_order_of_k(reduce, weighted):
+    y = torch.tensor([[1e8], [-1e8], [1.0]]).repeat(1, 130)
+    row, weights = torch.arange(3, dtype=torch.int32), torch.ones(1, 3) if weighted else None
+    assert reduce(y, weights, row.view(1, 3), row).unique().tolist() == [1.0]
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_results_are_the_same_for_any_number_of_threads(threads):
     before = torch.get_num_threads()
@@ -229,6 +258,19 @@ def test_shapes_that_do_not_match_are_named(name):
 
 
 @needs_torch_form
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
+def test_torchs_form_takes_the_gradient_of_a_sum(name, torch_form):
+    """One number for all, at stride 0, which torch's products refuse."""
+    *values, offsets = arguments("all held", torch.float32)[name]
+    leaves = [value.detach().requires_grad_() for value in values]
+    getattr(ops, name)(*leaves, offsets).sum().backward()
+    ones = torch.ones_like(getattr(ops, name)(*values, offsets))
+    expected = torch.autograd.grad(getattr(ops, name)(*leaves, offsets), leaves, ones)
+    for leaf, value in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, value)
+
+
+@needs_torch_form
 def test_torch_and_loop_forms_give_the_same_products():
     given = arguments("all held", torch.bfloat16)
     results = []
@@ -261,6 +303,18 @@ def test_experts_pass_opcheck_in_torchs_form(name, dtype, torch_form):
     given = arguments("all held", dtype)[name]
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
     torch.library.opcheck(getattr(ops, name).default, given, **tolerance)
+
+
+@pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
+def test_experts_give_no_preactivation_unless_asked(taken):
+    *saved, _ = arguments("all held", torch.float32)["experts"]
+    kernels.set_form(taken)
+    try:
+        kept, none = (ops.experts(*saved, keep) for keep in (True, False))
+    finally:
+        kernels.set_form("auto")
+    assert torch.equal(none[0], kept[0])
+    assert none[1].shape == (0,) and len(kept[1]) == len(saved[5])
 
 
 ODD = [

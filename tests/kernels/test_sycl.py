@@ -39,7 +39,7 @@ def lanes(request, sycl, monkeypatch) -> Iterator[int]:
 def test_the_device_is_a_cpu_and_every_functor_is_there(sycl):
     # 3 dtypes, 2 widths: gather, swiglu and reduce, forward and backward; 3 kernels of route.
     assert sycl.num_functors == 3 * 2 * 5 + 3 + 3 * 2 * 2
-    assert "Intel" in sycl.device
+    assert "Intel(R) OpenCL" in sycl.device  # on processors of any maker
 
 
 @pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)

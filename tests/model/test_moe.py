@@ -306,6 +306,7 @@ def test_block_accepts_no_token_at_all():
     (out.sum() + routing.z + routing.mean_prob.sum()).backward()
     assert out.shape == x.shape and x.grad.shape == x.shape
     assert routing.counts.tolist() == [0] * E
+    assert routing.mean_prob.tolist() == [0] * E and routing.z == 0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in block.parameters())
 
 

@@ -9,7 +9,7 @@ from optimus.model.router import (
     hf_load_balancing_loss,
     layer_losses,
 )
-from tests.model.small import small_config, small_model, some_tokens
+from tests.model.small import relative, small_config, small_model, some_tokens
 
 E, K, T = 5, 2, 40
 
@@ -46,9 +46,35 @@ def test_z_is_the_mean_squared_logsumexp():
 
 def test_probabilities_are_fp32_in_a_bf16_model():
     router = make_router().bfloat16()
-    weights, _, routing = router(torch.randn(T, 32).bfloat16())
+    x = torch.randn(T, 32).bfloat16()
+    weights, _, routing = router(x)
     assert weights.dtype is torch.bfloat16
     assert routing.mean_prob.dtype is torch.float32 and routing.z.dtype is torch.float32
+    probs = torch.nn.functional.linear(x, router.weight).float().softmax(-1)
+    torch.testing.assert_close(routing.mean_prob, probs.mean(0))
+    assert torch.equal(weights, probs.topk(K).values.bfloat16())
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("part", ["weights", "mean_prob", "z"])
+def test_gradients_are_those_of_the_definition(part, normalised):
+    router = make_router(norm_topk_prob=normalised)
+    x = torch.randn(T, 32, requires_grad=True)
+    leaves = (x, router.weight)
+    weights, experts, routing = router(x)
+    logits = (x @ router.weight.t()).double()
+    probs = logits.exp() / logits.exp().sum(1, keepdim=True)
+    chosen = probs.gather(1, experts)
+    if normalised:
+        chosen = chosen / chosen.sum(1, keepdim=True)
+    z = logits.exp().sum(1).log().square().mean()
+    ours = {"weights": weights, "mean_prob": routing.mean_prob, "z": routing.z}[part]
+    theirs = {"weights": chosen, "mean_prob": probs.mean(0), "z": z}[part]
+    probe = torch.randn(theirs.shape)
+    found = torch.autograd.grad((ours * probe).sum(), leaves, retain_graph=True)
+    expected = torch.autograd.grad((theirs * probe).sum(), leaves)
+    for value, definition in zip(found, expected, strict=True):
+        assert definition.norm() > 0 and relative(value, definition) < 1e-5
 
 
 def test_losses_follow_their_formulas_on_a_model():

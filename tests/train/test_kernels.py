@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from optimus.launch_env import read_launch_env
 from optimus.train import kernels
 from optimus.train.kernels import Answer, disagreement
 from optimus.train.loop import train
+from optimus_kernels import experts_grouped, experts_loop
+from optimus_kernels.grouped_mm import form
 from tests.helpers.forms import TORCH_FORM_WORKS, needs_torch_form
 from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
 
@@ -106,19 +109,38 @@ def test_a_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypat
     assert ranks(1, run_with, tree, {}, start_world=False, timeout_s=120) == [""]
     assert resolved(tmp_path) == {"backend": "torch", "grouped_gemm": other}
     tree = tiny_tree(tiny_data, tmp_path, **{**settings, "train__max_steps": 4})
-    assert ranks(1, run_and_count_measurements, tree, start_world=False, timeout_s=120) == [0]
+    assert ranks(1, run_and_look, tree, start_world=False, timeout_s=120) == [(0, other)]
     assert resolved(tmp_path)["grouped_gemm"] == other
     stored = manager.newest_valid(tmp_path).settings
     assert stored["kernels.grouped_gemm"] == other and stored["kernels.backend"] == "torch"
     fresh = tiny_tree(tiny_data, tmp_path / "fresh", **settings)
-    assert ranks(1, run_and_count_measurements, fresh, start_world=False, timeout_s=120) == [1]
+    taken = ranks(1, run_and_look, fresh, start_world=False, timeout_s=120)
+    assert taken == [(1, resolved(tmp_path / "fresh")["grouped_gemm"])]
 
 
-def run_and_count_measurements(tree: dict) -> int:
+def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
+    """A run: how often this rank measured (or what it then `finds`), and the form it ended with."""
     measure, calls = kernels.measure_grouped_gemm, []
+    if finds:
+        measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
     kernels.measure_grouped_gemm = lambda *a: calls.append(1) or measure(*a)
     assert run_with(tree, {}) == ""
-    return len(calls)
+    return len(calls), form(torch.empty(0), 16)
+
+
+@needs_torch_form
+def test_one_rank_measures_for_all(ranks, tiny_data, tmp_path):
+    for first, second in (("torch", "loop"), ("loop", "torch")):
+        tree = tiny_tree(tiny_data, tmp_path / first, **FAST)
+        finds = {"0": first, "1": second}
+        found = ranks(2, run_and_look, tree, finds, start_world=False, timeout_s=120)
+        assert found == [(1, first), (0, first)]
+
+
+def test_a_deterministic_run_takes_the_loop_and_measures_nothing(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, **{**FAST, "train__deterministic": True})
+    assert ranks(1, run_and_look, tree, start_world=False, timeout_s=120) == [(0, "loop")]
+    assert resolved(tmp_path)["grouped_gemm"] == "loop"
 
 
 def test_another_backend_on_resume_is_told(tiny_data, tmp_path, monkeypatch, capfd):
@@ -133,9 +155,18 @@ def test_another_backend_on_resume_is_told(tiny_data, tmp_path, monkeypatch, cap
 
 def test_the_faster_form_is_measured(tiny_data, tmp_path, capfd):
     config = tiny_config(tiny_data, tmp_path, **FAST, model__num_experts=[0, 4])
-    form = kernels.measure_grouped_gemm(config, torch.device("cpu"))
+    found = kernels.measure_grouped_gemm(config, torch.device("cpu"))
     err = capfd.readouterr().err
-    assert form in ("torch", "loop") and "4 experts, 32 tokens: " in err
+    assert found in ("torch", "loop") and "4 experts, 32 tokens: " in err
+
+
+@needs_torch_form
+@pytest.mark.parametrize(("slow", "expected"), [(experts_loop, "torch"), (experts_grouped, "loop")])
+def test_the_slower_form_loses(tiny_data, tmp_path, monkeypatch, slow, expected):
+    forward = slow.forward
+    monkeypatch.setattr(slow, "forward", lambda *a: time.sleep(0.3) or forward(*a))
+    config = tiny_config(tiny_data, tmp_path, **FAST)
+    assert kernels.measure_grouped_gemm(config, torch.device("cpu")) == expected
 
 
 def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):

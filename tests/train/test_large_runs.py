@@ -33,7 +33,8 @@ def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
         rank = stage * (WORLD // mesh.pp)
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
         everyone = group_of(distributed.group.WORLD)
-        world = World(LaunchEnv(rank, WORLD, 0, 12, "env://"), META, "fake", everyone)
+        cpu = torch.device("cpu")  # torch 2.8 sends nothing from meta
+        world = World(LaunchEnv(rank, WORLD, 0, 12, "env://"), cpu, "fake", everyone)
         shard = Shard(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if "experts" in name)

@@ -96,8 +96,10 @@ PROOF_API void proof_use(const char* file, int lanes) {
 }
 
 PROOF_API void proof_device(char* name, int size) {
-  const auto text = queue().get_device().get_info<sycl::info::device::name>();
-  std::snprintf(name, size, "%s", text.c_str());
+  const sycl::device device = queue().get_device();
+  const auto runtime = device.get_platform().get_info<sycl::info::platform::name>();
+  const auto text = device.get_info<sycl::info::device::name>();
+  std::snprintf(name, size, "%s: %s", runtime.c_str(), text.c_str());
 }
 
 // Makes the functors of `file` whose names hold `part` ready to run, in sub-groups of 16 and of 32.
