@@ -19,8 +19,9 @@ from optimus.checkpoint.pieces import Scatter, Span
 from optimus.checkpoint.rank_states import RankStates, as_bytes
 from optimus.checkpoint.shards import Identity, shard_name
 from optimus.checkpoint.staging import Staging, share_of
+from optimus.checkpoint.threads import Task
 from optimus.checkpoint.transfer import shard_size, write_shard
-from optimus.checkpoint.underway import Task, Underway
+from optimus.checkpoint.underway import Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from optimus.checkpoint.threads import Task
 from optimus.dist.collectives import (
     Group,
     all_gather_objects,
@@ -44,35 +45,6 @@ class Outcome(NamedTuple):
 
     step: int
     failure: Failure | None
-
-
-class Task:
-    """One piece of work in a thread of its own. Does not keep the process from ending."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work, self._value, self._error = work, None, None
-        self._thread = threading.Thread(target=self._run, name="optimus-save", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._work()
-        except BaseException as error:  # `value` raises it again
-            self._error = error
-
-    def wait(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def value(self) -> Any:
-        """What the work returned; raises what it raised."""
-        assert self.has_ended
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 class Underway:
