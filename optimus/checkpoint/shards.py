@@ -13,7 +13,6 @@ import fcntl
 import itertools
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
+from optimus.checkpoint.threads import Stop
 from optimus.checkpoint.write_behind import WriteBehind
 from optimus.errors import CheckpointError, OptimusError
 
@@ -90,7 +90,7 @@ class ShardWriter:
         directory: Path,
         identity: Identity,
         size: int,
-        stop: threading.Event | None = None,
+        stop: Stop | None = None,
         direct: bool = True,
     ) -> None:
         """`size`: of the whole file. `direct`: past the cache, where that can be. Raises OSError,

@@ -49,6 +49,28 @@ class Task:
         return self._value
 
 
+class Stop:
+    """Whether what threads do is still wanted; a `threading.Event` that can come too late."""
+
+    def __init__(self) -> None:
+        self._lock, self._set, self._claimed = threading.Lock(), False, False
+
+    def set(self) -> bool:
+        """Have them stop; False if the work was claimed before."""
+        with self._lock:
+            self._set = not self._claimed
+            return self._set
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def claim(self) -> bool:
+        """Nobody may stop it from here on; False if somebody has."""
+        with self._lock:
+            self._claimed = not self._set
+            return self._claimed
+
+
 def default_threads() -> int:
     """Two for each core that we may use, as half of them wait for the disk; at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -15,6 +15,7 @@ import xxhash
 
 from optimus.checkpoint import shards
 from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
+from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 
 OURS = Identity("g", 3, 0)
@@ -125,7 +126,7 @@ def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["stop", "owner"])
 def test_a_file_that_nobody_wants_any_more_leaves_no_thread(tmp_path, how):
-    before, stop = threading.active_count(), threading.Event()
+    before, stop = threading.active_count(), Stop()
     expected = OptimusError if how == "stop" else KeyError
     with pytest.raises(expected), ShardWriter(tmp_path, OURS, 10_000_000, stop) as file:
         file.write(memoryview(bytes(1_000_000)))

@@ -99,6 +99,7 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
             {"optim__schedule": "constant", "optim__decay_steps": 5},
             r"decay_steps = 5 has no meaning",
         ),
+        ({"checkpoint__keep_models_every": 5}, r"keep_models_every = 5: all .* are kept anyway"),
         ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
         (
             {"train__dtype": "fp16"},
