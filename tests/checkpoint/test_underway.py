@@ -129,6 +129,7 @@ def test_what_training_does_between_two_looks_is_not_counted():
     save.write.set()
     time.sleep(0.5)
     assert poll(save) is None  # sealing begins now
+    assert save.under_way.poll() is None
     save.seal.set()
     assert poll(save) == Outcome(7, None) and save.under_way.is_over
 
