@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +28,27 @@ _HASH_TAIL = b'"\n}\n'
 _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 
 
+_told: set[int] = set()
+"""Devices of file systems that cannot do it, of which `fsync_dir` has warned."""
+
+
 def fsync_dir(path: str | os.PathLike) -> None:
-    """Make the directory's entries (creations, renames, removals) durable."""
+    """Make the directory's entries (creations, renames, removals) durable.
+
+    A file system that knows no fsync of directories (EINVAL: some network ones and FUSE) orders
+    them by itself or not at all: that is told once.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        device = os.fstat(fd).st_dev
+        if device not in _told:
+            why = "its file system has no fsync of directories; a power cut may take new names"
+            print(f"optimus: WARNING: {os.fspath(path)}: {why}", file=sys.stderr, flush=True)
+        _told.add(device)
     finally:
         os.close(fd)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -54,3 +55,22 @@ def test_content_is_durable_before_its_name_and_the_name_at_the_end(tmp_path, mo
     monkeypatch.setattr(os, "rename", rename)
     files.write_bytes(tmp_path / "f", b"12345")
     assert order == ["content of 5 bytes", "rename to f", "directory"]
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EIO])
+def test_a_file_system_without_fsync_of_directories_is_told_once(
+    tmp_path, monkeypatch, capsys, error
+):
+    def refuse(fd):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(files, "_told", set())
+    if error == errno.EIO:
+        with pytest.raises(OSError):
+            files.fsync_dir(tmp_path)
+        return
+    files.fsync_dir(tmp_path)
+    files.fsync_dir(tmp_path)
+    told = capsys.readouterr().err
+    assert told.count("no fsync of directories") == 1 and str(tmp_path) in told

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
+
+from torch import Tensor
 
 from optimus import files
 from optimus.checkpoint import manager
@@ -40,21 +43,37 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
 
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
     """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`; the
-    checkpoint that `source` meant."""
+    checkpoint that `source` meant. Raises CheckpointError where it is damaged; a run's newest full
+    one is passed over then."""
     out = Path(out)
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or choose another place")
-    source = manager.resolve(source)
+    source, weights = _read(Path(source))
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(out)
     try:
-        write_hf(temporary, model_config_of(source), weights_of(source), dtype)
+        write_hf(temporary, model_config_of(source), weights, dtype)
         _copy_tokenizer(source, temporary)
         files.commit(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return source
+
+
+def _read(source: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The checkpoint that `source` means and its weights; shard files are compared with their
+    checksums as they are read, once."""
+    damaged: dict[Path, str] = {}
+    while True:
+        path = manager.resolve(source, thorough=False, but=damaged)
+        try:
+            return path, weights_of(path)
+        except CheckpointError as error:
+            if path == source:
+                raise
+            print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
+            damaged[path] = str(error)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -166,13 +166,13 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     files.fsync_dir(directory)
 
 
-def forget_old(run_dir: str | os.PathLike, keep_models: int) -> None:
-    """After a seal: keep the newest two full checkpoints and the newest `keep_models` models."""
-    for path in _of_kind(run_dir, "step")[:-KEPT_FULL]:
+def forget_old(run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0) -> None:
+    """After a seal: keep the newest two full checkpoints, and of models the newest `keep_models`
+    (0: all) and those of steps that are multiples of `keep_every` (0: none)."""
+    old = _of_kind(run_dir, "model")[:-keep_models] if keep_models else []
+    stale = [path for path in old if not keep_every or _step_of(path) % keep_every]
+    for path in [*_of_kind(run_dir, "step")[:-KEPT_FULL], *stale]:
         _remove(path)
-    if keep_models:
-        for path in _of_kind(run_dir, "model")[:-keep_models]:
-            _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -13,16 +13,15 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optimus import files
 from optimus.checkpoint.index import INDEX, Index, decode
-from optimus.checkpoint.threads import in_threads
+from optimus.checkpoint.threads import Stop, in_threads
 from optimus.errors import CheckpointError, OptimusError, one_line
 
 FORMAT = 2
@@ -236,11 +235,11 @@ def finish(
     shards: Collection[str] = (),
     loss_scale: Mapping[str, float] | None = None,
     ranks: Mapping[str, int] | None = None,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
     are files that their writers have made durable and that the index describes. Raises OptimusError
-    instead once `stop` is set, and OSError."""
+    instead once `stop` is set, which it no longer can be behind that, and OSError."""
     final = Path(path)
     entries = _make_durable(temporary, shards)
     manifest = {
@@ -257,10 +256,11 @@ def finish(
         if value is not None:
             manifest[key] = dict(value)
     files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
-    read_manifest(temporary).check_shards()
+    sealed = read_manifest(temporary)
+    sealed.check_shards()
     if final.exists():
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
-    if stop is not None and stop.is_set():
+    if stop is not None and not stop.claim():
         raise OptimusError(f"{final.name}: no longer wanted")
     try:
         files.commit(temporary, final)
@@ -268,7 +268,7 @@ def finish(
         with contextlib.suppress(OSError):
             os.rename(final, temporary)
         raise
-    return read_manifest(final)
+    return replace(sealed, path=final)
 
 
 def _make_durable(directory: Path, shards: Collection[str]) -> list[FileEntry]:

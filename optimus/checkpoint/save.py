@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,14 +18,15 @@ from optimus.checkpoint.pieces import Scatter, Span
 from optimus.checkpoint.rank_states import RankStates, as_bytes
 from optimus.checkpoint.shards import Identity, shard_name
 from optimus.checkpoint.staging import Staging, share_of
+from optimus.checkpoint.threads import Stop, Task
 from optimus.checkpoint.transfer import shard_size, write_shard
-from optimus.checkpoint.underway import Task, Underway
+from optimus.checkpoint.underway import Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError
 
 TIMEOUT_S = 1800.0
-_BEGIN_S = 60.0
-"""What looking for room and making a directory may take."""
+BEGIN_S = 60.0
+"""What looking for room and making a directory may take at most."""
 _TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
 
 
@@ -58,17 +58,21 @@ class FullSaver:
         *,
         staged: bool = False,
         limit_s: float = TIMEOUT_S,
+        begin_s: float = BEGIN_S,
         direct: bool = True,
     ) -> None:
         """What each rank writes is planned here, once. `staged`: it is copied to host memory first,
         taken here too, and checked there for what is not finite. `limit_s`: as for Underway;
-        `direct`: as for ShardWriter. A collective of all ranks."""
+        `begin_s`: how long ranks wait for one another at most; `direct`: as for ShardWriter. A
+        collective of all ranks."""
         self._parts, self._limit_s, self._direct = share_of(states, scatter), limit_s, direct
+        self._begin_s = min(limit_s, begin_s)
         self._staging = Staging(self._parts, states.device) if staged else None
         needed = shard_size(self._parts) if self._parts else 0
         sizes = torch.tensor([needed], device=states.device)
         all_reduce_sum(sizes, states.groups.everyone)
-        self._needed = int(sizes)
+        self.bytes = int(sizes)
+        """Of all shard files together."""
 
     def begin(
         self,
@@ -88,7 +92,7 @@ class FullSaver:
         save is over. Raises OptimusError on every rank if it cannot begin.
         """
         everyone = states.groups.everyone
-        opening = Task(lambda: _begin(final, self._needed)) if everyone.rank == 0 else None
+        opening = Task(lambda: _begin(final, self.bytes)) if everyone.rank == 0 else None
         if self._staging is not None:
             self._staging.fill(states)  # meanwhile
         else:
@@ -99,13 +103,12 @@ class FullSaver:
             raise OptimusError(opened, on_every_rank=True)
         identity = Identity(opened.name, step, everyone.rank)
 
-        def write(stop: threading.Event) -> Written | None:
+        def write(stop: Stop) -> Written | None:
             return self._write(states, final, opened.directory, identity, stop)
 
-        def seal(stop: threading.Event, reports: list[Written | None]) -> None:
+        def seal(stop: Stop, reports: list[Written | None]) -> None:
             about = {"step": step, "stop": stop, **facts}
             _seal(reports, opened, final, states.shapes, write_companions, about)
-            after_seal()
 
         return Underway(
             final.name,
@@ -115,16 +118,16 @@ class FullSaver:
             self._limit_s,
             write=write,
             seal=seal,
+            after_seal=after_seal,
             clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
         )
 
     def _opened(self, opening: Task, final: Path) -> _Generation | str:
         """A new generation, or why there is none; soon, since all ranks wait for it."""
-        limit_s = min(self._limit_s, _BEGIN_S)
-        opening.wait(limit_s)
+        opening.wait(self._begin_s)
         if opening.has_ended:
             return opening.value()
-        return f"{final.name} not begun within {limit_s:g} s: {final.parent} is slow or hangs"
+        return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
 
     def _write(
         self,
@@ -132,7 +135,7 @@ class FullSaver:
         final: Path,
         directory: Path,
         identity: Identity,
-        stop: threading.Event,
+        stop: Stop,
     ) -> Written | None:
         """This rank's shard file; None if nothing falls to it. Raises OptimusError."""
         if not self._parts:

@@ -12,9 +12,7 @@ import errno
 import fcntl
 import itertools
 import json
-import mmap
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,8 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
+from optimus.checkpoint.threads import Stop
+from optimus.checkpoint.write_behind import WriteBehind
 from optimus.errors import CheckpointError, OptimusError
 
 BLOCK_BYTES = 4 << 20
@@ -78,7 +78,7 @@ def aligned(size: int) -> int:
 
 
 class ShardWriter:
-    """Writes one shard file, through memory of one block and no more.
+    """Writes one shard file, through memory of two blocks: one is hashed while one is written.
 
     A block at a time goes to the disk at once, past the kernel's cache, where the file system can
     do that: pages of the cache would cost a copy and the memory of programs that run beside, and
@@ -90,7 +90,7 @@ class ShardWriter:
         directory: Path,
         identity: Identity,
         size: int,
-        stop: threading.Event | None = None,
+        stop: Stop | None = None,
         direct: bool = True,
     ) -> None:
         """`size`: of the whole file. `direct`: past the cache, where that can be. Raises OSError,
@@ -98,11 +98,12 @@ class ShardWriter:
         """
         self._identity, self._size, self._stop = identity, size, stop
         self._hashes: list[str] = []
-        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # begins with a page, as it must
         self._written = 0
         """Of the whole file, blocks that are not full included."""
+        self._block = memoryview(b"")
         path = directory / shard_name(identity.writer)
         self._fd, self._direct = _create(path, direct)
+        self._blocks = WriteBehind(BLOCK_BYTES, self._write_block)
         try:
             self._put(memoryview(header(identity, size)))
         except BaseException:
@@ -121,12 +122,14 @@ class ShardWriter:
         """Make the file durable and describe it."""
         assert self._written == self._size, (self._written, self._size)
         if rest := self._written % len(self._block):
-            self._write_block(self._block[:rest])
+            self._give(self._block[:rest])
+        self._blocks.finish()
         os.fsync(self._fd)
         return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
 
     def close(self) -> None:
         if self._fd >= 0:
+            self._blocks.close()
             os.close(self._fd)
         self._fd = -1
 
@@ -138,18 +141,23 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         while data:
-            filled = self._written % len(self._block)
+            filled = self._written % BLOCK_BYTES
+            if not filled:
+                self._block = self._blocks.take()
             part = data[: len(self._block) - filled]
             self._block[filled : filled + len(part)] = part
             self._written += len(part)
             data = data[len(part) :]
             if filled + len(part) == len(self._block):
-                self._write_block(self._block)
+                self._give(self._block)
+
+    def _give(self, block: memoryview) -> None:
+        self._hashes.append(xxhash.xxh3_64_hexdigest(block))
+        self._blocks.give(block)
 
     def _write_block(self, block: memoryview) -> None:
         if self._stop is not None and self._stop.is_set():
             raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
-        self._hashes.append(xxhash.xxh3_64_hexdigest(block))
         while block:
             if len(block) % DIRECT_BYTES:
                 self._through_the_cache()

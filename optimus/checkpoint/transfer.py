@@ -6,7 +6,6 @@ Memory is given as bytes, whoever owns it. Needs no torch.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import numpy
 from optimus.checkpoint.index import ITEMSIZE, STATES, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardWriter, aligned
+from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError
 
 
@@ -38,7 +38,7 @@ def write_shard(
     identity: Identity,
     parts: Sequence[tuple[str, Span]],
     bytes_of: Callable[[str, Span], memoryview],
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
     direct: bool = True,
 ) -> Written:
     """Write the file of one writer, these states of spans, and make it durable; `stop` and `direct`

@@ -10,13 +10,13 @@ told of one later.
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from optimus.checkpoint.threads import Stop, Task
 from optimus.dist.collectives import (
     Group,
     all_gather_objects,
@@ -25,7 +25,7 @@ from optimus.dist.collectives import (
 )
 from optimus.errors import NonFiniteError, OptimusError
 
-_DONE, _BUSY, _FAILED = 0, 1, 2
+_DONE, _SEALED, _BUSY, _FAILED = range(4)
 _PAUSES_S = (0.001, 0.2)
 """The first and the longest sleep between two looks at a thread that is waited for."""
 _GRACE_S = 30.0
@@ -46,42 +46,15 @@ class Outcome(NamedTuple):
     failure: Failure | None
 
 
-class Task:
-    """One piece of work in a thread of its own. Does not keep the process from ending."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work, self._value, self._error = work, None, None
-        self._thread = threading.Thread(target=self._run, name="optimus-save", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._work()
-        except BaseException as error:  # `value` raises it again
-            self._error = error
-
-    def wait(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def value(self) -> Any:
-        """What the work returned; raises what it raised."""
-        assert self.has_ended
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
 class Underway:
     """One save on all ranks, from its beginning to its seal, or to its end without one.
 
     In a thread each, all ranks `write(stop)`; once all have, the first rank's `seal(stop, reports)`
-    is given what they returned (pickled on the way). What these raise as OptimusError on one rank
-    fails the save on all; any other exception is raised where it happened. After a failure `stop`
-    is set and, when no thread works any more, the first rank calls `clean`.
+    is given what they returned (pickled on the way), and `after_seal` follows. What the first two
+    raise as OptimusError on one rank fails the save on all; any other exception is raised where it
+    happened. After a failure `stop` is set and, when no thread works any more, the first rank calls
+    `clean` in one. `seal` claims `stop` before it gives the checkpoint its name: one that stands
+    under its name is never told as failed.
     """
 
     def __init__(
@@ -92,16 +65,17 @@ class Underway:
         device: torch.device,
         limit_s: float,
         *,
-        write: Callable[[threading.Event], Any] | None,
-        seal: Callable[[threading.Event, list[Any]], None],
+        write: Callable[[Stop], Any] | None,
+        seal: Callable[[Stop, list[Any]], None],
         clean: Callable[[], None],
+        after_seal: Callable[[], None] = lambda: None,
     ) -> None:
         """`name` is for messages, `device` where collectives of `group` take place; without `write`
-        all is the first rank's. `limit_s`: what writing and sealing may take together."""
+        all is the first rank's. `limit_s`: what writing may take, and sealing."""
         self.step = step
         self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
-        self._seal, self._clean, self._stop = seal, clean, threading.Event()
-        self._since = time.monotonic()
+        self._seal, self._after_seal, self._clean, self._stop = seal, after_seal, clean, Stop()
+        self._since, self._sealed = time.monotonic(), False
         self._phase, self._worst = "writing", _BUSY
         self._task: Task | None = None
         self._found: Failure | None = None
@@ -112,7 +86,7 @@ class Underway:
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread of any rank works on it any more."""
+        """Whether it has ended on all ranks; at most old files may still be in removal."""
         return self._phase == "over"
 
     def poll(self) -> Outcome | None:
@@ -120,8 +94,13 @@ class Underway:
         assert not self.is_over
         worst = self._worst_of_all()
         if self._phase == "failed":
+            if worst not in (_DONE, _SEALED):
+                return None
+            self._begin_clean()
+            return Outcome(self.step, None) if worst == _SEALED else None  # after all
+        if self._phase == "cleaning":
             if worst == _DONE:
-                self._end()
+                self._phase = "over"
             return None
         if worst == _FAILED:
             return self._fail()
@@ -158,18 +137,30 @@ class Underway:
 
     def _state(self) -> int:
         """This rank's, in the phase that all are in."""
+        took_s = time.monotonic() - self._since
         if self._task is None or self._task.has_ended:
-            if self._phase != "failed" and self._task is not None:
-                self._found = self._failure_of(self._task)
-            return _FAILED if self._phase != "failed" and self._found else _DONE
+            return self._result()
+        if self._phase == "cleaning":  # what is left then goes as the run is begun again
+            return _BUSY if took_s <= _GRACE_S else _DONE
         limit_s = min(self._limit_s, _GRACE_S) if self._phase == "failed" else self._limit_s
-        if time.monotonic() - self._since <= limit_s:
+        if took_s <= limit_s:
             return _BUSY
+        if self._sealed:
+            return _SEALED  # what comes behind takes long
+        if self._phase != "failed" and not self._stop.set() and took_s <= limit_s + _GRACE_S:
+            return _BUSY  # it is being given its name
         self._found = Failure(
             f"{self._name} not written within checkpoint.timeout_s = {self._limit_s:g}: the disk "
             f"of rank {self._group.rank} is slow or hangs"
         )
         return _FAILED
+
+    def _result(self) -> int:
+        """Of this rank's thread, which has ended."""
+        if self._phase in ("writing", "sealing") and self._task is not None:
+            self._found = self._failure_of(self._task)
+            return _FAILED if self._found else _DONE
+        return _SEALED if self._phase == "failed" and self._sealed else _DONE
 
     @staticmethod
     def _failure_of(task: Task) -> Failure | None:
@@ -180,11 +171,14 @@ class Underway:
         return None
 
     def _begin_seal(self, reports: list[bytes]) -> None:
-        self._phase, self._task = "sealing", None
+        self._phase, self._task, self._since = "sealing", None, time.monotonic()
         if self._group.rank == 0:
-            self._task = Task(
-                lambda: self._seal(self._stop, [pickle.loads(one) for one in reports])
-            )
+            self._task = Task(lambda: self._run_seal([pickle.loads(one) for one in reports]))
+
+    def _run_seal(self, reports: list[Any]) -> None:
+        self._seal(self._stop, reports)
+        self._sealed = True
+        self._after_seal()
 
     def _fail(self) -> Outcome:
         """All ranks take the first rank's failure of those that have one; a NaN goes before all."""
@@ -194,9 +188,10 @@ class Underway:
         self._phase, self._since, self._worst = "failed", time.monotonic(), _BUSY
         return Outcome(self.step, first)
 
-    def _end(self) -> None:
-        self._phase = "over"
-        if self._task is not None:
-            self._failure_of(self._task)  # an error of another kind is not lost behind the first
+    def _begin_clean(self) -> None:
+        task, self._task = self._task, None
+        self._phase, self._since = "cleaning", time.monotonic()
+        if task is not None:
+            self._failure_of(task)  # an error of another kind is not lost behind the first
         if self._group.rank == 0:
-            self._clean()
+            self._task = Task(self._clean)

@@ -31,6 +31,7 @@ def check(config: Config) -> None:
         _tensor,
         _sampling,
         _recompute,
+        _kept_models,
         _not_yet,
     ):
         one(config)
@@ -337,6 +338,15 @@ def _sampling(config: Config) -> None:
                 f"a rank, but parallel.{axis} = {size}; leave it 0 and sample from checkpoints "
                 "with `optimus generate`"
             )
+
+
+def _kept_models(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_models_every and not checkpoint.keep_models:
+        raise ConfigError(
+            f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
+            "checkpoints are kept anyway; set checkpoint.keep_models, or leave it 0"
+        )
 
 
 def _not_yet(config: Config) -> None:

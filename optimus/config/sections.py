@@ -371,6 +371,8 @@ class CheckpointConfig(Section):
     """Updates between persistent model-only checkpoints; 0: none."""
     keep_models: CountOrZero = 0
     """How many model-only checkpoints to keep, newest first; 0: all."""
+    keep_models_every: CountOrZero = 0
+    """With `keep_models`: those of steps that are multiples of this are kept as well; 0: none."""
     scatter: Literal["balanced", "paper"] = "balanced"
     """Who writes what several ranks hold: all of them equal parts; or, of model-parallel shard m,
     data-parallel index m mod dp all of it."""

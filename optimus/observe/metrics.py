@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,44 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting, self._told = path, b"", False
+        self._lock = threading.Lock()
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._waiting += json.dumps(record).encode() + b"\n"
+        line = json.dumps(record).encode() + b"\n"
         try:
-            self._write()
+            with self._lock:
+                self._waiting += line
+                self._write()
             self._told = False
         except OSError as error:
             if not self._told:
-                self._warn(error, "its lines wait in memory")
+                self._warn(error)
             self._told = True
 
     def sync(self) -> None:
-        """Make what was written durable, as far as the disk lets it; any thread may."""
+        """Make every line durable, those that wait included; any thread may. Raises OSError."""
         try:
+            with self._lock:
+                self._write()
             os.fsync(self._fd)
         except OSError as error:
-            self._warn(error, "a power cut may take its last lines")
+            error.filename = os.fspath(self._path)
+            raise
 
     def close(self) -> None:
         """Raises OSError if lines could not be written."""
         try:
-            self._write()
+            with self._lock:
+                self._write()
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
         finally:
             os.close(self._fd)
 
-    def _warn(self, error: OSError, what: str) -> None:
-        line = f"optimus: WARNING: {self._path}: {error.strerror}; {what}"
+    def _warn(self, error: OSError) -> None:
+        line = f"optimus: WARNING: {self._path}: {error.strerror}; its lines wait in memory"
         print(line, file=sys.stderr, flush=True)
 
     def _write(self) -> None:

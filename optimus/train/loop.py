@@ -150,6 +150,7 @@ class Run:
                 f"{self.last_step}; raise train.max_steps to go on"
             )
         try:
+            self.saves.make_up()
             for step in range(self.flight.start.step + 1, self.last_step + 1):
                 self.update(step)
                 stopping = self.stop_request.agreed(self.world.everyone, self.world.device)

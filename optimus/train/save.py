@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +18,15 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import seal
+from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver, nonfinite_update
+from optimus.checkpoint.save import BEGIN_S, FullSaver, nonfinite_update
+from optimus.checkpoint.threads import Stop, Task
 from optimus.checkpoint.underway import Outcome, Underway
 from optimus.checkpoint.weights import CONFIG, check_weights
 from optimus.chunks.engine import STATES, ChunkEngine
 from optimus.config import Config, dump_toml
-from optimus.dist.collectives import all_gather_objects, all_reduce_max
+from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
 from optimus.dist.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError
 from optimus.model.hf import config_to_hf, write_hf
@@ -82,16 +85,35 @@ class Saves:
         self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
         self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
+        self._model_bytes = 2 * sum(map(math.prod, whole.shapes.values()))
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
+        self._begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 2)
+        """How long ranks may wait for the first one's look at the disk."""
         self._saver = FullSaver(
             rank_states,
             settings.scatter,
             staged=settings.async_save,
             limit_s=settings.timeout_s,
+            begin_s=self._begin_s,
             direct=settings.direct_io,
         )
         states.frozen.settle()
+
+    def make_up(self) -> None:
+        """Write the model-only checkpoint that was due where this run goes on, if its kill came
+        between the seal of the full one and the model's. A collective of all ranks."""
+        start, settings = self._flight.start, self._config.checkpoint
+        run_dir, interval = self._config.train.run_dir, settings.model_interval
+        due = interval and start.step and start.step % interval == 0
+        if not due or start.path != manager.full_path(run_dir, start.step):
+            return
+        missing = self._world.is_first and not manifests.is_checkpoint(
+            manager.model_path(run_dir, start.step)
+        )
+        if broadcast_object(missing, self._world.everyone):
+            self._begin(self._models, start.step, self._begin_model)
+            self._take(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
         """Tell of saves that have come to an end, and save what is due after `step`; the last step
@@ -109,7 +131,8 @@ class Saves:
         if model or (full and not settings.async_save):
             self._refuse_nonfinite(step)
         if model:
-            self._begin(self._models, step, self._begin_model)
+            beside = self._saver.bytes if full else 0
+            self._begin(self._models, step, partial(self._begin_model, beside=beside))
         if full:
             self._begin(self._fulls, step, self._begin_full)
         if last:
@@ -192,24 +215,33 @@ class Saves:
         self._states.frozen.settle()
         return under_way
 
-    def _begin_model(self, step: int) -> Underway:
-        """The first rank writes it alone; beside training, from a copy in bf16 that is made now."""
-        weights = self._whole.gather(self._states.whole("master"))
+    def _begin_model(self, step: int, beside: int = 0) -> Underway:
+        """The first rank writes it alone; beside training, from a copy in bf16 that is made now. It
+        yields where there is no room for `beside` more: for the full one that is due with it."""
+        path, opening = manager.model_path(self._config.train.run_dir, step), None
+        if self._world.is_first:
+            opening = Task(lambda: manifests.begin(path, self._model_bytes + beside))
+        weights = self._whole.gather(self._states.whole("master"), dtype=torch.bfloat16)
         if self._config.checkpoint.async_save:
             names = list(weights)  # one by one, or the model would be there twice
             weights = {name: weights.pop(name).to("cpu", torch.bfloat16) for name in names}
-        path = manager.model_path(self._config.train.run_dir, step)
         facts = self._facts(step)
+        if opening is not None:
+            opening.wait(self._begin_s)  # the full one takes its room behind this one's look
 
-        def seal_model(stop: threading.Event, reports: list[Any]) -> None:
-            write = partial(self._write_model, weights)
-            size = 2 * sum(weight.numel() for weight in weights.values())
+        def seal(stop: Stop, reports: list[Any]) -> None:
+            opening.wait()
             try:
-                seal(path, write, needed_bytes=size, kind="model", stop=stop, **facts)
+                directory = opening.value()
+                self._write_model(weights, directory)
+                manifests.finish(directory, path, kind="model", stop=stop, **facts)
             except OSError as error:
                 where = error.filename or path.parent
                 raise OptimusError(f"{path.name} not written: {where}: {error.strerror}") from None
-            self._forget_old()
+
+        def clean() -> None:
+            with suppress(OptimusError, OSError):
+                shutil.rmtree(opening.value())
 
         return Underway(
             path.name,
@@ -218,15 +250,17 @@ class Saves:
             self._world.device,
             self._config.checkpoint.timeout_s,
             write=None,
-            seal=seal_model,
-            clean=lambda: None,  # `seal` has done so
+            seal=seal,
+            after_seal=self._forget_old,
+            clean=clean,
         )
 
     def _forget_old(self) -> None:
         """In a thread of the first rank, behind a seal; one that cannot be removed is only told."""
+        run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         try:
             with self._forgetting:  # full ones and models may end at once
-                manager.forget_old(self._config.train.run_dir, self._config.checkpoint.keep_models)
+                manager.forget_old(run_dir, settings.keep_models, settings.keep_models_every)
         except OSError as error:
             where = error.filename or "checkpoints"
             self._say(f"WARNING: an old checkpoint cannot be removed: {where}: {error.strerror}")

@@ -54,10 +54,14 @@ class WholeModel:
                 put(name, self._layout.placements[name].take(whole))
 
     def gather(
-        self, local: Mapping[str, Tensor], names: Collection[str] | None = None
+        self,
+        local: Mapping[str, Tensor],
+        names: Collection[str] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Whole fp32 tensors on the first rank, {} on others, of all parameters or of `names`. A
-        collective of all ranks; ranks that hold but copies give nothing."""
+        """Whole tensors on the first rank's CPU, {} on others, of all parameters or of `names`; of
+        `dtype` before they are sent, or as they are where one rank holds all. A collective of all
+        ranks; ranks that hold but copies give nothing."""
         names = self.names if names is None else names
         group, place = self._groups.model, self._groups.place
         if group.size == 1:
@@ -68,25 +72,26 @@ class WholeModel:
         if group.rank > 0:
             for name in names:
                 if name in mine:
-                    send(local[name].contiguous(), group, 0).wait()
+                    send(local[name].to(dtype).contiguous(), group, 0).wait()
             return {}
-        return self._receive_all(local, names)
+        return self._receive_all(local, names, dtype)
 
     def _receive_all(
-        self, local: Mapping[str, Tensor], names: Collection[str]
+        self, local: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         group, mesh = self._groups.model, self._layout.mesh
         places = [mesh.place(rank) for rank in mesh.group_of(0, ("pp", "ep", "tp"))]
         held = [self._held_by(place) for place in places]
         out: dict[str, Tensor] = {}
         for name in names:
-            whole = torch.empty(self.shapes[name], dtype=torch.float32)
+            whole = torch.empty(self.shapes[name], dtype=dtype)
             for source, parts in enumerate(held):
                 if name not in parts:
                     continue
                 part = local.get(name)
                 if source > 0:
-                    empty = torch.empty(parts[name].local_shape, device=self._device)
+                    shape = parts[name].local_shape
+                    empty = torch.empty(shape, dtype=dtype, device=self._device)
                     part = receive(empty, group, source).wait()
                 parts[name].put(whole, part)
             out[name] = whole

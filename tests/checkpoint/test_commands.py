@@ -204,6 +204,23 @@ def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, c
     assert "exists already" in capsys.readouterr().err
 
 
+def test_export_reads_shard_files_once_and_passes_over_damage(run_dir, tmp_path, capsys):
+    newest, older = manager.full_path(run_dir, 6), manager.full_path(run_dir, 4)
+    size = sum(path.stat().st_size for path in newest.glob("shard-*"))
+    headers = 2 * shards.HEADER_BYTES * len(list(newest.glob("shard-*")))
+    shards.traffic.update(opens=0, bytes=0)
+    assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "a")]) == 0
+    assert 0 < shards.traffic["bytes"] <= size + headers
+    flip(newest / "shard-00001.bin")
+    assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "b")]) == 0
+    told = capsys.readouterr()
+    assert "passing over a damaged checkpoint" in told.err and str(older) in told.out
+    flip(older / "shard-00000.bin")
+    assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "c")]) == 1
+    assert "without a valid checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
 def test_damage_is_1_and_a_mistake_2(run_dir, tmp_path, capsys):
     path = manager.full_path(run_dir, 6)
     flip(path / "shard-00001.bin")

@@ -43,6 +43,13 @@ def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
     assert [n for n in names(tmp_path) if n.startswith("model")] == ["model-00000005"]
 
 
+def test_retention_keeps_every_so_many_steps_as_well(tmp_path):
+    for step in range(1, 9):
+        save(tmp_path, step, "model")
+        manager.forget_old(tmp_path, keep_models=2, keep_every=3)
+    assert names(tmp_path) == [f"model-0000000{step}" for step in (3, 6, 7, 8)]
+
+
 def test_auto_resumes_from_the_newest_and_starts_fresh_without_one(tmp_path):
     assert manager.decide_start(tmp_path, "auto").step == 0
     save(tmp_path, 7)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from optimus import files
+from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
+from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 
 
@@ -108,4 +110,27 @@ def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypa
     monkeypatch.setattr(files, "fsync_dir", fsync_dir)
     with pytest.raises(OSError, match="Input/output error"):
         seal(tmp_path / "c", lambda directory: (directory / "a").write_text("a"), kind="model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_stands_under_its_name_is_told_as_sealed(tmp_path, monkeypatch):
+    """Nothing that could fail comes behind it."""
+    plain = manifests.read_manifest
+
+    def read(path):
+        assert Path(path) != tmp_path / "c"
+        return plain(path)
+
+    monkeypatch.setattr(manifests, "read_manifest", read)
+    stop = Stop()
+    sealed = seal(tmp_path / "c", write_two_files, kind="full", stop=stop)
+    assert sealed == plain(tmp_path / "c")
+    assert not stop.set() and not stop.is_set()  # too late
+
+
+def test_what_is_stopped_gets_no_name(tmp_path):
+    stop = Stop()
+    assert stop.set()
+    with pytest.raises(OptimusError, match="c: no longer wanted"):
+        seal(tmp_path / "c", write_two_files, kind="full", stop=stop)
     assert list(tmp_path.iterdir()) == []

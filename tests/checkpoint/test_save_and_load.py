@@ -17,6 +17,7 @@ from optimus.checkpoint.manifest import begin, finish
 from optimus.checkpoint.pieces import Span
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver, save_full
+from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import kill_points
 
@@ -132,7 +133,7 @@ def test_staged_states_may_change_at_once(tmp_path):
 
 def test_a_save_that_is_no_longer_wanted_is_not_sealed(tmp_path):
     """Not even where only the seal is left to be done."""
-    stop = threading.Event()
+    stop = Stop()
     stop.set()
     temporary = begin(tmp_path / "c")
     with pytest.raises(OptimusError, match="no longer wanted"):

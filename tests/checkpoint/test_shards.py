@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import random
+import threading
+import time
 
 import numpy
 import pytest
@@ -13,7 +15,8 @@ import xxhash
 
 from optimus.checkpoint import shards
 from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
-from optimus.errors import CheckpointError
+from optimus.checkpoint.threads import Stop
+from optimus.errors import CheckpointError, OptimusError
 
 OURS = Identity("g", 3, 0)
 
@@ -80,6 +83,90 @@ def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monk
         assert ways == expected
         with ShardReader(directory, OURS, shard, 8192) as file:
             file.verify(range(shard.num_blocks))
+
+
+def broken_at(block, error, seen):
+    """An os.write that gives half of each first try, and `error` from a block of 5000 on."""
+    plain, count = os.write, [0]
+
+    def write(fd, data):
+        seen.append(threading.current_thread())
+        count[0] += 1
+        if count[0] == 2 * block:
+            raise OSError(error, os.strerror(error))
+        return plain(fd, data[: len(data) // 2] if count[0] % 2 else data)
+
+    return write
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("block", [1, 2, 4, 9])
+def test_what_the_writing_thread_cannot_write_is_raised_to_its_owner(
+    tmp_path, monkeypatch, block, error
+):
+    """In the first block, further on, in the last (which is not full); no thread is left."""
+    seen, before = [], threading.active_count()
+    monkeypatch.setattr(os, "write", broken_at(block, error, seen))
+    with pytest.raises(OSError) as raised:
+        write(tmp_path, [os.urandom(36_864)], direct=False)
+    assert raised.value.errno == error
+    assert set(seen) - {threading.current_thread()} == set(seen)  # it was a thread of its own
+    assert threading.active_count() == before
+    assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # and none behind it
+
+
+def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", broken_at(1000, 0, []))
+    shard, _ = write(tmp_path, [os.urandom(36_864)])
+    monkeypatch.undo()
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+    with ShardReader(tmp_path, OURS, shard, 5000) as file:
+        file.verify(range(shard.num_blocks))
+
+
+@pytest.mark.parametrize("how", ["stop", "owner"])
+def test_a_file_that_nobody_wants_any_more_leaves_no_thread(tmp_path, how):
+    before, stop = threading.active_count(), Stop()
+    expected = OptimusError if how == "stop" else KeyError
+    with pytest.raises(expected), ShardWriter(tmp_path, OURS, 10_000_000, stop) as file:
+        file.write(memoryview(bytes(1_000_000)))
+        if how == "owner":
+            raise KeyError
+        stop.set()
+        for _ in range(9):
+            file.write(memoryview(bytes(1_000_000)))
+    assert threading.active_count() == before
+
+
+def test_a_block_is_filled_while_another_is_written(tmp_path, monkeypatch):
+    """And never more than that: the owner waits, however much it has to give."""
+    begun, go_on, plain = threading.Event(), threading.Event(), os.write
+
+    def slowly(fd, data):
+        begun.set()
+        assert go_on.wait(60)
+        return plain(fd, data)
+
+    monkeypatch.setattr(os, "write", slowly)
+    part, given = os.urandom(5000), []
+    with ShardWriter(tmp_path, OURS, 1 << 20) as file:
+
+        def give():
+            for number in range(8):
+                file.write(memoryview(part))
+                given.append(number)
+
+        owner = threading.Thread(target=give)
+        owner.start()
+        assert begun.wait(60)  # the first block: the header and 904 bytes
+        deadline = time.monotonic() + 60
+        while len(given) < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert given == [0]  # the second call has filled the other block and waits
+        go_on.set()
+        owner.join(60)
+        assert given == list(range(8))
 
 
 def test_a_file_that_ends_with_a_block_has_no_empty_one(tmp_path, monkeypatch):

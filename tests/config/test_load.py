@@ -117,6 +117,7 @@ def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):
             {"optim__schedule": "constant", "optim__decay_steps": 5},
             r"decay_steps = 5 has no meaning",
         ),
+        ({"checkpoint__keep_models_every": 5}, r"keep_models_every = 5: all .* are kept anyway"),
         ({"optim__clip_norm": 0.0, "optim__clip_after_warmup": True}, r"clip_after_warmup"),
         (
             {"train__dtype": "fp16"},

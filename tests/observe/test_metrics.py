@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -22,6 +24,24 @@ def test_floats_come_back_to_the_last_bit(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 50))
     assert [r["loss"] for r in read_json_lines(path)] == [1 / step for step in range(1, 50)]
+
+
+def test_lines_that_wait_for_room_are_not_called_durable(tmp_path, monkeypatch, capsys):
+    path, plain = tmp_path / "metrics.jsonl", os.write
+    lines = JsonLines(path)
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    lines.append({"step": 1})
+    assert "wait in memory" in capsys.readouterr().err
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics.jsonl"):
+        lines.sync()
+    monkeypatch.setattr(os, "write", plain)
+    lines.sync()
+    assert read_json_lines(path) == [{"step": 1}]
+    lines.close()
 
 
 def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):

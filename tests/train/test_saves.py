@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import resource
@@ -24,6 +25,7 @@ from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
 from optimus.errors import LostPeerError, OptimusError
 from optimus.launch_env import read_launch_env
+from optimus.observe.metrics import JsonLines
 from optimus.train import save as train_save
 from optimus.train.loop import Run, train
 from tests.helpers.rank_pool import RanksFailed
@@ -430,6 +432,78 @@ def test_a_directory_that_takes_nothing_harms_nothing(
     told = warnings(ended[0])
     assert len(told) == 2 and all("Read-only file system" in line for line in told), told
     assert steps_kept(run) == [6, 24]
+
+
+def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
+    """The disk of metrics.jsonl takes nothing in these steps; that of checkpoints does."""
+    plain = JsonLines._write
+
+    def before(step: int) -> None:
+        def write(lines: JsonLines) -> None:
+            if step in steps:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            plain(lines)
+
+        JsonLines._write = write
+
+    return run_with(tree, before)
+
+
+@BOTH
+def test_no_checkpoint_is_sealed_that_the_curve_does_not_reach(ranks, tiny_data, tmp_path, beside):
+    settings = {"train__max_steps": 12, "checkpoint__interval": 4, "checkpoint__async_save": beside}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    ended = ranks(2, run_with_waiting_lines, tree, (7, 8, 9, 10, 11), start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
+    words = "step 8 is not saved: step-00000008 not written: "
+    (told,) = (line for line in warnings(ended[0]) if words in line)
+    assert "metrics.jsonl: No space left on device" in told
+    assert steps_kept(tmp_path) == [4, 12]
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 13))
+
+
+def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
+    """There is room for a full checkpoint and for a model, but a byte too little for both."""
+    plain = shutil.disk_usage
+
+    def behind(run: Run) -> None:
+        free = run.saves._saver.bytes + run.saves._model_bytes - 1
+        shutil.disk_usage = lambda path: plain(path)._replace(free=free)
+
+    return run_with(tree, lambda step: None, behind)
+
+
+@BOTH
+def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data, tmp_path, beside):
+    settings = {"checkpoint__interval": 10, "checkpoint__model_interval": 5}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    ended = ranks(2, run_with_room_for_one, tree, start_world=False)
+    told = warnings(ended[0])
+    assert "step 10 is not saved: model-00000010 not written: " in told[0], ended
+    assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
+
+
+@BOTH
+def test_a_model_that_a_kill_left_unmade_is_made_as_the_run_goes_on(
+    ranks, tiny_data, tmp_path, beside
+):
+    """The full one of its step had been sealed; both stages have a part of it."""
+    settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
+    settings |= {"checkpoint__async_save": beside}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
+    train_on(ranks, 2, tree)
+    model = manager.model_path(tmp_path, 10)
+    made = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
+    shutil.rmtree(model)
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=11))
+    manager.read_manifest(model).verify()
+    assert made == {path.name: path.read_bytes() for path in model.glob("*.safetensors")} != {}
+    assert (
+        manager.read_manifest(model).tokens
+        == manager.read_manifest(manager.full_path(tmp_path, 10)).tokens
+    )
 
 
 def run_and_note_order(tree: dict[str, Any]) -> list[str]:
