@@ -11,16 +11,16 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from optimus import files
-from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
-SET_ASIDE = "set-aside"
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -48,9 +48,7 @@ def newest_valid(
         if path in but:
             continue
         try:
-            manifest = read_manifest(path)
-            manifest.verify() if thorough else manifest.check()
-            return manifest
+            return _checked(path, thorough)
         except CheckpointError as error:
             print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
     return None
@@ -68,9 +66,7 @@ def resolve(
     if is_checkpoint(path):
         if path in but:
             raise CheckpointError(but[path])
-        manifest = read_manifest(path)
-        manifest.verify() if thorough else manifest.check()
-        return path
+        return _checked(path, thorough).path
     if checkpoints_dir(path).is_dir():
         if newest := newest_valid(path, thorough, but):
             return newest.path
@@ -78,6 +74,20 @@ def resolve(
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint or run directory")
     return path
+
+
+def _checked(path: Path, thorough: bool, is_last: bool = False) -> Manifest:
+    """The manifest of a checkpoint that is right; CheckpointError if twice it was not: an error of
+    reading may pass, and a newest one that is passed over costs what was done since the other."""
+    try:
+        manifest = read_manifest(path)
+        manifest.verify() if thorough else manifest.check()
+        return manifest
+    except CheckpointError as error:
+        if is_last:
+            raise
+        print(f"optimus: reading again, for {error}", file=sys.stderr)
+    return _checked(path, thorough, is_last=True)
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class Start:
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run that made `step` updates."""
 
 
 def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] = NOTHING) -> Start:
@@ -103,7 +115,7 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
         return Start("none")
     own = newest_valid(run_dir, False, but)
     if own is not None and _led_to(load, own.path):
-        return Start(own.origin, own.step, own.tokens, own.path, own)
+        return Start(own.origin, own.step, own.tokens, own.path, own, own.settings)
     if load.startswith("model@"):
         return _start_from_model(run_dir, load)
     if own is None:
@@ -114,13 +126,14 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
     if not is_checkpoint(path):
         return Start(load, path=path)
     manifest = read_manifest(path)
-    if manifest.kind == "model" and _is_own(path, run_dir):
+    if manifest.kind == "full":
+        return Start(load, manifest.step, manifest.tokens, path, manifest, manifest.settings)
+    if _is_own(path, run_dir):
         raise CheckpointError(
             f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
             f"checkpoint.load=model@{manifest.step}, or begin anew in another train.run_dir"
         )
-    full = manifest if manifest.kind == "full" else None
-    return Start(load, manifest.step if full else 0, manifest.tokens if full else 0, path, full)
+    return Start(load, path=path)
 
 
 def _led_to(load: str, path: Path) -> bool:
@@ -136,7 +149,7 @@ def _led_to(load: str, path: Path) -> bool:
 def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
     """Raise CheckpointError if the run, of which no full checkpoint is valid, has had one."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
-    fulls = [*_of_kind(run_dir, "step"), *directory.glob(f"{SET_ASIDE}/step-*")]
+    fulls = [*_of_kind(run_dir, "step"), *directory.glob(f"{SET_ASIDE}/step-[0-9]*")]
     found = [one for one in [*fulls, *filter(_is_late, models)] if _led_to(load, one)]
     if found:
         newest = max(found, key=_step_of)
@@ -149,10 +162,10 @@ def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
 
 
 def _is_late(model: Path) -> bool:
-    """Whether a model is of a later step than its run's first full checkpoint: killed before that,
-    a run begins anew without a question."""
+    """Whether its run had a full checkpoint before this model: killed before that, a run begins
+    anew without a question. The first may be under way until the second is due."""
     try:
-        return read_manifest(model).settings.get("checkpoint.interval", 0) < _step_of(model)
+        return 2 * read_manifest(model).settings.get("checkpoint.interval", 0) < _step_of(model)
     except CheckpointError:
         return True
 
@@ -167,7 +180,7 @@ def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
         )
     manifest = read_manifest(model_path(run_dir, int(text)))
     manifest.verify()
-    return Start(load, manifest.step, manifest.tokens, manifest.path)
+    return Start(load, manifest.step, manifest.tokens, manifest.path, None, manifest.settings)
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import shutil
 
 import pytest
 
+from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
@@ -51,6 +53,22 @@ def test_newest_valid_passes_over_damage_and_says_so(tmp_path, capsys):
     damage(save(tmp_path, 10))
     assert manager.newest_valid(tmp_path).step == 5
     assert "step-00000010" in capsys.readouterr().err
+
+
+def test_an_error_of_reading_that_passes_costs_no_checkpoint(tmp_path, capsys, monkeypatch):
+    save(tmp_path, 5)
+    newest, plain, failures = save(tmp_path, 10), files.xxh3_file, [errno.EIO]
+
+    def read(path):
+        if path.parent == newest.path and failures:
+            raise OSError(failures.pop(), "Input/output error")
+        return plain(path)
+
+    monkeypatch.setattr(files, "xxh3_file", read)
+    assert manager.decide_start(tmp_path, "auto").step == 10
+    assert "reading again, for" in capsys.readouterr().err
+    failures += [errno.EIO] * 2
+    assert manager.decide_start(tmp_path, "auto").step == 5
 
 
 def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
@@ -234,13 +252,13 @@ def test_a_run_that_went_back_to_a_model_does_not_begin_anew_unasked(tmp_path, w
 
 
 def test_a_run_whose_full_checkpoints_a_user_removed_does_not_begin_anew_unasked(tmp_path):
-    save(tmp_path, 100, "model")
+    save(tmp_path, 200, "model")
     assert manager.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
-    save(tmp_path, 101, "model")
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000101"):
+    save(tmp_path, 201, "model")
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
         manager.decide_start(tmp_path, "auto")
-    (tmp_path / "checkpoints" / "model-00000101" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000101"):
+    (tmp_path / "checkpoints" / "model-00000201" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
         manager.decide_start(tmp_path, "auto")
 
 
