@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ _LAUNCHERS = (
 )
 """In the order in which they are asked: a launcher may run within what another one started."""
 
+STARTED = time.monotonic()
+"""Nearly the start of this process: what takes long to import comes later."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
 """Where a job's port lies: below the ports that systems give to connections."""

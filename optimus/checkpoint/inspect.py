@@ -13,7 +13,7 @@ from typing import Any
 
 from optimus import files
 from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.dist.mesh import AXES
 from optimus.errors import CheckpointError, one_line
 
@@ -35,7 +35,7 @@ def find(path: str | os.PathLike) -> list[Path]:
     if not directory.is_dir():
         what = "neither a run directory nor a checkpoint" if path.exists() else "no such directory"
         raise CheckpointError(f"{path}: {what}")
-    aside = [one for one in (directory / manager.SET_ASIDE).glob("*") if one.is_dir()]
+    aside = [one for one in (directory / SET_ASIDE).glob("*") if one.is_dir()]
     unsealed = [one for one in directory.iterdir() if files.is_temporary(one) and one.is_dir()]
     found = manager.find_all(path) + sorted(aside) + sorted(unsealed)
     if not found:
@@ -54,7 +54,7 @@ def look_at(path: Path) -> dict[str, Any]:
         "path": str(path),
         "state": "valid",
         "problem": "",
-        "set_aside": path.parent.name == manager.SET_ASIDE,
+        "set_aside": path.parent.name == SET_ASIDE,
         **dict.fromkeys(_UNKNOWN),
         "bytes": 0,
     }

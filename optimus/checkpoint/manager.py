@@ -11,16 +11,16 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from optimus import files
-from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
-SET_ASIDE = "set-aside"
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -48,9 +48,7 @@ def newest_valid(
         if path in but:
             continue
         try:
-            manifest = read_manifest(path)
-            manifest.verify() if thorough else manifest.check()
-            return manifest
+            return _checked(path, thorough)
         except CheckpointError as error:
             print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
     return None
@@ -68,9 +66,7 @@ def resolve(
     if is_checkpoint(path):
         if path in but:
             raise CheckpointError(but[path])
-        manifest = read_manifest(path)
-        manifest.verify() if thorough else manifest.check()
-        return path
+        return _checked(path, thorough).path
     if checkpoints_dir(path).is_dir():
         if newest := newest_valid(path, thorough, but):
             return newest.path
@@ -78,6 +74,20 @@ def resolve(
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint or run directory")
     return path
+
+
+def _checked(path: Path, thorough: bool, is_last: bool = False) -> Manifest:
+    """The manifest of a checkpoint that is right; CheckpointError if twice it was not: an error of
+    reading may pass, and a newest one that is passed over costs what was done since the other."""
+    try:
+        manifest = read_manifest(path)
+        manifest.verify() if thorough else manifest.check()
+        return manifest
+    except CheckpointError as error:
+        if is_last:
+            raise
+        print(f"optimus: reading again, for {error}", file=sys.stderr)
+    return _checked(path, thorough, is_last=True)
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class Start:
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run that made `step` updates."""
 
 
 def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] = NOTHING) -> Start:
@@ -96,37 +108,66 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
 
     The same command given again after a failure goes on from the run's own newest checkpoint: a
     checkpoint remembers the `origin` that its run was started with. The states of a full one are
-    checked only as they are loaded.
+    checked only as they are loaded. Raises CheckpointError, also rather than begin anew where that
+    command has led to a full checkpoint already: that is for the user to say.
     """
-    own = newest_valid(run_dir, False, but) if load != "none" else None
-    if load == "auto":
-        if own is None and (damaged := _of_kind(run_dir, "step")):
-            raise CheckpointError(
-                f"{checkpoints_dir(run_dir)}: none of {len(damaged)} full checkpoints is valid; "
-                "start over with checkpoint.load=none, or from a model: checkpoint.load=model@STEP"
-            )
-        return Start("none") if own is None else _resume(own)
     if load == "none":
         return Start("none")
-    if own is not None and own.origin == load:
-        return _resume(own)
+    own = newest_valid(run_dir, False, but)
+    if own is not None and _led_to(load, own.path):
+        return Start(own.origin, own.step, own.tokens, own.path, own, own.settings)
     if load.startswith("model@"):
         return _start_from_model(run_dir, load)
+    if own is None:
+        _refuse_if_begun(run_dir, load)
+    if load == "auto":
+        return Start("none")
     path = resolve(load, False, but)
     if not is_checkpoint(path):
         return Start(load, path=path)
     manifest = read_manifest(path)
-    if manifest.kind == "model" and _is_own(path, run_dir):
+    if manifest.kind == "full":
+        return Start(load, manifest.step, manifest.tokens, path, manifest, manifest.settings)
+    if _is_own(path, run_dir):
         raise CheckpointError(
             f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
             f"checkpoint.load=model@{manifest.step}, or begin anew in another train.run_dir"
         )
-    full = manifest if manifest.kind == "full" else None
-    return Start(load, manifest.step if full else 0, manifest.tokens if full else 0, path, full)
+    return Start(load, path=path)
 
 
-def _resume(own: Manifest) -> Start:
-    return Start(own.origin, own.step, own.tokens, own.path, own)
+def _led_to(load: str, path: Path) -> bool:
+    """Whether a run with this `checkpoint.load`, however its path is spelt, made the checkpoint at
+    `path`, or may have: of a damaged one it may be unknown."""
+    try:
+        origin = read_manifest(path).origin
+    except CheckpointError:
+        return True
+    return load == "auto" or os.path.realpath(origin) == os.path.realpath(load)
+
+
+def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
+    """Raise CheckpointError if the run, of which no full checkpoint is valid, has had one."""
+    directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
+    fulls = [*_of_kind(run_dir, "step"), *directory.glob(f"{SET_ASIDE}/step-[0-9]*")]
+    found = [one for one in [*fulls, *filter(_is_late, models)] if _led_to(load, one)]
+    if found:
+        newest = max(found, key=_step_of)
+        model = _step_of(models[-1]) if models else "STEP"
+        raise CheckpointError(
+            f"{directory}: none of {len(_of_kind(run_dir, 'step'))} full checkpoints is valid, but "
+            f"there is {newest.relative_to(directory)}; start over with checkpoint.load=none or in "
+            f"another train.run_dir, or go on from a model: checkpoint.load=model@{model}"
+        )
+
+
+def _is_late(model: Path) -> bool:
+    """Whether its run had a full checkpoint before this model: killed before that, a run begins
+    anew without a question. The first may be under way until the second is due."""
+    try:
+        return 2 * read_manifest(model).settings.get("checkpoint.interval", 0) < _step_of(model)
+    except CheckpointError:
+        return True
 
 
 def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
@@ -139,7 +180,7 @@ def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
         )
     manifest = read_manifest(model_path(run_dir, int(text)))
     manifest.verify()
-    return Start(load, manifest.step, manifest.tokens, manifest.path)
+    return Start(load, manifest.step, manifest.tokens, manifest.path, None, manifest.settings)
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
@@ -151,10 +192,11 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     files.make_dirs(directory)
     for path in directory.iterdir():
         if files.is_temporary(path) and path.is_dir():
-            shutil.rmtree(path)
-    left_behind = [p for p in _of_kind(run_dir, "model") if _step_of(p) > start.step]
-    goes_on = start.full is not None and _is_own(start.path, run_dir)
-    left_behind += [p for p in _of_kind(run_dir, "step") if not goes_on or _step_of(p) > start.step]
+            _delete(path)
+    is_own = start.path is not None and _is_own(start.path, run_dir)
+    stay = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
+    stay = [path for path in stay if is_own and _step_of(path) <= start.step]
+    left_behind = [path for path in find_all(run_dir) if path not in stay]
     aside = directory / SET_ASIDE
     if left_behind:
         files.make_dirs(aside)
@@ -179,12 +221,17 @@ def _remove(path: Path) -> None:
     """A name of ours is there with all its files or not at all, whenever this is cut short."""
     aside = files.temporary_name(path)
     files.commit(path, aside)
-    shutil.rmtree(aside)
+    _delete(aside)
+
+
+def _delete(path: Path) -> None:
+    """Remove a directory, or a link to one: what a user has moved elsewhere stays there."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Whether a checkpoint, however its path is spelt, lies among those of the run."""
-    return path.resolve().parent == checkpoints_dir(run_dir).resolve()
+    """Whether a checkpoint, however its path is spelt, is one of the run's, links among them."""
+    return any(path.samefile(one) for one in find_all(run_dir))
 
 
 def find_all(run_dir: str | os.PathLike) -> list[Path]:
@@ -202,4 +249,4 @@ def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name.split("-")[1])
+    return int(re.search(r"\d+", path.name)[0])

@@ -27,6 +27,8 @@ from optimus.errors import CheckpointError, OptimusError, one_line
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
 MANIFEST = "manifest.json"
+SET_ASIDE = "set-aside"
+"""Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
 _BLOCKS_A_TASK = 16
 """Of verifying: 64 MiB, beside which opening a file and reading its header costs nothing."""
 _FIELDS = ("kind", "step", "tokens", "updates", "origin", "settings")
@@ -216,10 +218,17 @@ def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
             f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
+            f"{_told_aside(final.parent / SET_ASIDE)}"
         )
     temporary = files.temporary_name(final)
     temporary.mkdir()
     return temporary
+
+
+def _told_aside(aside: Path) -> str:
+    """What a user might remove first, if anything is there."""
+    size = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
+    return f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
 
 
 def finish(

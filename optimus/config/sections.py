@@ -226,7 +226,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Divide norms along the sequence over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A collective that waits longer than this ends the run with exit status 5."""
+    """A wait for another rank that takes longer than this ends the run with exit status 5; also
+    one for a rank that still reads its part of a checkpoint, or the first one a whole model."""
 
 
 class TrainConfig(Section):
@@ -259,7 +260,7 @@ class TrainConfig(Section):
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Intra-op threads of a rank; 0: 1 if deterministic, otherwise the rank's share of cores."""
     deadline_s: NonNegative = 0.0
-    """Checkpoint and end with status 3 this long after the start; 0: never."""
+    """Checkpoint and end with status 3 this long after a rank's process began; 0: never."""
     eval_interval: CountOrZero = 0
     """Updates between evaluations on the held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0

@@ -80,16 +80,20 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int, cut_log: Path) -> int:
-    """Keep the lines up to `step`, atomically; move later ones to `cut_log`; return how many."""
+    """Keep the lines up to `step`, atomically; move later ones to `cut_log`, where they are durable
+    before they go; return how many."""
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _step(line) <= step]
     moved = [line for line in lines if _step(line) > step]
     if moved:
-        cut_log.parent.mkdir(parents=True, exist_ok=True)
+        files.make_dirs(cut_log.parent)
         with open(cut_log, "a", encoding="utf-8") as log:
             log.write("".join(line + "\n" for line in moved))
+            log.flush()
+            os.fsync(log.fileno())
+        files.fsync_dir(cut_log.parent)
         files.write_bytes(path, "".join(line + "\n" for line in kept).encode())
     return len(moved)
 

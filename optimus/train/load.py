@@ -20,7 +20,7 @@ from optimus.dist.world import World
 from optimus.errors import CheckpointError
 from optimus.model.transformer import Transformer
 from optimus.train.loss_scale import LossScale
-from optimus.train.preflight import Preflight, start_again
+from optimus.train.preflight import Preflight, with_start
 from optimus.train.whole import WholeModel
 
 
@@ -40,12 +40,17 @@ def load_start(
     """Fill the states of every rank from where the run starts, and say where that was. A collective
     of all ranks.
 
-    A checkpoint that proves damaged is passed over for the one before, on all ranks alike. Without
-    a start the states keep what they were made with. Raises CheckpointError.
+    A checkpoint that twice proves damaged is passed over for the one before, on all ranks alike.
+    Without a start the states keep what they were made with. Raises CheckpointError.
     """
     damaged: dict[Path, str] = {}
+    how = config.checkpoint.distribute
     while (full := flight.start.full) is not None:
-        problem = load_full(rank_states, full, config.checkpoint.distribute)
+        problem = load_full(rank_states, full, how)
+        if problem:  # an error of reading may pass
+            if world.is_first:
+                print(f"optimus: reading again, for {problem}", file=sys.stderr)
+            problem = load_full(rank_states, full, how)
         if not problem:
             states.num_updates = full.updates
             loss_scale.restore(full.loss_scale)
@@ -63,8 +68,7 @@ def load_start(
             load_weights(model, start.path)
             weights = {name: p.detach() for name, p in model.named_parameters()}
         source = weights.__getitem__ if world.is_first else _nothing
-        put, how = partial(states.put, "master"), config.checkpoint.distribute
-        whole.spread(put, source, world.device, how)
+        whole.spread(partial(states.put, "master"), source, world.device, how)
     states.publish()
     return flight
 
@@ -78,7 +82,7 @@ def _fall_back(
         problem = list(damaged.values())[-1]
         print(f"optimus: passing over a damaged checkpoint: {problem}", file=sys.stderr)
         try:
-            flight = start_again(config, flight, damaged)
+            flight = with_start(config, flight, damaged)
             start = flight.start
             print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
         except CheckpointError as error:

@@ -27,7 +27,7 @@ from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
-from optimus.train.preflight import Preflight, doubts, preflight
+from optimus.train.preflight import Preflight, doubts, preflight, with_start
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import Saves, check_saves
 from optimus.train.settle import recompute_news, settle_dispatch
@@ -40,17 +40,19 @@ from optimus.train.whole import WholeModel
 def train(config: Config, launch: LaunchEnv) -> None:
     """Run this rank's part of a training run to its end.
 
-    Raises what `preflight` raises, NonFiniteError, LostPeerError, or Stopped after a signal.
+    Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
+    a signal.
     """
     flight = directory = trouble = None
     try:
         platform.check_compile(config.train.compile)
-        flight = preflight(config, launch.world_size, decides_start=launch.is_first)
+        flight = preflight(config, launch.world_size)
         if launch.is_first:
+            directory = RunDirectory(config.train.run_dir)
+            flight = with_start(config, flight)
             check_saves(config, flight)
             check_names(config)
             check_slots(config, flight.mesh)
-            directory = RunDirectory(config.train.run_dir)
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)

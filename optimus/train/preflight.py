@@ -12,7 +12,7 @@ from typing import Any
 from data_prep.manifest import read_manifest
 from data_prep.mixing import integer_weights
 from data_prep.token_plan import PARTS
-from optimus.checkpoint.manager import Start, decide_start
+from optimus.checkpoint.manager import NOTHING, Start, decide_start
 from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
@@ -38,6 +38,9 @@ FROZEN = (
 )
 """Besides every `model.` setting: what a resumed run must share with its checkpoint. The batch is
 stored as it really was, whatever train.global_batch_tokens left to the world."""
+
+_OF_THE_DATA = ("data.identity", "train.batch_tokens")
+"""What tells, with the step, which instances are read."""
 
 # Moments of parameters that were not trained do not exist: those start from model@STEP.
 _FIXED = ("optim.frozen",)
@@ -71,11 +74,10 @@ class Preflight:
         return self.start.tokens + (step - self.start.step) * self.plan.tokens
 
 
-def preflight(config: Config, world_size: int, decides_start: bool = True) -> Preflight:
-    """Check the run against the world, its data and, where it `decides_start`, its checkpoint.
+def preflight(config: Config, world_size: int) -> Preflight:
+    """Check the run against the world and its data; where it starts is left to `with_start`.
 
-    One rank decides where to start, since that reads whole checkpoints; the others are told.
-    Raises ConfigError, DataError or CheckpointError with one line naming key, value and remedy.
+    Raises ConfigError or DataError with one line naming key, value and remedy.
     """
     try:
         mesh, plan = _check_settings(config, world_size)
@@ -86,16 +88,18 @@ def preflight(config: Config, world_size: int, decides_start: bool = True) -> Pr
     dataset = _training_data(config)
     eval_dataset = _held_out_data(config)
     settings = flat_settings(config, dataset, plan)
-    start, differences = Start("undecided"), ()
-    if decides_start:
-        start = decide_start(config.train.run_dir, config.checkpoint.load)
-        differences = _compare(config, settings, start)
-    return Preflight(mesh, plan, dataset, eval_dataset, start, settings, differences)
+    return Preflight(mesh, plan, dataset, eval_dataset, Start("undecided"), settings, ())
 
 
-def start_again(config: Config, flight: Preflight, damaged: Mapping[Path, str]) -> Preflight:
-    """The same where checkpoints proved `damaged` (why, by path) as they were loaded: from the next
-    one that `checkpoint.load` allows. Raises CheckpointError."""
+def with_start(
+    config: Config, flight: Preflight, damaged: Mapping[Path, str] = NOTHING
+) -> Preflight:
+    """The same with its start, which `checkpoint.load` allows and which fits the settings.
+
+    Decided by one rank, once it has the run directory for itself: until then another run may seal
+    a checkpoint there. `damaged`: those that proved so as they were loaded, why by path. Raises
+    CheckpointError with one line naming key, value and remedy.
+    """
     start = decide_start(config.train.run_dir, config.checkpoint.load, damaged)
     return replace(flight, start=start, differences=_compare(config, flight.settings, start))
 
@@ -172,20 +176,22 @@ def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> d
 
 
 def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple[str, ...]:
-    """Refuse a frozen setting that differs from the checkpoint's; return the free differences."""
-    if start.full is None:
-        return ()
-    stored, free = start.full.settings, []
+    """Refuse a frozen setting that differs from the checkpoint's; return the free differences. From
+    a model all is free, and only what tells where in the data a step stands is listed."""
+    stored, free = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
-    for key in sorted(set(stored) & set(settings)):
+    compared = settings if start.full is not None else _OF_THE_DATA
+    for key in sorted(set(stored).intersection(compared)):
         if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER, _BATCH):
             continue
         if key == "parallel.ep_dispatch" and settings[key] == "auto":
             continue  # settled once the ranks are there
         name = _BATCH if key == "train.batch_tokens" else key
         change = f"{name} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
+        if key in _OF_THE_DATA:
+            change += _data_moved(settings, stored, start.step)
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
-        if frozen and name not in config.checkpoint.allow_change:
+        if start.full is not None and frozen and name not in config.checkpoint.allow_change:
             allow = f', or allow it with checkpoint.allow_change=["{name}"]'
             raise CheckpointError(
                 f"{change}: a resumed run must keep it; set it back or start in another "
@@ -193,6 +199,16 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
             )
         free.append(change)
     return tuple(free)
+
+
+def _data_moved(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
+    """What other data or another batch mean: step n begins at instance (n - 1) * batch."""
+    here, there = (
+        step * one["train.batch_tokens"] // one["train.seq_len"] for one in (settings, stored)
+    )
+    come_to = there if settings["data.identity"] == stored["data.identity"] else 0
+    low, high = sorted((here, come_to))
+    return f"; instances {low} to {high} are {'skipped' if here > come_to else 'read again'}"
 
 
 def _check_allowed_changes(config: Config) -> None:

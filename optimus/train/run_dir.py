@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from optimus import files
 from optimus.checkpoint.manager import prepare_directory
@@ -49,16 +49,16 @@ class RunDirectory:
 
             self._board = TensorBoard(self.path / "tb", step)
 
-    def _take(self) -> int:
-        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    def _take(self) -> BinaryIO:
+        file = open(self.path / ".lock", "ab")  # noqa: SIM115, held until `close`
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(fd)
+            file.close()
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r} is in use by another run; choose another"
             ) from None
-        return fd
+        return file
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         self._metrics.append(record)
@@ -86,7 +86,7 @@ class RunDirectory:
         self._eval.close()
         if self._board is not None:
             self._board.close()
-        os.close(self._lock)
+        self._lock.close()
 
 
 def say_start(flight: Preflight, doubts: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import time
 import torch
 
 from optimus.dist.collectives import Group, all_reduce_max
+from optimus.launch_env import STARTED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -16,7 +17,8 @@ class StopRequest:
     """Remembers a signal or a passed deadline, and agrees on it with all ranks."""
 
     def __init__(self, deadline_s: float) -> None:
-        self._end = time.monotonic() + deadline_s if deadline_s else None
+        """`deadline_s`: from the process's start on; 0: never."""
+        self._end = STARTED + deadline_s if deadline_s else None
         self._reason = 0
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """Save under one layout and load under another, to the bit: layouts of 1, 2, 4 and 8 ranks.
 
-    python scripts/drills/reshard.py [--out reshard.jsonl] [--row LAYOUT] [--sample N] [--first N]
+    python scripts/drills/reshard.py (--all | --row LAYOUT | --sample N) [--first N] [--out FILE]
 
 A layout is a mesh with a way to divide the states, a length of chunks, a schedule and a rule who
 writes. Ranks are simulated one behind the other; shard files, index, plans and reads are real, and
-every element of the master and both moments is compared. `--row`: from and to this layout, all
-others; `--sample`: that many random pairs besides. Results are added to --out line by line, and
-pairs that stand there are not run again: give the same command to go on. Exit status 0: all hold.
+every element of the master and both moments is compared. `--all`: every layout to every other;
+`--row`: from and to this one, all others; `--sample`: that many random pairs besides. Results are
+added to --out line by line, and pairs that stand there are not run again: give the same command to
+go on. Exit status 0: all that were compared hold; 2: none was chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -31,14 +33,14 @@ from tests.helpers.reshard import BLOCK_BYTES, Layout, Pair, all_layouts  # noqa
 from tests.helpers.shards import all_shapes, assert_loads, save, whole_states  # noqa: E402
 
 
-def choose(every: list[Layout], row: str, sample: int, seed: int) -> list[Pair]:
+def choose(every: list[Layout], args: argparse.Namespace) -> list[Pair]:
     """Pairs (saved under, loaded under), those of one save together."""
-    pairs = []
-    if row:
-        (one,) = [layout for layout in every if str(layout) == row]
+    pairs = list(itertools.product(every, every)) if args.all else []
+    if args.row:
+        (one,) = [layout for layout in every if str(layout) == args.row]
         pairs += [(one, other) for other in every] + [(other, one) for other in every]
-    generator = random.Random(seed)
-    pairs += [(generator.choice(every), generator.choice(every)) for _ in range(sample)]
+    generator = random.Random(args.seed)
+    pairs += [(generator.choice(every), generator.choice(every)) for _ in range(args.sample)]
     return sorted(dict.fromkeys(pairs))
 
 
@@ -66,8 +68,11 @@ def main() -> int:
     if args.row and args.row not in map(str, every):
         print(f"--row {args.row}: no such layout; one is {every[-1]}", file=sys.stderr)
         return 2
+    if not (args.all or args.row or args.sample > 0):
+        print("nothing to compare: give --all, --row LAYOUT or --sample N", file=sys.stderr)
+        return 2
     done = _read(args.out)
-    pairs = choose(every, args.row, args.sample, args.seed)
+    pairs = choose(every, args)
     left = [pair for pair in pairs if _name(pair) not in done][: args.first or None]
     print(f"{len(every)} layouts, {len(pairs)} pairs, {len(pairs) - len(left)} done or put off")
     with tempfile.TemporaryDirectory() as scratch, open(args.out, "a", encoding="utf-8") as out:
@@ -99,6 +104,7 @@ def _name(pair: Pair) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="reshard.jsonl", help="results")
+    parser.add_argument("--all", action="store_true", help="every layout to every other")
     parser.add_argument("--row", default="", metavar="LAYOUT", help="from and to this one, all")
     parser.add_argument("--sample", type=int, default=0, help="random pairs")
     parser.add_argument("--seed", type=int, default=0, help="of the random pairs")

@@ -96,6 +96,16 @@ def test_the_power_cuts_find_a_forgotten_fsync(recorded, op):
     assert replay(left, root, samples=0, max_faults=1).faults
 
 
+def test_the_power_cuts_find_that_the_oldest_went_too_early(recorded):
+    """Before its successor has its name: though the newest is there, it would be alone."""
+    root, calls = recorded
+    goes = next(n for n, c in enumerate(calls) if c.op == "rename" and "/step-" in c.path)
+    sealed = [n for n, c in enumerate(calls[:goes]) if c.op == "rename" and "/step-" in c.other]
+    early = [*calls[: sealed[-1]], calls[goes], *calls[sealed[-1] : goes], *calls[goes + 1 :]]
+    (fault,) = replay(early, root, samples=0, max_faults=1).faults
+    assert fault.endswith("1 full checkpoints are there, though 2 are kept")
+
+
 def test_made_directories_are_durable(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(files, "fsync_dir", lambda path: synced.append(Path(path)))

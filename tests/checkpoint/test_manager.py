@@ -1,21 +1,47 @@
 from __future__ import annotations
 
+import errno
+import shutil
+
 import pytest
 
+from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
 
 
-def save(run_dir, step, kind="full", origin="none"):
+def save(run_dir, step, kind="full", origin="none", interval=100):
     place = manager.full_path if kind == "full" else manager.model_path
     path = place(run_dir, step)
     write = lambda directory: (directory / "data").write_text(f"{step}")  # noqa: E731
-    return seal(path, write, kind=kind, step=step, tokens=step * 10, origin=origin)
+    facts = {"settings": {"checkpoint.interval": interval}, "origin": origin}
+    return seal(path, write, kind=kind, step=step, tokens=step * 10, **facts)
 
 
 def damage(manifest):
     (manifest.path / "data").write_text("x" * len(str(manifest.step)))
+
+
+def move_elsewhere(manifest, place):
+    """To a larger disk, say, with a link in its place."""
+    place.mkdir(exist_ok=True)
+    shutil.move(manifest.path, place)
+    manifest.path.symlink_to(place / manifest.path.name)
+
+
+def start_of(run_dir, load):
+    start = manager.decide_start(run_dir, load)
+    manager.prepare_directory(run_dir, start)
+    return start
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A Hugging Face directory, as far as can be seen from here."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return tmp_path / "hf"
 
 
 def names(run_dir):
@@ -27,6 +53,22 @@ def test_newest_valid_passes_over_damage_and_says_so(tmp_path, capsys):
     damage(save(tmp_path, 10))
     assert manager.newest_valid(tmp_path).step == 5
     assert "step-00000010" in capsys.readouterr().err
+
+
+def test_an_error_of_reading_that_passes_costs_no_checkpoint(tmp_path, capsys, monkeypatch):
+    save(tmp_path, 5)
+    newest, plain, failures = save(tmp_path, 10), files.xxh3_file, [errno.EIO]
+
+    def read(path):
+        if path.parent == newest.path and failures:
+            raise OSError(failures.pop(), "Input/output error")
+        return plain(path)
+
+    monkeypatch.setattr(files, "xxh3_file", read)
+    assert manager.decide_start(tmp_path, "auto").step == 10
+    assert "reading again, for" in capsys.readouterr().err
+    failures += [errno.EIO] * 2
+    assert manager.decide_start(tmp_path, "auto").step == 5
 
 
 def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
@@ -150,3 +192,98 @@ def test_damage_is_found_when_a_checkpoint_is_named_directly(tmp_path):
     damage(manifest)
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         manager.resolve(manifest.path)
+
+
+@pytest.mark.parametrize("load", ["auto", "run", "link", "target"])
+def test_a_slot_that_is_a_link_is_the_runs_own(tmp_path, load):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save(run, 1)
+    newest = save(run, 2)
+    move_elsewhere(newest, elsewhere)
+    by_path = {"run": run, "link": newest.path, "target": elsewhere / newest.path.name}
+    assert start_of(run, str(by_path.get(load, load))).step == 2
+    assert names(run) == ["step-00000001", "step-00000002"]
+
+
+def test_of_an_old_slot_that_is_a_link_the_link_goes(tmp_path):
+    run = tmp_path / "run"
+    move_elsewhere(save(run, 1), tmp_path / "elsewhere")
+    for step in (2, 3):
+        save(run, step)
+    manager.forget_old(run, keep_models=0)
+    assert names(run) == ["step-00000002", "step-00000003"]
+    assert (tmp_path / "elsewhere" / "step-00000001" / "data").is_file()
+
+
+def test_a_link_left_by_a_killed_removal_blocks_nothing(tmp_path):
+    run = tmp_path / "run"
+    leftover = manager.checkpoints_dir(run) / ".step-00000001.host.12.abcd.tmp"
+    save(run, 2)
+    (tmp_path / "elsewhere").mkdir()
+    leftover.symlink_to(tmp_path / "elsewhere")
+    assert start_of(run, "auto").step == 2
+    assert names(run) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["states", "manifest"])
+def test_damage_does_not_send_a_run_back_to_what_it_began_from(tmp_path, weights, readable):
+    run, load = tmp_path / "run", str(weights)
+    for step in (5, 6):
+        manifest = save(run, step, origin=load)
+        damage(manifest)
+        if not readable:
+            (manifest.path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of 2 full .* another train.run_dir"):
+        manager.decide_start(run, load)
+    assert names(run) == ["step-00000005", "step-00000006"]
+
+
+def test_a_user_may_rescue_a_damaged_run_from_elsewhere(tmp_path, weights):
+    run, other = tmp_path / "run", tmp_path / "other"
+    damage(save(run, 5, origin=str(weights)))
+    assert manager.decide_start(run, str(save(other, 4).path)).step == 4
+
+
+@pytest.mark.parametrize("then", ["auto", "the first command"])
+def test_a_run_that_went_back_to_a_model_does_not_begin_anew_unasked(tmp_path, weights, then):
+    """It was killed before its first save; the user gives another command."""
+    run, load = tmp_path / "run", str(weights)
+    save(run, 10, "model", origin=load)
+    save(run, 20, origin=load)
+    start_of(run, "model@10")
+    assert start_of(run, "model@10").step == 10
+    told = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10"
+    with pytest.raises(CheckpointError, match=told):
+        manager.decide_start(run, "auto" if then == "auto" else load)
+    assert start_of(run, "none").step == 0
+
+
+def test_a_run_whose_full_checkpoints_a_user_removed_does_not_begin_anew_unasked(tmp_path):
+    save(tmp_path, 200, "model")
+    assert manager.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
+    save(tmp_path, 201, "model")
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
+        manager.decide_start(tmp_path, "auto")
+    (tmp_path / "checkpoints" / "model-00000201" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
+        manager.decide_start(tmp_path, "auto")
+
+
+@pytest.mark.parametrize("spelling", ["hf", "hf/", "./hf", "run/../hf", "absolute"])
+def test_the_same_command_may_spell_a_path_otherwise(tmp_path, weights, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    save("run", 5, origin="hf")
+    load = str(weights) if spelling == "absolute" else spelling
+    assert manager.decide_start("run", load).step == 5
+    (tmp_path / "other").mkdir()
+    assert manager.decide_start("run", "other").step == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "model", "hf"])
+def test_models_of_another_run_are_not_kept_as_this_runs(tmp_path, weights, kind):
+    run, other = tmp_path / "run", tmp_path / "other"
+    save(run, 3, "model")
+    save(run, 4)
+    load = weights if kind == "hf" else save(other, 5, kind).path
+    assert start_of(run, str(load)).path == load
+    assert names(run) == ["set-aside"]

@@ -96,6 +96,10 @@ def test_a_seal_needs_room(tmp_path):
     ):
         seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "set-aside" / "old").mkdir(parents=True)
+    (tmp_path / "set-aside" / "old" / "data").write_bytes(bytes(2_000_000))
+    with pytest.raises(OptimusError, match=r"make room, say in set-aside/: 0.002 GB that no start"):
+        seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
 
 
 def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypatch):

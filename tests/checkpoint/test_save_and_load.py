@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -80,6 +81,31 @@ def test_companions_that_cannot_be_written_leave_nothing(tmp_path):
     with pytest.raises(OptimusError, match=r"^c not written: .*config.toml: No space left"):
         save_full(states, tmp_path / "c", "balanced", write, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("harm", ["cut", "another"])
+def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
+    """Its header and size are compared before the seal: both slots stay."""
+    for step in (1, 2):
+        kill_points.save(tmp_path, step)
+
+    def write(directory: Path) -> None:
+        shard = directory / "shard-00000.bin"
+        if harm == "cut":
+            os.truncate(shard, shard.stat().st_size - 1)
+        else:
+            shutil.copyfile(manager.full_path(tmp_path, 2) / shard.name, shard)
+
+    told = {
+        "cut": r"shard-00000.bin: \d+ bytes, not \d+",
+        "another": "belongs to another checkpoint",
+    }
+    with pytest.raises(OptimusError, match=told[harm]):
+        save_full(
+            kill_points.make_states(3), manager.full_path(tmp_path, 3), "balanced", write, step=3
+        )
+    names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
+    assert names == ["step-00000001", "step-00000002"]
 
 
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):

@@ -53,6 +53,8 @@ class Found(NamedTuple):
     """What a look at one state of the disk told."""
 
     step: int = 0
+    fulls: int = 0
+    """How many full checkpoints are there."""
     models: tuple[int, ...] = ()
     states: str = ""
     """The hash of all states that are loaded."""
@@ -141,7 +143,7 @@ class Loader:
                 read_manifest(path).verify()
             start = manager.decide_start(run, "auto")
             models = tuple(int(p.name[6:]) for p in here if p.name.startswith("model-"))
-            return Found(start.step, models, _states(start.full))
+            return Found(start.step, len(here) - len(models), models, _states(start.full))
         except CheckpointError as error:
             return Found(fault=str(error).removeprefix(f"{self._place}/"))
 
@@ -158,9 +160,11 @@ def _states(full: Manifest | None) -> str:
 
 
 class Promise(NamedTuple):
-    """What must be there at a moment: the save of `step` and those of `models` have returned."""
+    """What must be there at a moment: the save of `step` and those of `models` have returned, and
+    so many full ones are kept."""
 
     step: int = 0
+    fulls: int = 0
     models: tuple[int, ...] = ()
 
 
@@ -183,7 +187,8 @@ def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Prom
             told = json.loads(call.data.splitlines()[-1])["step"]
             step = max(step, max(number for number in sealed if number < told))
             models |= {number: True for number in models if number < told}
-        yield Promise(step, tuple(number for number, returned in models.items() if returned))
+        fulls = min(manager.KEPT_FULL, sealed.index(step))
+        yield Promise(step, fulls, tuple(n for n, returned in models.items() if returned))
 
 
 def replay(
@@ -265,6 +270,8 @@ def _judge(found: Found, promise: Promise, truth: dict[int, str]) -> str:
         return found.fault
     if found.step < promise.step:
         return f"starts from step {found.step}, though that of {promise.step} had returned"
+    if found.fulls < promise.fulls:
+        return f"{found.fulls} full checkpoints are there, though {promise.fulls} are kept"
     if found.states != truth.get(found.step):
         return f"loads for step {found.step} what no save wrote"
     if missing := set(promise.models) - set(found.models):

@@ -18,7 +18,7 @@ from optimus.model.layers import MLP
 from optimus.model.router import layer_losses
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import expert_load, train
-from optimus.train.preflight import preflight
+from optimus.train.preflight import preflight, with_start
 from tests.helpers.tiny import tiny_config, tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
 
@@ -119,10 +119,9 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
     stored = manager.newest_valid(tmp_path / "whole").settings
     assert stored["model.num_experts"] == [0, 4, 3]
     with pytest.raises(CheckpointError, match=r"model.num_experts = \[0, 4, 4\]"):
-        tree = tiny_tree(
-            tiny_data, tmp_path / "whole", **{**settings, "model__num_experts": [0, 4, 4]}
-        )
-        preflight(make_config(tree), 1)
+        settings = {**settings, "model__num_experts": [0, 4, 4]}
+        config = make_config(tiny_tree(tiny_data, tmp_path / "whole", **settings))
+        with_start(config, preflight(config, 1))
     with pytest.raises(ConfigError, match="has no place in a Hugging Face"):
         go(tmp_path / "models", checkpoint__model_interval=2)
 

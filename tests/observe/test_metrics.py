@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):
     assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3, 4, 5, 6]
     assert log.read_text().splitlines()[-1] == '{"step": 9, "lo'
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()[:2]] == [7, 8]
+
+
+def test_cut_lines_are_durable_before_they_go(tmp_path, monkeypatch):
+    path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
+    write_steps(path, range(1, 9))
+    plain, synced = os.fsync, []
+
+    def fsync(file):
+        plain(file)
+        if len(read_json_lines(path)) == 8:
+            synced.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert cut_after(path, 6, log) == 2
+    assert {log, log.parent, tmp_path} <= set(synced)
+    assert synced.index(log) < synced.index(log.parent, synced.index(log))
 
 
 def test_cut_of_nothing_leaves_the_file_alone(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import random
 import resource
 import shutil
@@ -21,11 +23,12 @@ from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
+from optimus.checkpoint.shards import ShardReader
 from optimus.config import make_config
 from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
-from optimus.errors import OptimusError
+from optimus.errors import CheckpointError, OptimusError
 from optimus.planner.states import states_of_rank
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
@@ -181,6 +184,29 @@ def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tm
     assert_same_run(tmp_path / "unbroken", run)
     aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
     assert len(aside) == 1 and aside[0].startswith("step-00000003")
+
+
+def fail_a_read_once(tree: dict[str, Any]) -> None:
+    """Of the second rank's shard file, in a run."""
+    plain, failures = ShardReader.read, [errno.EIO]
+
+    def read(reader: ShardReader, *arguments: Any) -> None:
+        if reader.path.name == "shard-00001.bin" and failures:
+            raise CheckpointError(f"{reader.path}: {os.strerror(failures.pop())}")
+        plain(reader, *arguments)
+
+    shards.ShardReader.read = read
+    run_tree(tree)
+    assert os.environ["RANK"] == "0" or not failures
+
+
+def test_a_read_that_fails_once_sends_no_run_back(ranks, tiny_data, tmp_path):
+    few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, train__stop_at_step=3, **few))
+    tree = tiny_tree(tiny_data, tmp_path, **few)
+    ranks(2, fail_a_read_once, tree, start_world=False, timeout_s=120)
+    assert manager.newest_valid(tmp_path).step == 4
+    assert not (tmp_path / "checkpoints" / "set-aside").exists()
 
 
 def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_path):

@@ -12,7 +12,10 @@ from optimus.config import make_config
 from optimus.data.dataset import TokenDataset
 from optimus.dist.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
-from optimus.train.preflight import doubts, preflight
+from optimus.launch_env import read_launch_env
+from optimus.train.loop import train
+from optimus.train.preflight import doubts, preflight, with_start
+from optimus.train.run_dir import RunDirectory
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.train.test_run import train_on
 
@@ -20,7 +23,8 @@ MIX = [{"path": "/nowhere", "weight": 1}]
 
 
 def check(data, run_dir, world_size=1, **overrides):
-    return preflight(make_config(tiny_tree(data, run_dir, **overrides)), world_size)
+    config = make_config(tiny_tree(data, run_dir, **overrides))
+    return with_start(config, preflight(config, world_size))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,8 @@ def test_axes_over_nodes_are_warned_of_with_their_cost():
 @pytest.fixture(scope="module")
 def stopped_run(rank_pool, tiny_data, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("stopped")
-    tree = tiny_tree(tiny_data, run_dir, train__max_steps=4, train__stop_at_step=2)
+    settings = {"train__max_steps": 4, "train__stop_at_step": 2, "checkpoint__model_interval": 2}
+    tree = tiny_tree(tiny_data, run_dir, **settings)
     train_on(rank_pool.run, 1, tree)
     return run_dir
 
@@ -174,6 +179,37 @@ def test_a_batch_that_the_world_gave_is_named_by_its_setting(tiny_data, stopped_
     flight = check(tiny_data, stopped_run, **change, **allow)
     (told,) = [one for one in flight.differences if one.startswith("train.")]
     assert told.startswith("train.global_batch_tokens = 32 ")
+    assert told.endswith("instances 2 to 16 are read again")
+
+
+@pytest.mark.parametrize("load", ["auto", "model@2"])
+def test_instances_that_a_change_skips_are_told(tiny_data, stopped_run, tmp_path, load):
+    change = {"train__global_batch_tokens": 16 * CONTEXT, "train__max_steps": 4}
+    change |= {"checkpoint__load": load}
+    change |= {"checkpoint__allow_change": ["train.global_batch_tokens", "data.identity"]}
+    (told,) = _of_the_data(check(tiny_data, stopped_run, **change))
+    assert told.endswith(f" (checkpoint of step 2: {8 * CONTEXT}); instances 16 to 32 are skipped")
+    other = tmp_path / "other"
+    shuffle = ["shuffle", str(tiny_data), "--to", str(other), "--context", str(CONTEXT)]
+    assert optimus_data([*shuffle, "--seed", "8"]) == 0
+    assert optimus_data(["shard", str(other), "--workers", "1"]) == 0
+    change["train__global_batch_tokens"] = 8 * CONTEXT
+    (told,) = _of_the_data(check(other, stopped_run, **change))
+    assert told.startswith("data.identity = ") and told.endswith("; instances 0 to 16 are skipped")
+
+
+def _of_the_data(flight):
+    return [one for one in flight.differences if "; instances" in one]
+
+
+def test_a_start_is_decided_once_the_directory_is_taken(tiny_data, tmp_path):
+    """Another run that has it may seal a newer checkpoint until it lets go."""
+    other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
+    with pytest.raises(ConfigError, match="in use by another run"):
+        train(make_config(tree), read_launch_env({}))
+    del other
+    with pytest.raises(CheckpointError, match="'model@3'"):
+        train(make_config(tree), read_launch_env({}))
 
 
 def test_a_misspelt_change_is_refused(tiny_data, tmp_path):

@@ -22,7 +22,7 @@ from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import plan_ranks
 from optimus.train.batch import plan_batch
 from optimus.train.loop import Run
-from optimus.train.preflight import preflight
+from optimus.train.preflight import preflight, with_start
 from optimus.train.run_dir import RunDirectory
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
@@ -164,7 +164,7 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
 def spoil_a_shard(tree: dict) -> str:
     """Rank 1's part of some parameter becomes NaN after step 1; the error of this rank."""
     config, launch = make_config(tree), read_launch_env()
-    flight = preflight(config, launch.world_size)
+    flight = with_start(config, preflight(config, launch.world_size))
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
     world = start_world(launch, config.parallel.timeout_s, "cpu")
     run = Run(config, world, flight, directory)

@@ -17,7 +17,7 @@ from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import Run
-from optimus.train.preflight import preflight
+from optimus.train.preflight import preflight, with_start
 from optimus.train.run_dir import RunDirectory
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
@@ -77,7 +77,8 @@ def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tm
     assert_same_run(tmp_path / "1", tmp_path / "4")
     mix[1]["weight"] = 0.5
     with pytest.raises(CheckpointError, match=r"data.identity = "):
-        preflight(make_config(tiny_tree("", tmp_path / "4", **run)), 1)
+        config = make_config(tiny_tree("", tmp_path / "4", **run))
+        with_start(config, preflight(config, 1))
 
 
 def test_training_learns(ranks, tiny_data, tmp_path):
@@ -129,7 +130,7 @@ def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_d
 def make_run(tree: dict) -> Run:
     """This rank's run, to be changed before it goes."""
     config, launch = make_config(tree), read_launch_env()
-    flight = preflight(config, launch.world_size)
+    flight = with_start(config, preflight(config, launch.world_size))
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
     world = start_world(launch, config.parallel.timeout_s, "cpu")
     return Run(config, world, flight, directory)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,13 @@ from optimus.checkpoint import manager
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
+from optimus.dist.collectives import ALONE
 from optimus.errors import LostPeerError, OptimusError
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train import save as train_save
 from optimus.train.loop import Run, train
+from optimus.train.stop import StopRequest
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
@@ -333,6 +336,15 @@ def test_the_deadline_stops_a_run_behind_a_checkpoint(ranks, tiny_data, tmp_path
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 3
     assert "the deadline has passed" in ended[0].message
     assert len(metrics_of(tmp_path)) == 1 and steps_kept(tmp_path) == [1]
+
+
+def a_deadline_that_has_passed() -> str | None:
+    time.sleep(0.2)  # as long imports, checks and a meeting
+    return StopRequest(0.2).agreed(ALONE, torch.device("cpu"))
+
+
+def test_the_deadline_counts_from_the_start_of_the_process(ranks):
+    assert ranks(1, a_deadline_that_has_passed) == ["the deadline has passed"]
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
