@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
     "data": ("plain", "masked", "mix"),
     "microbatches": (4, 8, 6, 1),
     "microbatch_size": (1, 2, 3),
+    "lr_schedule": ("cosine", "linear", "constant"),
     "clip_norm": (1.0, 0.0, 0.05),
     "groups": ("one", "two"),
     "frozen": ("none", "queries"),
@@ -54,6 +55,7 @@ SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
     "interval": (1, 2, 3),
 }
 LAYOUT: dict[str, tuple] = {
+    "deterministic": (True, False),
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
     "ep": (1, 2, 4, 8),
@@ -61,6 +63,7 @@ LAYOUT: dict[str, tuple] = {
     "schedule": ("1f1b", *(one for one in SCHEDULES if one != "1f1b")),
     "virtual_stages": (1, 2),
     "sequence_parallel": (False, True),
+    "ep_dispatch": ("auto", "alltoall"),
     "sharding": ("none", "so", "epso"),
     "resident": ("all", "parameters", "cache"),
     "cache_chunks": (0, 3, 8),
@@ -69,6 +72,7 @@ LAYOUT: dict[str, tuple] = {
     "recompute": ((), ("block",), ("norm",), ("attention", "moe"), ("experts",)),
     "scatter": ("balanced", "paper"),
     "distribute": ("broadcast", "all_reduce"),
+    "async_save": (False, True),
 }
 _SIZES = ("pp", "dp", "ep", "tp")
 
@@ -81,25 +85,29 @@ def axes() -> dict[str, tuple]:
 
 def draw(number: random.Random) -> Case:
     """A legal case; every other one is to be exact."""
-    while True:
+    exact = number.choice((True, False))
+    sizes = _SIZES[:2] if exact else _SIZES
+    worlds = {part: number.choice((1, 2, 2, 4, 4, 8, 8)) for part in ("first", "second")}
+    divided = {part: number.sample(sizes, number.choice((1, 2))) for part in worlds}
+    while True:  # until a model and a batch are drawn that these worlds can divide
         case = {axis: number.choice(choices) for axis, choices in SHARED.items()}
-        divided = number.choice((_SIZES[:2], _SIZES))
-        if divided is _SIZES:
+        if not exact:
             case["dtype"] = "fp32"  # nothing is promised of bf16 there
-        for part in ("first", "second"):
-            case |= {f"{part}.{axis}": 1 for axis in _SIZES}
-            world = number.choice((1, 2, 2, 4, 4, 8))
+        for part, world in worlds.items():
+            case |= {f"{part}.{axis}": choices[0] for axis, choices in LAYOUT.items()}
             while world_size(case, part) < world:
-                case[f"{part}.{number.choice(divided)}"] *= 2
-        if _choose_rest(case, number):
+                case[f"{part}.{number.choice(divided[part])}"] *= 2
+        if _choose_rest(case, number, exact):
             return case
 
 
-def _choose_rest(case: Case, number: random.Random) -> bool:
+def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
     """Choose what else a layout has until both are accepted; False: for these sizes it is hard."""
     rest = {axis: choices for axis, choices in LAYOUT.items() if axis not in _SIZES}
+    if exact:
+        rest["deterministic"] = (True,)
     for part in ("first", "second"):
-        for _ in range(50):
+        for _ in range(20):
             case |= {f"{part}.{axis}": number.choice(choices) for axis, choices in rest.items()}
             if _is_accepted(case, part):
                 break
@@ -107,7 +115,7 @@ def _choose_rest(case: Case, number: random.Random) -> bool:
             return False
     if case["end"] == "last":
         case |= {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
-    return is_legal(case)
+    return True
 
 
 def is_legal(case: Case) -> bool:
@@ -142,7 +150,10 @@ def world_size(case: Case, part: str) -> int:
 
 def is_exact(case: Case) -> bool:
     """Whether the bits of one process are promised."""
-    return all(case[f"{part}.{axis}"] == 1 for part in ("first", "second") for axis in ("ep", "tp"))
+    return all(
+        case[f"{part}.deterministic"] and case[f"{part}.ep"] == case[f"{part}.tp"] == 1
+        for part in ("first", "second")
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -156,6 +167,21 @@ def simpler(case: Case) -> Iterator[Case]:
             both = {axis: earlier, axis.replace("first", "second"): earlier}
             candidates += [case | dict.fromkeys(both, choice) for choice in earlier]
     yield from (one for one in candidates if one != case and is_legal(one))
+
+
+def shrink(judge: Callable[[Case], str], case: Case, limit_s: float) -> Case:
+    """The simplest case found within the time that fails, too; `judge`: as in Bench."""
+    end = time.monotonic() + limit_s
+    found = True
+    while found:
+        found = False
+        for one in simpler(case):
+            if time.monotonic() > end:
+                return case
+            if judge(one):
+                case, found = one, True
+                break
+    return case
 
 
 def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
@@ -176,6 +202,7 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
         train__seed=case["seed"],
         train__eval_interval=case["eval_interval"],
         train__eval_instances=8,
+        optim__schedule=case["lr_schedule"],
         optim__clip_norm=case["clip_norm"],
         # What AdamW makes of rounding where nothing but rounding is promised: see layouts.gently.
         optim__eps=1e-8 if is_exact(case) else 1e-5,
@@ -199,9 +226,10 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
 
 def _lay_out(made: dict[str, Any], layout: dict[str, Any]) -> None:
     rooms = {
-        "parallel": (*_SIZES, "schedule", "virtual_stages", "sequence_parallel"),
+        "train": ("deterministic",),
+        "parallel": (*_SIZES, "schedule", "virtual_stages", "sequence_parallel", "ep_dispatch"),
         "optim": ("sharding", "resident", "cache_chunks", "chunk_length", "overlap"),
-        "checkpoint": ("scatter", "distribute"),
+        "checkpoint": ("scatter", "distribute", "async_save"),
     }
     for section, keys in rooms.items():
         made.setdefault(section, {}).update({key: layout[key] for key in keys})
@@ -241,8 +269,8 @@ class Bench:
         if case["end"] == "stop":
             return self._run(size, made)
         number = signal.SIGTERM if case["end"] == "term" else signal.SIGKILL
-        victim = random.Random(repr(case)).randrange(size)
-        blow = (case["end_step"], victim, int(number))
+        chance = random.Random(repr(case))
+        blow = (case["end_step"], chance.randrange(size), int(number), chance.random() * 0.05)
         try:
             self.pool.run(size, run_struck, made, *blow, start_world=False, timeout_s=180)
         except RanksFailed as error:
@@ -253,18 +281,19 @@ class Bench:
                     raise
 
 
-def run_struck(made: dict[str, Any], step: int, victim: int, number: int) -> None:
+def run_struck(made: dict[str, Any], step: int, victim: int, number: int, after_s: float) -> None:
     """A run in which one rank gets a signal a moment after the metrics of a step are written."""
     if int(os.environ["RANK"]) == victim:
         metrics = Path(made["train"]["run_dir"]) / "metrics.jsonl"
-        threading.Thread(target=_strike, args=(metrics, step, number), daemon=True).start()
+        blow = (metrics, step, number, after_s)
+        threading.Thread(target=_strike, args=blow, daemon=True).start()
     run_tree(made)
 
 
-def _strike(metrics: Path, step: int, number: int) -> None:
+def _strike(metrics: Path, step: int, number: int, after_s: float) -> None:
     while not metrics.is_file() or metrics.read_bytes().count(b"\n") < step:
         time.sleep(0.001)
-    time.sleep(random.random() * 0.05)
+    time.sleep(after_s)
     os.kill(os.getpid(), number)
 
 
