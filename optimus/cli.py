@@ -10,12 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
-
-if TYPE_CHECKING:
-    pass
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
