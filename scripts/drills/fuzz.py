@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--out", default="fuzz.jsonl", help="results; - for none")
     parser.add_argument(
-        "--shrink-s", type=float, default=120.0, help="for making a failure simpler"
+        "--shrink-s", type=float, default=300.0, help="for making a failure simpler"
     )
     parser.add_argument("--case", type=_case, help="run this one alone")
     return parser.parse_args()

@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
         else:
             return False
     if case["end"] == "last":
-        case |= {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
+        case |= _alike(case)
     return True
 
 
@@ -161,30 +161,53 @@ def is_exact(case: Case) -> bool:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Legal cases that differ in one choice, which is a simpler one there."""
-    same = case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
-    candidates = [same | {"end": "last"}, same] if same != case else []
+    """Legal cases that differ by one step towards the simplest one, the longest steps first."""
+    yield from (one for step in _steps() if (one := step(case)) != case and is_legal(one))
+
+
+def _steps() -> Iterator[Callable[[Case], Case]]:
+    """Each takes a case to one that is simpler in some axes, or to itself."""
+
+    def take(choice: Mapping[str, Any]) -> Callable[[Case], Case]:
+        def step(case: Case) -> Case:
+            places = {axis: every.index for axis, every in axes().items() if axis in choice}
+            is_less = all(at(choice[axis]) <= at(case[axis]) for axis, at in places.items())
+            return case | choice if is_less else case
+
+        return step
+
+    yield lambda case: _alike(case) | {"end": "last"}
+    yield _alike
+    simplest = {axis: choices[0] for axis, choices in axes().items()}
+    parts = ("first.", "second.")
+    yield take({axis: simplest[axis] for axis in SHARED if axis != "end"})
+    for part in (*((one,) for one in parts), parts):
+        yield take({axis: choice for axis, choice in simplest.items() if axis.startswith(part)})
     for axis, choices in axes().items():
-        earlier = choices[: choices.index(case[axis])]
-        candidates += [case | {axis: choice} for choice in earlier]
-        if axis.startswith("first."):  # both at once, where they have to be alike
-            both = {axis: earlier, axis.replace("first", "second"): earlier}
-            candidates += [case | dict.fromkeys(both, choice) for choice in earlier]
-    yield from (one for one in candidates if one != case and is_legal(one))
+        for choice in choices:
+            yield take({axis: choice})
+            if axis.startswith("first."):  # both at once, where they have to be alike
+                yield take({axis: choice, axis.replace("first", "second"): choice})
+
+
+def _alike(case: Case) -> Case:
+    """The second layout is the first one."""
+    return case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
 
 
 def shrink(judge: Callable[[Case], str], case: Case, limit_s: float) -> Case:
     """The simplest case found within the time that fails, too; `judge`: as in Bench."""
-    end = time.monotonic() + limit_s
-    found = True
+    end, found = time.monotonic() + limit_s, True
     while found:
         found = False
-        for one in simpler(case):
+        for step in _steps():
+            one = step(case)
+            if one == case or not is_legal(one):
+                continue
             if time.monotonic() > end:
                 return case
             if judge(one):
                 case, found = one, True
-                break
     return case
 
 
