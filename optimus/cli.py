@@ -123,7 +123,7 @@ def _ended_within(seconds: float) -> bool:
     return False
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     from optimus.bench.commands import add_to as add_bench
     from optimus.checkpoint.commands import add_to as add_checkpoint
 
@@ -144,6 +144,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_doctor,
     ):
         add(commands)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse ends a list of positionals at the first option; overrides may stand behind one too.
     if any(text.startswith("-") or "=" not in text for text in rest) or (
@@ -268,8 +273,8 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
     parser.add_argument("data", help="a data set written by optimus-data, such as OUT/eval")
-    parser.add_argument("--instances", type=int, default=0, help="read this many (0: all)")
-    parser.add_argument("--batch-size", type=int, default=8, help="instances at once")
+    parser.add_argument("--instances", type=int, default=0, metavar="N", help="how many (0: all)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="at once (8)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -289,11 +294,15 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
-    parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=64, help="how many to sample")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="0: the whole vocabulary")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    for name, kind, default, what in (
+        ("tokens", int, 64, "how many to sample"),
+        ("temperature", float, 0.8, "0: the likeliest token"),
+        ("top-k", int, 50, "of so many likeliest ones; 0: of the whole vocabulary"),
+        ("seed", int, 0, "of the sampling"),
+    ):
+        help_text = f"{what} ({default})"
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=help_text)
 
 
 def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -314,7 +323,7 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
     parser = _add(commands, "report", _report, "Draw a run's curves and sum it up.")
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", help="a run's directory; the picture is put there")
 
 
 def _report(args: argparse.Namespace, arguments: list[str]) -> int:

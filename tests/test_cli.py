@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
+import data_prep.cli
+import optimus.cli
 from optimus.cli import main
+from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree
-from tests.train.test_run import train_on
 from tests.train.test_spawn import write_config
 
 
@@ -30,13 +34,23 @@ def test_help_is_quick_and_imports_no_torch():
     assert time.monotonic() - start < 5  # a guard against importing torch; measured in docs
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "plan", "convert", "eval", "generate", "report", "bench"]
-)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0 and "usage: optimus" in capsys.readouterr().out
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of all its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from parsers(one)
+
+
+@pytest.mark.parametrize("program", [optimus.cli, data_prep.cli], ids=["optimus", "optimus-data"])
+def test_every_command_and_option_is_explained(program):
+    every = list(parsers(program._parser()))
+    assert len(every) > 10
+    for parser in every:
+        assert parser.description and parser.format_help(), parser.prog
+        for action in parser._actions:
+            assert action.help or action.choices, f"{parser.prog}: {action.dest}"
 
 
 @pytest.mark.parametrize(

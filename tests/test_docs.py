@@ -127,14 +127,14 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-def mapped_folders(text: str) -> set[str]:
+def mapped_folders(text: str) -> list[str]:
     """Folders that README's map names, as paths; two spaces of indentation are one level."""
     block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
-    found, above = set(), []
+    found, above = [], []
     for line in block.splitlines()[1:]:
         if match := re.match(r"( *)([\w.-]+)/(?: |$)", line):
             above = [*above[: len(match[1]) // 2], match[2]]
-            found.add("/".join(above))
+            found.append("/".join(above))
     return found
 
 
@@ -143,12 +143,13 @@ def test_the_map_shows_what_is_there():
     assert folders, "the map could not be read"
     assert not [name for name in folders if not (ROOT / name).is_dir()]
     rooms = {f"optimus/{path.parent.name}" for path in ROOT.glob("optimus/*/__init__.py")}
-    assert rooms <= folders, f"not in the map: {rooms - folders}"
+    assert rooms <= set(folders), f"not in the map: {rooms - set(folders)}"
+    assert len(folders) == len(set(folders)), "a folder stands in the map twice"
 
 
 def test_the_map_reader_reads():
     text = "## Map of the folders\n```text\na/   x\n  b/  y\n  c.py  z\n    d/\ne/  w\n```\n"
-    assert mapped_folders(text) == {"a", "a/b", "a/b/d", "e"}
+    assert mapped_folders(text) == ["a", "a/b", "a/b/d", "e"]
 
 
 def test_the_command_reader_reads():

@@ -150,7 +150,7 @@ def _bench_case(
 ) -> dict[str, Any]:
     if (free := free_bytes(device)) < case.bytes_needed:
         return {"skipped": f"needs {case.bytes_needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
-    weights, x, grad = _tensors(case, device)
+    weights, x, grad = make_tensors(case, device)
     blocks: dict[str, nn.Module] = {"ours": Ours(case, weights)}
     absent: dict[str, str] = {}
     for name in peers:
@@ -172,7 +172,8 @@ def _bench_case(
     return {"absent": absent, **_summary(case, facts, times, peak, device)}
 
 
-def _tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Weights by name, an input [T, D] that learns, and the gradient of the output."""
     dtype = platform.dtype_of(case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -12,6 +12,7 @@ from optimus import platform
 from optimus.config import Config, ModelConfig
 from optimus.errors import one_line
 from optimus.model.moe import Experts
+from optimus.parallel.placement import share
 from optimus_kernels.grouped_mm import set_form
 
 _TIMED = 3
@@ -19,13 +20,22 @@ _MEASURED_TOKENS = 4096
 """Enough to fill a device; more would only take longer."""
 
 
+def inner_sizes(config: Config) -> list[int]:
+    """The widths that tensor-parallel ranks have of an expert's intermediate size, each once."""
+    size, tp = config.model.intermediate_size, config.parallel.tp
+    ranges = (share(size, index, tp) for index in range(tp))
+    return sorted({stop - start for start, stop in ranges})
+
+
 def measure_grouped_gemm(config: Config, device: torch.device) -> str:
-    """The faster form for the widest layer of this model, forward and backward, on balanced routes.
+    """The faster form for the widest layer of this model, as a tensor-parallel rank has it, forward
+    and backward, on balanced routes.
 
     Threads are set before. A form that this device or dtype does not have is out of the race.
     """
     model, train = config.model, config.train
     layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
+    layer = layer.model_copy(update={"intermediate_size": inner_sizes(config)[-1]})
     tokens = min(train.microbatch_size * train.seq_len, _MEASURED_TOKENS)
     run = _experts_pass(layer, tokens, platform.dtype_of(train.dtype), device)
     seconds = {}

@@ -19,7 +19,7 @@ from optimus.config import Config
 from optimus.dist.collectives import all_gather_objects, broadcast_object
 from optimus.dist.world import World
 from optimus.errors import ConfigError
-from optimus.train.grouped_gemm import measure_grouped_gemm
+from optimus.train.grouped_gemm import inner_sizes, measure_grouped_gemm
 from optimus.train.preflight import Preflight
 from optimus_kernels import backend
 from optimus_kernels.backend import Backend
@@ -162,7 +162,7 @@ def _cannot_have(form: str, config: Config, world: World) -> str:
     like = torch.empty(0, dtype=platform.dtype_of(config.train.dtype), device=world.device)
     try:
         set_form(form)
-        form_in_force(like, config.model.hidden_size, config.model.intermediate_size)
+        form_in_force(like, config.model.hidden_size, *inner_sizes(config))
     except ValueError as error:
         return str(error)
     finally:

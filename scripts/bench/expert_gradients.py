@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import optimus_kernels as kernels
-from optimus import platform
 from optimus.bench.meters import clocked, device_name, versions
-from optimus.bench.moe import make_block
+from optimus.bench.moe import make_block, make_tensors
 from optimus.bench.moe_cases import CPU_CASES, Case, make_case
 
 WAYS = ("straight", "autograd")
@@ -57,24 +56,9 @@ class Contestant:
         return whole[_CLOCK] - forward[_CLOCK]
 
 
-def tensors(case: Case) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    dtype, generator = platform.dtype_of(case.dtype), torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, std: float) -> Tensor:
-        return torch.empty(shape, dtype=dtype).normal_(std=std, generator=generator)
-
-    weights = {
-        "router": normal(case.experts, case.hidden, std=case.hidden**-0.5),
-        "gate_up": normal(case.experts, 2 * case.inner, case.hidden, std=case.hidden**-0.5),
-        "down": normal(case.experts, case.hidden, case.inner, std=case.inner**-0.5),
-    }
-    x = normal(case.tokens, case.hidden, std=1.0).requires_grad_()
-    return weights, x, normal(case.tokens, case.hidden, std=1.0)
-
-
 def race(case: Case, rounds: int) -> dict[str, list[float]]:
     """Seconds by way and round; after the first round, which warms up, the sums must agree."""
-    weights, x, grad = tensors(case)
+    weights, x, grad = make_tensors(case, torch.device("cpu"))
     contestants = {way: Contestant(way, case, weights) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
@@ -89,7 +73,7 @@ def race(case: Case, rounds: int) -> dict[str, list[float]]:
 
 def rise(way: str, case: Case) -> int:
     """By how many bytes this process grew in two backward passes."""
-    weights, x, grad = tensors(case)
+    weights, x, grad = make_tensors(case, torch.device("cpu"))
     contestant = Contestant(way, case, weights)
     for parameter in contestant.block.parameters():
         parameter.grad.fill_(1e-9)  # so that the memory is there

@@ -21,34 +21,29 @@ import argparse
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_kill import differences, tree, write_corpus
+from slurm_jobs import (
+    ROOT,
+    command,
+    ended,
+    output_of,
+    processes,
+    run_cases,
+    running,
+    submitted,
+    told,
+    wait_until,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB_SCRIPT = ROOT / "scripts" / "slurm" / "data.sh"
-LIMIT_S = 180.0
-"""How long anything here may take before it counts as stuck."""
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {LIMIT_S:.0f} s"
-        time.sleep(0.02)
-
-
-def output_of(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @dataclass
@@ -66,8 +61,7 @@ class Drill:
 
     def submit(self, out: Path, *how: str) -> str:
         """The number of the job that the job script submits."""
-        done = output_of(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
-        return re.findall(r"Submitted batch job (\d+)", done)[0]
+        return submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
         """Whether some of the text is tokenized, but not all; waits for it, while the job runs."""
@@ -92,36 +86,17 @@ class Drill:
             shutil.rmtree(out)
         raise AssertionError(f"{tries} jobs ended before they could be caught half-way")
 
-    def wrong(self, out: Path) -> list[str]:
-        """Files that are not as they must be, with those that verify complains about."""
+    def check(self, out: Path) -> str:
+        """Every file is as it must be, to `optimus-data verify` too."""
         verified = subprocess.run([self.program, "verify", str(out)], capture_output=True)
-        return differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
-
-
-def running(job: str) -> bool:
-    return bool(output_of("squeue", "--noheader", f"--jobs={job}"))
-
-
-def ended(job: str) -> None:
-    wait_until(lambda: not running(job), f"end of job {job}")
+        wrong = differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
+        assert not wrong, wrong[:5]
+        return ": byte-identical, verified"
 
 
 def states(job: str) -> list[str]:
     """How the job, or each of an array's, ended."""
-    return re.findall(r"JobState=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
-
-
-def processes(name: str, value: str) -> list[int]:
-    """Those that have this in the environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"{name}={value}".encode() in environment:
-            found.append(int(entry.name))
-    return found
+    return told(job, "JobState")
 
 
 def shared(printed: str, world: int) -> None:
@@ -217,13 +192,11 @@ def node(drill: Drill, out: Path) -> str:
 CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, rank, node)}
 
 
-def prepare(base: Path, files: int) -> Drill:
+def prepare(base: Path, args: argparse.Namespace) -> Drill:
     """Text, tokenizer, and the data set of one process."""
-    program = base / "optimus-data"
-    python = f"exec {shlex.quote(sys.executable)} -m data_prep.cli"
-    program.write_text(f'#!/bin/bash\nexport PYTHONPATH={shlex.quote(str(ROOT))}\n{python} "$@"\n')
-    program.chmod(0o755)
-    write_corpus(base / "text", files, 2000, random.Random(0))
+    program = command(base / "optimus-data", "data_prep.cli")
+    os.environ["OPTIMUS_DATA"] = str(program)
+    write_corpus(base / "text", args.files, 2000, random.Random(0))
     train = ["train-tokenizer", "--vocab-size", "300", "--input", str(base / "text")]
     output_of(str(program), *train, "--out", str(base / "t.json"))
     drill = Drill(base, program, {})
@@ -232,34 +205,10 @@ def prepare(base: Path, files: int) -> Drill:
     return drill
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases", default=",".join(CASES), help="in this order; one may come twice"
-    )
     parser.add_argument("--files", type=int, default=300, help="in the corpus")
-    args = parser.parse_args(argv)
-    if unknown := set(args.cases.split(",")) - CASES.keys():
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    if "SLURM_DRILL" not in os.environ:
-        parser.error("start it by scripts/drills/slurm.sh --nodes 2 -- COMMAND")
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="data-slurm-") as base:
-        os.chdir(base)  # where Slurm writes what jobs print
-        drill = prepare(Path(base), args.files)
-        os.environ["OPTIMUS_DATA"] = str(drill.program)
-        for number, name in enumerate(args.cases.split(",")):
-            out, start = Path(base, f"{number}-{name}"), time.monotonic()
-            try:
-                told = CASES[name](drill, out)
-                wrong = drill.wrong(out)
-            except (AssertionError, subprocess.CalledProcessError) as error:
-                printed = [path.read_text()[-500:] for path in Path(base).glob("slurm-*.out")]
-                told, wrong = "", [str(error), getattr(error, "stderr", "") or "", *printed]
-            failed += bool(wrong)
-            outcome = f"WRONG {wrong[:5]}" if wrong else "byte-identical, verified"
-            print(f"{name}: {told}, {time.monotonic() - start:.1f} s: {outcome}", flush=True)
-    return 1 if failed else 0
+    return run_cases(parser, CASES, prepare, Drill.check)
 
 
 if __name__ == "__main__":

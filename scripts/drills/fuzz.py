@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.helpers.fuzz import Bench, Case, axes, draw, is_legal, simpler  # noqa: E402
+from tests.helpers.fuzz import Bench, Case, axes, draw, is_legal, shrink  # noqa: E402
 from tests.helpers.rank_pool import RankPool  # noqa: E402
 
 
@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--out", default="fuzz.jsonl", help="results; - for none")
     parser.add_argument(
-        "--shrink-s", type=float, default=120.0, help="for making a failure simpler"
+        "--shrink-s", type=float, default=300.0, help="for making a failure simpler"
     )
     parser.add_argument("--case", type=_case, help="run this one alone")
     return parser.parse_args()
@@ -84,26 +84,11 @@ def _drill(bench: Bench, args: argparse.Namespace) -> int:
             record["s"] = time.monotonic() - start
             if wrong:
                 print(f"case {number}: {wrong}", flush=True)
-                record["simplest"] = _shrink(bench, case, args.shrink_s)
+                record["simplest"] = shrink(bench.judge, case, args.shrink_s)
                 print(f"    again: {command(record['simplest'])}", flush=True)
             records.append(record)
             print(json.dumps(record), file=file, flush=True)
     return _sum_up(records)
-
-
-def _shrink(bench: Bench, case: Case, limit_s: float) -> Case:
-    """The simplest case found within the time that fails, too."""
-    end = time.monotonic() + limit_s
-    found = True
-    while found:
-        found = False
-        for one in simpler(case):
-            if time.monotonic() > end:
-                return case
-            if bench.judge(one):
-                case, found = one, True
-                break
-    return case
 
 
 def command(case: Case) -> str:

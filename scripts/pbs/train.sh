@@ -14,26 +14,11 @@
 # A variable named below that is already set keeps its value. `module load frameworks` comes first.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+
 nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare
-dry='' inside=''
-while [[ $# -gt 0 && $1 != -- ]]; do
-    case $1 in
-        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
-        --dry-run) dry=1; shift ;;
-        --inside) inside=1; shift ;;
-        --nodes | --ranks | --cpu-bind | --account | --queue | --walltime | --filesystems)
-            [[ $# -ge 2 ]] || { echo "train.sh: $1 needs a value" >&2; exit 2; }
-            name=${1#--}
-            declare "${name//-/_}=$2"; shift 2 ;;
-        *) echo "train.sh: unknown option $1; the configuration comes after --" >&2; exit 2 ;;
-    esac
-done
-[[ ${1:-} == -- && $# -gt 1 ]] ||
-    { echo "train.sh: no configuration; give it after --" >&2; exit 2; }
-shift
-[[ $nodes =~ ^[1-9][0-9]*$ && $ranks =~ ^[1-9][0-9]*$ ]] ||
-    { echo "train.sh: --nodes and --ranks are whole numbers above 0" >&2; exit 2; }
+read_options "nodes ranks cpu-bind account queue walltime filesystems" configuration "$@"
+need_whole_numbers "--nodes and --ranks" "$nodes" "$ranks"
 case $queue in # what Aurora's queues take
     debug) least=1 most=2 ;;
     debug-scaling) least=2 most=256 ;;
@@ -41,7 +26,7 @@ case $queue in # what Aurora's queues take
     *) least=1 most=$nodes ;;
 esac
 ((nodes >= least && nodes <= most)) ||
-    { echo "train.sh: --queue $queue takes $least to $most nodes, not --nodes $nodes" >&2; exit 2; }
+    refuse "--queue $queue takes $least to $most nodes, not --nodes $nodes"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
 tiles=(4-7 8-11 12-15 16-19 20-23 24-27 56-59 60-63 64-67 68-71 72-75 76-79) # cores beside each
@@ -83,41 +68,14 @@ else # to be printed: only the job knows
     default MASTER_ADDR "\$(sed '$first' \$PBS_NODEFILE)"
 fi
 
-show() { # COMMAND...: as a line for the job's shell
-    local word
-    for word in "$@"; do
-        case $word in
-            \$PBS_NODEFILE | MASTER_ADDR=\$*) printf '%s ' "$word" ;;
-            *) printf '%q ' "$word" ;;
-        esac
-    done
-    echo
-}
-
 launch=(env "${environment[@]}" mpiexec --envall --line-buffer -n "$((nodes * ranks))"
     --ppn "$ranks" --hostfile "${PBS_NODEFILE:-\$PBS_NODEFILE}" "--cpu-bind=$cpu_bind"
-    "$program" train "$@")
-if [[ -n $inside ]]; then
-    [[ -z $dry ]] || { show "${launch[@]}"; exit; }
-    trap : TERM # it reaches the ranks, which save and end; this shell tells how
-    status=0
-    "${launch[@]}" || status=$?
-    exit $((status > 128 ? 5 : status)) # a rank ended by a signal is a lost one
-fi
+    "$program" train "${command[@]}")
+in_job run_ranks
 
 submit=(qsub -V -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
     -l "select=$nodes")
 [[ -z $account ]] || submit+=(-A "$account")
 [[ -z $queue ]] || submit+=(-q "$queue")
 [[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
-job=$(printf '%q ' cd "$PWD")
-job+=$'\n'"export OPTIMUS=$(printf %q "$program")"
-job+=$'\n'$(printf '%q ' exec "$root/scripts/pbs/train.sh" --inside --nodes "$nodes" \
-    --ranks "$ranks" --cpu-bind "$cpu_bind" -- "$@")
-if [[ -n $dry ]]; then
-    printf '%q ' "${submit[@]}"
-    printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
-    show "${launch[@]}"
-else
-    printf '#!/bin/bash\n%s\n' "$job" | "${submit[@]}"
-fi
+submit_job OPTIMUS "$program" --nodes "$nodes" --ranks "$ranks" --cpu-bind "$cpu_bind"

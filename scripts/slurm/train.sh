@@ -14,26 +14,11 @@
 # the time limit: it goes on from the last checkpoint (train.deadline_s makes one before the limit).
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00 dry='' inside=''
-while [[ $# -gt 0 && $1 != -- ]]; do
-    case $1 in
-        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
-        --dry-run) dry=1; shift ;;
-        --inside) inside=1; shift ;;
-        --nodes | --ranks | --gpus | --cpus | --account | --partition | --time)
-            [[ $# -ge 2 ]] || { echo "train.sh: $1 needs a value" >&2; exit 2; }
-            declare "${1#--}=$2"; shift 2 ;;
-        *) echo "train.sh: unknown option $1; the configuration comes after --" >&2; exit 2 ;;
-    esac
-done
-[[ ${1:-} == -- && $# -gt 1 ]] ||
-    { echo "train.sh: no configuration; give it after --" >&2; exit 2; }
-shift
-for number in "$nodes" "$ranks" "${gpus:-1}" "${cpus:-1}"; do
-    [[ $number =~ ^[1-9][0-9]*$ ]] || { echo \
-        "train.sh: --nodes, --ranks, --gpus and --cpus are whole numbers above 0" >&2; exit 2; }
-done
+source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+
+nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00
+read_options "nodes ranks gpus cpus account partition time" configuration "$@"
+need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
 # Unlike data jobs, ranks cannot do without each other: the first that ends in error ends all.
@@ -44,14 +29,8 @@ if [[ -n $cpus ]]; then
 else
     launch+=(--cpu-bind=none)
 fi
-launch+=("$program" train "$@")
-if [[ -n $inside ]]; then
-    [[ -z $dry ]] || { printf '%q ' "${launch[@]}"; echo; exit; }
-    trap : TERM # it reaches the ranks, which save and end; this shell tells how
-    status=0
-    "${launch[@]}" || status=$?
-    exit $((status > 128 ? 5 : status)) # a rank ended by a signal is a lost one
-fi
+launch+=("$program" train "${command[@]}")
+in_job run_ranks
 
 submit=(sbatch --job-name=optimus --exclusive "--nodes=$nodes" "--ntasks-per-node=$ranks"
     "--time=$time" --no-requeue)
@@ -59,14 +38,4 @@ submit=(sbatch --job-name=optimus --exclusive "--nodes=$nodes" "--ntasks-per-nod
 [[ -z $gpus ]] || submit+=("--gpus-per-node=$gpus")
 [[ -z $account ]] || submit+=("--account=$account")
 [[ -z $partition ]] || submit+=("--partition=$partition")
-job="export OPTIMUS=$(printf %q "$program")"
-job+=$'\n'$(printf '%q ' exec "$root/scripts/slurm/train.sh" --inside --nodes "$nodes" \
-    --ranks "$ranks" ${cpus:+--cpus "$cpus"} -- "$@")
-if [[ -n $dry ]]; then
-    printf '%q ' "${submit[@]}"
-    printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
-    printf '%q ' "${launch[@]}"
-    echo
-else
-    printf '#!/bin/bash\n%s\n' "$job" | "${submit[@]}"
-fi
+submit_job OPTIMUS "$program" --nodes "$nodes" --ranks "$ranks" ${cpus:+--cpus "$cpus"}

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.config import make_config
 from optimus.data.dataset import TokenDataset
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
 from optimus.evaluate.held_out import HeldOutLoss, held_out_loss
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_shard
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
 """How many, and batch sizes: three whole batches and one instance over; no whole batch; all."""
 
 
 def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
-    config = make_config(tree)
-    world, sizes = start_world(device="cpu"), config.parallel
-    mesh = make_mesh(world.size, sizes.pp, sizes.dp, sizes.ep, sizes.tp)
-    groups = join_groups(mesh, world, sizes.virtual_stages)
-    shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    data = groups.data
+    made = make_shard(tree)
+    everyone, data = made.groups.everyone, made.groups.data
     return [
         held_out_loss(
-            shard.cross_entropies,
+            made.shard.cross_entropies,
             TokenDataset(held_out),
             batch_size,
-            groups.everyone,
+            everyone,
             data.rank,
             data.size,
             count,

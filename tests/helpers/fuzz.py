@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from tests.helpers.runs import metrics_of, run_tree, weights_of
 from tests.helpers.tiny import CONTEXT, make_tiny_data, tiny_tree
 
 STEPS = 5
+_LIMIT_S = 600.0
+"""For one part of a case, on a machine that does much else."""
+_NOTICE_S = 60.0
+"""Within which all ranks must have ended of themselves, once one is lost."""
 Case = dict[str, Any]
 """A choice for every axis of SHARED, and for every axis of LAYOUT as `first.` and `second.`."""
 
@@ -44,6 +48,7 @@ SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
     "data": ("plain", "masked", "mix"),
     "microbatches": (4, 8, 6, 1),
     "microbatch_size": (1, 2, 3),
+    "lr_schedule": ("cosine", "linear", "constant"),
     "clip_norm": (1.0, 0.0, 0.05),
     "groups": ("one", "two"),
     "frozen": ("none", "queries"),
@@ -54,6 +59,7 @@ SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
     "interval": (1, 2, 3),
 }
 LAYOUT: dict[str, tuple] = {
+    "deterministic": (True, False),
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
     "ep": (1, 2, 4, 8),
@@ -61,6 +67,7 @@ LAYOUT: dict[str, tuple] = {
     "schedule": ("1f1b", *(one for one in SCHEDULES if one != "1f1b")),
     "virtual_stages": (1, 2),
     "sequence_parallel": (False, True),
+    "ep_dispatch": ("auto", "alltoall"),
     "sharding": ("none", "so", "epso"),
     "resident": ("all", "parameters", "cache"),
     "cache_chunks": (0, 3, 8),
@@ -69,6 +76,7 @@ LAYOUT: dict[str, tuple] = {
     "recompute": ((), ("block",), ("norm",), ("attention", "moe"), ("experts",)),
     "scatter": ("balanced", "paper"),
     "distribute": ("broadcast", "all_reduce"),
+    "async_save": (False, True),
 }
 _SIZES = ("pp", "dp", "ep", "tp")
 
@@ -81,33 +89,37 @@ def axes() -> dict[str, tuple]:
 
 def draw(number: random.Random) -> Case:
     """A legal case; every other one is to be exact."""
-    while True:
+    exact = number.choice((True, False))
+    sizes = _SIZES[:2] if exact else _SIZES
+    worlds = {part: number.choice((1, 2, 2, 4, 4, 8, 8)) for part in ("first", "second")}
+    divided = {part: number.sample(sizes, number.choice((1, 2))) for part in worlds}
+    while True:  # until a model and a batch are drawn that these worlds can divide
         case = {axis: number.choice(choices) for axis, choices in SHARED.items()}
-        divided = number.choice((_SIZES[:2], _SIZES))
-        if divided is _SIZES:
+        if not exact:
             case["dtype"] = "fp32"  # nothing is promised of bf16 there
-        for part in ("first", "second"):
-            case |= {f"{part}.{axis}": 1 for axis in _SIZES}
-            world = number.choice((1, 2, 2, 4, 4, 8))
+        for part, world in worlds.items():
+            case |= {f"{part}.{axis}": choices[0] for axis, choices in LAYOUT.items()}
             while world_size(case, part) < world:
-                case[f"{part}.{number.choice(divided)}"] *= 2
-        if _choose_rest(case, number):
+                case[f"{part}.{number.choice(divided[part])}"] *= 2
+        if _choose_rest(case, number, exact):
             return case
 
 
-def _choose_rest(case: Case, number: random.Random) -> bool:
+def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
     """Choose what else a layout has until both are accepted; False: for these sizes it is hard."""
     rest = {axis: choices for axis, choices in LAYOUT.items() if axis not in _SIZES}
+    if exact:
+        rest["deterministic"] = (True,)
     for part in ("first", "second"):
-        for _ in range(50):
+        for _ in range(20):
             case |= {f"{part}.{axis}": number.choice(choices) for axis, choices in rest.items()}
             if _is_accepted(case, part):
                 break
         else:
             return False
     if case["end"] == "last":
-        case |= {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
-    return is_legal(case)
+        case |= _alike(case)
+    return True
 
 
 def is_legal(case: Case) -> bool:
@@ -140,20 +152,61 @@ def world_size(case: Case, part: str) -> int:
 
 def is_exact(case: Case) -> bool:
     """Whether the bits of one process are promised."""
-    return all(case[f"{part}.{axis}"] == 1 for part in ("first", "second") for axis in ("ep", "tp"))
+    return all(
+        case[f"{part}.deterministic"] and case[f"{part}.ep"] == case[f"{part}.tp"] == 1
+        for part in ("first", "second")
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Legal cases that differ in one choice, which is a simpler one there."""
-    same = case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
-    candidates = [same | {"end": "last"}, same] if same != case else []
+    """Legal cases that differ by one step towards the simplest one, the longest steps first."""
+    yield from (one for step in _steps() if (one := step(case)) != case and is_legal(one))
+
+
+def _steps() -> Iterator[Callable[[Case], Case]]:
+    """Each takes a case to one that is simpler in some axes, or to itself."""
+
+    def take(choice: Mapping[str, Any]) -> Callable[[Case], Case]:
+        def step(case: Case) -> Case:
+            places = {axis: every.index for axis, every in axes().items() if axis in choice}
+            is_less = all(at(choice[axis]) <= at(case[axis]) for axis, at in places.items())
+            return case | choice if is_less else case
+
+        return step
+
+    yield lambda case: _alike(case) | {"end": "last"}
+    yield _alike
+    simplest = {axis: choices[0] for axis, choices in axes().items()}
+    parts = ("first.", "second.")
+    yield take({axis: simplest[axis] for axis in SHARED if axis != "end"})
+    for part in (*((one,) for one in parts), parts):
+        yield take({axis: choice for axis, choice in simplest.items() if axis.startswith(part)})
     for axis, choices in axes().items():
-        earlier = choices[: choices.index(case[axis])]
-        candidates += [case | {axis: choice} for choice in earlier]
-        if axis.startswith("first."):  # both at once, where they have to be alike
-            both = {axis: earlier, axis.replace("first", "second"): earlier}
-            candidates += [case | dict.fromkeys(both, choice) for choice in earlier]
-    yield from (one for one in candidates if one != case and is_legal(one))
+        for choice in choices:
+            yield take({axis: choice})
+            if axis.startswith("first."):  # both at once, where they have to be alike
+                yield take({axis: choice, axis.replace("first", "second"): choice})
+
+
+def _alike(case: Case) -> Case:
+    """The second layout is the first one."""
+    return case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
+
+
+def shrink(judge: Callable[[Case], str], case: Case, limit_s: float) -> Case:
+    """The simplest case found within the time that fails, too; `judge`: as in Bench."""
+    end, found = time.monotonic() + limit_s, True
+    while found:
+        found = False
+        for step in _steps():
+            one = step(case)
+            if one == case or not is_legal(one):
+                continue
+            if time.monotonic() > end:
+                return case
+            if judge(one):
+                case, found = one, True
+    return case
 
 
 def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
@@ -174,6 +227,7 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
         train__seed=case["seed"],
         train__eval_interval=case["eval_interval"],
         train__eval_instances=8,
+        optim__schedule=case["lr_schedule"],
         optim__clip_norm=case["clip_norm"],
         # What AdamW makes of rounding where nothing but rounding is promised: see layouts.gently.
         optim__eps=1e-8 if is_exact(case) else 1e-5,
@@ -197,9 +251,10 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
 
 def _lay_out(made: dict[str, Any], layout: dict[str, Any]) -> None:
     rooms = {
-        "parallel": (*_SIZES, "schedule", "virtual_stages", "sequence_parallel"),
+        "train": ("deterministic",),
+        "parallel": (*_SIZES, "schedule", "virtual_stages", "sequence_parallel", "ep_dispatch"),
         "optim": ("sharding", "resident", "cache_chunks", "chunk_length", "overlap"),
-        "checkpoint": ("scatter", "distribute"),
+        "checkpoint": ("scatter", "distribute", "async_save"),
     }
     for section, keys in rooms.items():
         made.setdefault(section, {}).update({key: layout[key] for key in keys})
@@ -232,37 +287,40 @@ class Bench:
         return compare(case, many, alone)
 
     def _run(self, size: int, made: dict[str, Any]) -> None:
-        self.pool.run(size, run_tree, made, start_world=False, timeout_s=180)
+        self.pool.run(size, run_tree, made, start_world=False, timeout_s=_LIMIT_S)
 
     def _run_to_its_end(self, case: Case, made: dict[str, Any]) -> None:
         size = world_size(case, "first")
         if case["end"] == "stop":
             return self._run(size, made)
         number = signal.SIGTERM if case["end"] == "term" else signal.SIGKILL
-        victim = random.Random(repr(case)).randrange(size)
-        blow = (case["end_step"], victim, int(number))
+        chance = random.Random(repr(case))
+        victim = chance.randrange(size)
+        blow = (case["end_step"], victim, int(number), chance.random() * 0.05)
+        limits = {"timeout_s": _LIMIT_S, "grace_s": _NOTICE_S}
         try:
-            self.pool.run(size, run_struck, made, *blow, start_world=False, timeout_s=180)
+            self.pool.run(size, run_struck, made, *blow, start_world=False, **limits)
         except RanksFailed as error:
+            expected = Stopped if number == signal.SIGTERM else LostPeerError
             for outcome in error.outcomes:
-                expected = (Stopped,) if number == signal.SIGTERM else (LostPeerError,)
-                fell = number == signal.SIGKILL and outcome.how in ("died", "stopped")
+                fell = number == signal.SIGKILL and outcome.rank == victim and outcome.how == "died"
                 if not (outcome.returned or fell or isinstance(outcome.value(), expected)):
                     raise
 
 
-def run_struck(made: dict[str, Any], step: int, victim: int, number: int) -> None:
+def run_struck(made: dict[str, Any], step: int, victim: int, number: int, after_s: float) -> None:
     """A run in which one rank gets a signal a moment after the metrics of a step are written."""
     if int(os.environ["RANK"]) == victim:
         metrics = Path(made["train"]["run_dir"]) / "metrics.jsonl"
-        threading.Thread(target=_strike, args=(metrics, step, number), daemon=True).start()
+        blow = (metrics, step, number, after_s)
+        threading.Thread(target=_strike, args=blow, daemon=True).start()
     run_tree(made)
 
 
-def _strike(metrics: Path, step: int, number: int) -> None:
+def _strike(metrics: Path, step: int, number: int, after_s: float) -> None:
     while not metrics.is_file() or metrics.read_bytes().count(b"\n") < step:
         time.sleep(0.001)
-    time.sleep(random.random() * 0.05)
+    time.sleep(after_s)
     os.kill(os.getpid(), number)
 
 

@@ -17,6 +17,14 @@ from optimus.train.shard import Shard
 from optimus.train.update import Updater
 
 
+class MadeShard(NamedTuple):
+    config: Config
+    world: World
+    groups: Groups
+    plan: BatchPlan
+    shard: Shard
+
+
 class Made(NamedTuple):
     config: Config
     world: World
@@ -27,16 +35,23 @@ class Made(NamedTuple):
     updater: Updater
 
 
-def make_updater(tree: dict[str, Any]) -> Made:
-    """On a rank of the pool, started without a world; parameters are those of seed 0."""
+def make_shard(tree: dict[str, Any], world: World | None = None) -> MadeShard:
+    """On a rank of the pool, started without a world if none is given; parameters are those of the
+    run's seed."""
     torch.set_num_threads(1)
     config = make_config(tree)
-    world, parallel = start_world(device="cpu"), config.parallel
+    world, parallel = world or start_world(device="cpu"), config.parallel
     mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
     groups = join_groups(mesh, world, parallel.virtual_stages)
     plan = plan_batch(config, mesh.num_data_ranks)
     shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
-    return Made(config, world, groups, plan, shard, states, updater)
+    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    return MadeShard(config, world, groups, plan, shard)
+
+
+def make_updater(tree: dict[str, Any], world: World | None = None) -> Made:
+    """The same with what updates it."""
+    made = make_shard(tree, world)
+    states = made.shard.make_states()
+    updater = Updater(made.config, made.groups, made.shard, states, made.plan, made.world.device)
+    return Made(*made, states, updater)

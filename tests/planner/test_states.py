@@ -13,16 +13,12 @@ from optimus.checkpoint.save import FullSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
 from optimus.dist.mesh import Mesh, Place
-from optimus.dist.world import start_world
 from optimus.errors import ConfigError
 from optimus.planner.plan import format_plan, plan
 from optimus.planner.states import plan_bytes, plan_ranks, states_of_rank
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
 from tests.helpers.tiny import VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.updates import make_shard, make_updater
 from tests.planner.test_plan import CONFIGS
 
 FAST = {"train__deterministic": False}
@@ -213,9 +209,7 @@ def test_the_paper_s_large_runs_fit_a_tile(name):
 
 def held_for_saves(tree: dict[str, Any]) -> int:
     """Bytes that this rank takes for checkpoint.async_save."""
-    config, world = make_config(tree), start_world(device="cpu")
-    groups = join_groups(Mesh(**tree["parallel"]), world)
-    shard = Shard(config, groups, plan_batch(config, groups.mesh.num_data_ranks), world.device)
+    config, _, groups, _, shard = make_shard(tree)
     states = states_of_rank(config, shard.layout, groups, shard.make_states())
     saver = FullSaver(states, config.checkpoint.scatter, staged=True)
     return all_memory(saver)

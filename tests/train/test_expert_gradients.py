@@ -10,18 +10,13 @@ import pytest
 import torch
 
 from optimus.chunks import gradients as gradients_module
-from optimus.config import make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
 from optimus.dist.world import World, start_world
 from optimus.errors import NonFiniteError
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from optimus_kernels import experts_loop
 from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 
 BATCH, STEPS = 8, 2
 
@@ -59,15 +54,7 @@ def updates(tree: dict, world: World, add_in_place) -> Seen:
 
 
 def watch(tree: dict, world: World, made: list[int]) -> Seen:
-    config = make_config(tree)
-    parallel = config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world, parallel.virtual_stages)
-    plan = plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    config, _, groups, _, shard, states, updater = make_updater(tree, world)
     if config.train.compile:
         shard.model.compile_blocks()
     generator = torch.Generator().manual_seed(7)

@@ -25,15 +25,12 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
 from optimus.checkpoint.shards import ShardReader
 from optimus.config import make_config
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
 from optimus.errors import CheckpointError, OptimusError
 from optimus.planner.states import states_of_rank
-from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
 from tests.helpers.runs import assert_same_run, run_tree, train_on
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_shard
 
 BLOCK = 10_000
 
@@ -47,12 +44,7 @@ class Built(NamedTuple):
 
 def build(tree: dict[str, Any]) -> Built:
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK  # so that there are many
-    torch.set_num_threads(1)
-    config, world = make_config(tree), start_world(device="cpu")
-    parallel = config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world, parallel.virtual_stages)
-    shard = Shard(config, groups, plan_batch(config, mesh.num_data_ranks), world.device)
+    config, _, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
         parameter.data.zero_()
     engine = shard.make_states()

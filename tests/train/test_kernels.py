@@ -208,3 +208,19 @@ def test_sizes_that_torchs_form_cannot_take_end_in_one_line_or_in_the_loop(
     assert "\n" not in str(refusal.value)
     train(make_config(tiny_tree(tiny_data, tmp_path / "auto", **odd)), read_launch_env({}))
     assert resolved(tmp_path / "auto")["grouped_gemm"] == "loop"
+
+
+@needs_torch_form
+def test_the_form_is_one_that_a_slice_of_the_experts_can_take(ranks, tiny_data, tmp_path):
+    """4 numbers of fp32 are 16 bytes; each half of them has 8, too few for torch's form."""
+    narrow = {**FAST, "model__intermediate_size": 4}
+    whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
+    assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]
+    halves = {**narrow, "train__max_steps": 4, "parallel__tp": 2}
+    for run_dir in (tmp_path, tmp_path / "fresh"):  # a resume that would keep it; a measurement
+        tree = tiny_tree(tiny_data, run_dir, **halves)
+        assert ranks(2, run_with, tree, {}, start_world=False, timeout_s=120) == ["", ""]
+        assert resolved(run_dir)["grouped_gemm"] == "loop"
+    tree = tiny_tree(tiny_data, tmp_path / "asked", **halves, kernels__grouped_gemm="torch")
+    said = ranks(2, run_with, tree, {}, start_world=False, timeout_s=120)
+    assert all(one.startswith("kernels.grouped_gemm 'torch': ") for one in said)

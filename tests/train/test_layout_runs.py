@@ -9,17 +9,16 @@ import re
 import signal
 
 import pytest
-import torch
 
 from optimus.checkpoint import manager
 from optimus.config import make_config
-from optimus.errors import LostPeerError, NonFiniteError
+from optimus.errors import LostPeerError
 from optimus.launch_env import read_launch_env
 from optimus.train import loop
+from tests.helpers.changed_runs import make_run, poison
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
-from tests.train.test_run import make_run
 
 FEW = {"train__max_steps": 6, "model__num_layers": 4, "checkpoint__interval": 3}
 
@@ -59,51 +58,7 @@ def test_tensor_and_expert_parallelism_may_change_too(ranks, tiny_data, tmp_path
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
 
 
-class NanBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("nan")
-
-
 CACHE = {"optim__sharding": "epso", "optim__resident": "cache", "optim__chunk_length": 2000}
-SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
-"""What a layer of a broken device gives; all that follows is spoilt with it."""
-
-
-def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj") -> str:
-    """One rank computes NaN at step 3; the error this rank raised, and the poisoned name."""
-    run = make_run(tree)
-    plain_update = run.update
-    named = dict(run.model.named_parameters())
-    name = next(name for name in named if f"{layer}.weight" in name)
-
-    def update(step: int) -> None:
-        if step == 3 and run.world.rank == bad_rank:
-            if what == "parameter":
-                named[name].data.view(-1)[0] = float("nan")
-            elif what == "gradient":
-                named[name].register_hook(lambda gradient: gradient * float("nan"))
-            else:
-                module = run.model.get_submodule(name.removesuffix(".weight"))
-                if hasattr(module, "wiring"):  # of which a tp rank has a part of the sum
-                    module.multiply = lambda x, bias: SPOILT[what](
-                        type(module).multiply(module, x, bias)
-                    )
-                else:
-                    module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))
-        plain_update(step)
-
-    run.update = update
-    try:
-        run.go()
-    except NonFiniteError as error:
-        assert error.on_every_rank and error.exit_code == 4
-        return f"{name}|{error}"
-    return "no error"
 
 
 @pytest.mark.parametrize("what", ["parameter", "gradient"])

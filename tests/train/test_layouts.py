@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimus.config import make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from optimus.train.whole import WholeModel
 from tests.helpers.tiny import DENSE, VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 
 MICROBATCHES = [
     torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(n)) for n in range(8)
@@ -24,17 +17,7 @@ MICROBATCHES = [
 
 def first_gradients(tree: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Whole gradients before the first update, clipped or not, and the losses of three updates."""
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world = start_world(device="cpu")
-    parallel = config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world, parallel.virtual_stages)
-    plan = plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    config, _, groups, _, shard, states, updater = make_updater(tree)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[groups.data.rank :: groups.data.size]]
     losses, gradients = [], {}
     for step in (1, 2, 3):

@@ -11,17 +11,12 @@ from safetensors.torch import load_file
 from optimus.checkpoint import manager
 from optimus.config import make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, train_on, weights_of
 from tests.helpers.tiny import VOCAB, tiny_tree
+from tests.helpers.updates import make_shard, make_updater
 
 GROUPS = [
     {"pattern": "*norm*", "weight_decay": 0.0},
@@ -40,21 +35,13 @@ def is_frozen(name: str) -> bool:
 def test_two_updates_are_those_of_torch_with_the_same_groups(clip_norm):
     """Warm-up included: lr_scale multiplies what the schedule says. Clipping is by the norm of all
     that is trained, of whatever group."""
-    torch.set_num_threads(1)
-    tree = tiny_tree("d", "r", **RUN, optim__eps=1e-3, optim__clip_norm=clip_norm)
-    config, world = make_config(tree), start_world(device="cpu")
+    run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
+    tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
+    config, _, _, _, shard, _, updater = make_updater(tree)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (1, 32), generator=generator)
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"global_batch_tokens": 32})}
-    )
-    plan, groups = plan_batch(config, 1), join_groups(Mesh(), world)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0)
     plain = Transformer(config.model)
     initialise_(plain, 0)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
     optim = config.optim
     by_name = dict(plain.named_parameters())
     decay = {name: 0.0 if "norm" in name else 0.5 if "experts" in name else 0.1 for name in by_name}
@@ -86,8 +73,7 @@ def test_two_updates_are_those_of_torch_with_the_same_groups(clip_norm):
 
 
 def test_chunks_hold_parameters_of_one_setting():
-    config, world = make_config(tiny_tree("d", "r", **RUN)), start_world(device="cpu")
-    shard = Shard(config, join_groups(Mesh(), world), plan_batch(config, 1), world.device)
+    shard = make_shard(tiny_tree("d", "r", **RUN)).shard
     states = shard.make_states()
     for one in states.chunks:
         names = [slot.name for slot in one.chunk.slots]

@@ -12,24 +12,20 @@ import torch
 from optimus.config import make_config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import traffic
-from optimus.dist.groups import join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.launch_env import read_launch_env
-from optimus.model.init import initialise_
 from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import plan_ranks
-from optimus.train.batch import plan_batch
 from optimus.train.loop import Run
 from optimus.train.preflight import preflight, with_start
 from optimus.train.run_dir import RunDirectory
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
@@ -189,17 +185,7 @@ def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
 
 def count_step(tree: dict) -> dict:
     """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world = start_world(device="cpu")
-    parallel = config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world, parallel.virtual_stages)
-    plan = plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    _, _, _, plan, _, states, updater = make_updater(tree)
     tokens = torch.randint(0, VOCAB, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     for step in (1, 2):
         traffic.clear()

@@ -11,14 +11,11 @@ from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
-from optimus.dist.world import start_world
-from optimus.errors import CheckpointError, NonFiniteError, OptimusError, Stopped
+from optimus.errors import CheckpointError, OptimusError, Stopped
 from optimus.evaluate.checkpoint import evaluate_checkpoint
-from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
-from optimus.train.loop import Run
 from optimus.train.preflight import preflight, with_start
-from optimus.train.run_dir import RunDirectory
+from tests.helpers.changed_runs import make_run, poison
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
@@ -127,46 +124,13 @@ def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_d
     assert [json.loads(line)["step"] for line in cut[0].read_text().splitlines()][-1] == 16
 
 
-def make_run(tree: dict) -> Run:
-    """This rank's run, to be changed before it goes."""
-    config, launch = make_config(tree), read_launch_env()
-    flight = with_start(config, preflight(config, launch.world_size))
-    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
-    world = start_world(launch, config.parallel.timeout_s, "cpu")
-    return Run(config, world, flight, directory)
-
-
-def poison(tree: dict, what: str) -> str:
-    """Rank 1 computes NaN at step 3; returns the error that this rank raised."""
-    run = make_run(tree)
-    plain_update = run.update
-
-    def update(step: int) -> None:
-        if step == 3 and run.world.rank == 1:
-            named = dict(run.model.named_parameters())
-            name = list(named)[-2]
-            if what == "parameter":
-                named[name].data.view(-1)[0] = torch.nan
-            else:
-                named[name].register_hook(lambda gradient: gradient * torch.nan)
-        plain_update(step)
-
-    run.update = update
-    try:
-        run.go()
-    except NonFiniteError as error:
-        assert error.on_every_rank and error.exit_code == 4
-        return f"{list(dict(run.model.named_parameters()))[-2]}|{error}"
-    return "no error"
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("what", ["parameter", "gradient"])
 def test_nan_on_one_rank_is_found_before_reduction(ranks, tiny_data, tmp_path, what, deterministic):
     tree = tiny_tree(
         tiny_data, tmp_path, train__deterministic=deterministic, checkpoint__interval=1
     )
-    words = ranks(2, poison, tree, what, start_world=False)
+    words = ranks(2, poison, tree, 1, what, "final_norm", start_world=False)
     assert words[0] == words[1]
     name, message = words[0].split("|")
     for part in ("rank 1", "step 3", what, name):

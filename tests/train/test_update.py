@@ -7,15 +7,10 @@ import torch
 
 from optimus.config import make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from tests.helpers.tiny import VOCAB, tiny_tree
+from tests.helpers.updates import make_updater
 
 TREE = tiny_tree(
     "d",
@@ -62,19 +57,10 @@ def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
 
 
 def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    world = start_world(device="cpu")
-    plan = plan_batch(config, world.size)
-    groups = join_groups(Mesh(dp=world.size), world)
-    shard = Shard(config, groups, plan, world.device)
-    model = shard.model
-    initialise_(model, 0)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    _, world, _, _, shard, _, updater = make_updater(tree)
     own = [Microbatch(tokens) for tokens in MICROBATCHES[world.rank :: world.size]]
     result = updater.run(1, own)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     return weights, result.loss, result.grad_norm
 
 

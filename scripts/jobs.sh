@@ -1,0 +1,98 @@
+# What the job scripts of slurm/ and pbs/ share; they source it with `set -euo pipefail`. Each has its
+# options in variables of their names, its command behind -- in `command`, what a job is submitted by
+# in `submit`, and what runs in the job in `launch`.
+
+me=$(basename "$0")
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+dry='' inside='' command=()
+
+refuse() {
+    echo "$me: $*" >&2
+    exit 2
+}
+
+# "NAME ..." WHAT ARGUMENT...: reads the options of these names, --dry-run and --inside, and the
+# command, which is a WHAT, behind --.
+read_options() {
+    local names=" $1 " what=$2 name
+    shift 2
+    while [[ $# -gt 0 && $1 != -- ]]; do
+        case $1 in
+            -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
+            --dry-run) dry=1; shift ;;
+            --inside) inside=1; shift ;;
+            *)
+                name=${1#--}
+                [[ $1 == --* && $names == *" $name "* ]] ||
+                    refuse "unknown option $1; the $what comes after --"
+                [[ -n ${2:-} ]] || refuse "$1 needs a value"
+                declare -g "${name//-/_}=$2"; shift 2 ;;
+        esac
+    done
+    [[ ${1:-} == -- && $# -gt 1 ]] || refuse "no $what; give it after --"
+    command=("${@:2}")
+}
+
+# OPTIONS VALUE...: an empty one is not given.
+need_whole_numbers() {
+    local number
+    for number in "${@:2}"; do
+        [[ -z $number || $number =~ ^[1-9][0-9]*$ ]] ||
+            refuse "$1 are whole numbers above 0"
+    done
+}
+
+# Of `optimus-data`: jobs of --nodes or an --array of jobs, and the program.
+read_data_options() {
+    read_options "$1" command "${@:2}"
+    [[ -z $nodes || -z $array ]] || refuse "give --nodes or --array, not both"
+    need_whole_numbers "--nodes and --array" "$nodes" "$array"
+    nodes=${nodes:-1}
+    program=${OPTIMUS_DATA:-$root/.venv/bin/optimus-data}
+    [[ -n $dry ]] || type -P "$program" >/dev/null ||
+        refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS_DATA"
+    export TOKENIZERS_PARALLELISM=false # processes divide the work, threads would only get in their way
+}
+
+# WORD...: a line for the job's shell, which alone knows PBS_NODEFILE.
+show() {
+    local word
+    for word in "$@"; do
+        case $word in
+            \$PBS_NODEFILE | MASTER_ADDR=\$*) printf '%s ' "$word" ;;
+            *) printf '%q ' "$word" ;;
+        esac
+    done
+    echo
+}
+
+# COMMAND...: what to do in the job; goes on where this is not one.
+in_job() {
+    [[ -n $inside ]] || return 0
+    [[ -z $dry ]] || { show "${launch[@]}"; exit; }
+    "$@"
+}
+
+# Runs ranks that cannot do without each other, and ends as they do.
+run_ranks() {
+    local status=0
+    trap : TERM # it reaches the ranks, which save and end; this shell tells how
+    "${launch[@]}" || status=$?
+    exit $((status > 128 ? 5 : status)) # a rank ended by a signal is a lost one
+}
+
+# VARIABLE PROGRAM OPTION...: submits a job that runs this script inside, with these options, the same
+# command and the program in the variable; a dry run prints it and what it launches.
+submit_job() {
+    local job this
+    this=$(cd "$(dirname "$0")" && pwd)/$me
+    job="cd $(printf %q "$PWD")"$'\n'"export $1=$(printf %q "$2")"
+    job+=$'\n'$(printf '%q ' exec "$this" --inside "${@:3}" -- "${command[@]}")
+    if [[ -n $dry ]]; then
+        printf '%q ' "${submit[@]}"
+        printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
+        show "${launch[@]}"
+    else
+        printf '#!/bin/bash\n%s\n' "$job" | "${submit[@]}"
+    fi
+}

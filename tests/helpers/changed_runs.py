@@ -1,0 +1,70 @@
+"""A rank's run to be changed before it goes, and runs in which one rank computes NaN."""
+
+from __future__ import annotations
+
+import torch
+
+from optimus.config import make_config
+from optimus.dist.world import start_world
+from optimus.errors import NonFiniteError
+from optimus.launch_env import read_launch_env
+from optimus.train.loop import Run
+from optimus.train.preflight import preflight, with_start
+from optimus.train.run_dir import RunDirectory
+
+
+def make_run(tree: dict) -> Run:
+    """This rank's run, to be changed before it goes."""
+    config, launch = make_config(tree), read_launch_env()
+    flight = with_start(config, preflight(config, launch.world_size))
+    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
+    world = start_world(launch, config.parallel.timeout_s, "cpu")
+    return Run(config, world, flight, directory)
+
+
+class NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
+"""What a layer of a broken device gives; all that follows is spoilt with it."""
+
+
+def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj", at: int = 3) -> str:
+    """One rank computes NaN at step `at`, in a `parameter`, a `gradient` or what SPOILT has of the
+    first layer of this name; the parameter's name and the error that this rank raised."""
+    run = make_run(tree)
+    plain_update = run.update
+    named = dict(run.model.named_parameters())
+    name = next(name for name in named if f"{layer}.weight" in name)
+
+    def update(step: int) -> None:
+        if step == at and run.world.rank == bad_rank:
+            if what == "parameter":
+                named[name].data.view(-1)[0] = torch.nan
+            elif what == "gradient":
+                named[name].register_hook(lambda gradient: gradient * torch.nan)
+            else:
+                _spoil(run.model.get_submodule(name.removesuffix(".weight")), what)
+        plain_update(step)
+
+    run.update = update
+    try:
+        run.go()
+    except NonFiniteError as error:
+        assert error.on_every_rank and error.exit_code == 4
+        return f"{name}|{error}"
+    return "no error"
+
+
+def _spoil(module: torch.nn.Module, what: str) -> None:
+    if hasattr(module, "wiring"):  # of which a tp rank has a part of the sum
+        module.multiply = lambda x, bias: SPOILT[what](type(module).multiply(module, x, bias))
+    else:
+        module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))

@@ -1,0 +1,45 @@
+"""The pages of docs/design name functions that exist, and say where they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(ROOT.glob("docs/design/*.md"))
+_NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
+
+
+def defined_in(path: Path) -> set[str]:
+    """A module's functions, classes and constants, and methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            found.add(getattr(target, "id", None))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (one for one in node.body if isinstance(one, ast.FunctionDef))
+            found |= {f"{node.name}.{one.name}" for one in inner}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_that_a_page_names_is_there(page):
+    named = _NAMED.findall(page.read_text())
+    assert named
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).is_file() or name not in defined_in(ROOT / file)
+    ]
+    assert not missing, f"{page.name}: {missing}"
+
+
+def test_a_name_that_is_gone_is_missed():
+    found = defined_in(ROOT / "data_prep" / "documents.py")
+    assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= found
+    assert not {"position", "InputReader.nobody"} & found
