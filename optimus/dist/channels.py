@@ -73,5 +73,7 @@ def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
     """The neighbours in a line or ring, in rounds in which no rank stands twice: all of a round's
     channels open at once, and nobody waits for a rank that waits for it."""
     edges = [(rank, rank + 1) for rank in range(size - 1)]
-    rounds = [edges[::2], edges[1::2], [(size - 1, 0)] if is_ring and size > 1 else []]
+    rounds = [edges[::2], edges[1::2], []]
+    if is_ring and size > 1:
+        rounds[1 + size % 2].append((size - 1, 0))
     return [chosen for chosen in rounds if chosen]
