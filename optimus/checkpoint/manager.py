@@ -153,11 +153,11 @@ def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
     found = [one for one in [*fulls, *filter(_is_late, models)] if _led_to(load, one)]
     if found:
         newest = max(found, key=_step_of)
-        model = _step_of(models[-1]) if models else "STEP"
+        other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {len(_of_kind(run_dir, 'step'))} full checkpoints is valid, but "
-            f"there is {newest.relative_to(directory)}; start over with checkpoint.load=none or in "
-            f"another train.run_dir, or go on from a model: checkpoint.load=model@{model}"
+            f"there is {newest.relative_to(directory)}; start {other}over with "
+            "checkpoint.load=none, or in another train.run_dir"
         )
 
 
