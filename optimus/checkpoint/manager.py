@@ -39,7 +39,7 @@ def model_path(run_dir: str | os.PathLike, step: int) -> Path:
 def newest_valid(
     run_dir: str | os.PathLike, thorough: bool = True, but: Mapping[Path, str] = NOTHING
 ) -> Manifest | None:
-    """The full checkpoint of the highest step that is right; tells what it skips.
+    """The full checkpoint of the highest step that is right; tells what it reads again, and skips.
 
     `thorough`: every byte is read. Otherwise those of the states are left to whoever loads them and
     finds damage; he then asks again for any `but` those paths.
@@ -47,10 +47,12 @@ def newest_valid(
     for path in reversed(_of_kind(run_dir, "step")):
         if path in but:
             continue
-        try:
-            return _checked(path, thorough)
-        except CheckpointError as error:
-            print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
+        # An error of reading may pass, and a newest one costs what was done since the other.
+        for what in ("reading again, for", "passing over a damaged checkpoint:"):
+            try:
+                return _checked(path, thorough)
+            except CheckpointError as error:
+                print(f"optimus: {what} {error}", file=sys.stderr)
     return None
 
 
@@ -76,18 +78,11 @@ def resolve(
     return path
 
 
-def _checked(path: Path, thorough: bool, is_last: bool = False) -> Manifest:
-    """The manifest of a checkpoint that is right; CheckpointError if twice it was not: an error of
-    reading may pass, and a newest one that is passed over costs what was done since the other."""
-    try:
-        manifest = read_manifest(path)
-        manifest.verify() if thorough else manifest.check()
-        return manifest
-    except CheckpointError as error:
-        if is_last:
-            raise
-        print(f"optimus: reading again, for {error}", file=sys.stderr)
-    return _checked(path, thorough, is_last=True)
+def _checked(path: Path, thorough: bool) -> Manifest:
+    """The manifest of a checkpoint that is right; raises CheckpointError."""
+    manifest = read_manifest(path)
+    manifest.verify() if thorough else manifest.check()
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -153,11 +148,11 @@ def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
     found = [one for one in [*fulls, *filter(_is_late, models)] if _led_to(load, one)]
     if found:
         newest = max(found, key=_step_of)
-        model = _step_of(models[-1]) if models else "STEP"
+        other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {len(_of_kind(run_dir, 'step'))} full checkpoints is valid, but "
-            f"there is {newest.relative_to(directory)}; start over with checkpoint.load=none or in "
-            f"another train.run_dir, or go on from a model: checkpoint.load=model@{model}"
+            f"there is {newest.relative_to(directory)}; start {other}over with "
+            "checkpoint.load=none, or in another train.run_dir"
         )
 
 

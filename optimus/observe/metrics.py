@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -67,15 +69,13 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file; a last line torn by a kill is left out."""
+    """All whole lines of a file; one that a kill has torn or a disk damaged is left out."""
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return records
 
 
@@ -84,23 +84,26 @@ def cut_after(path: Path, step: int, cut_log: Path) -> int:
     before they go; return how many."""
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     kept = [line for line in lines if _step(line) <= step]
     moved = [line for line in lines if _step(line) > step]
     if moved:
         files.make_dirs(cut_log.parent)
-        with open(cut_log, "a", encoding="utf-8") as log:
-            log.write("".join(line + "\n" for line in moved))
+        with open(cut_log, "ab") as log:
+            log.writelines(line + b"\n" for line in moved)
             log.flush()
             os.fsync(log.fileno())
         files.fsync_dir(cut_log.parent)
-        files.write_bytes(path, "".join(line + "\n" for line in kept).encode())
+        files.write_bytes(path, b"".join(line + b"\n" for line in kept))
+    if damaged := sum(_step(line) == math.inf for line in lines[:-1]):  # a kill tears the last
+        what = f"{damaged} of its lines cannot be read; they are in {cut_log}"
+        print(f"optimus: WARNING: {path}: {what}", file=sys.stderr)
     return len(moved)
 
 
-def _step(line: str) -> float:
-    """The step of a line; a torn line counts as later than any step."""
+def _step(line: bytes) -> float:
+    """The step of a line; one that cannot be read counts as later than any step."""
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -252,7 +252,7 @@ def test_a_run_that_went_back_to_a_model_does_not_begin_anew_unasked(tmp_path, w
     save(run, 20, origin=load)
     start_of(run, "model@10")
     assert start_of(run, "model@10").step == 10
-    told = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10"
+    told = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10,"
     with pytest.raises(CheckpointError, match=told):
         manager.decide_start(run, "auto" if then == "auto" else load)
     assert start_of(run, "none").step == 0

@@ -56,6 +56,21 @@ def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()[:2]] == [7, 8]
 
 
+@pytest.mark.parametrize("damage", [b"\xff", b"}"], ids=["no text", "no JSON"])
+def test_a_damaged_line_stops_no_resume_and_is_told(tmp_path, capsys, damage):
+    path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
+    write_steps(path, range(1, 9))
+    before = path.read_bytes().splitlines()
+    spoilt = before[2][:7] + damage + before[2][8:]
+    path.write_bytes(b"\n".join([*before[:2], spoilt, *before[3:], b'{"step": 9, "lo']))
+    assert [record["step"] for record in read_json_lines(path)] == [1, 2, 4, 5, 6, 7, 8]
+    assert cut_after(path, 8, log) == 2
+    assert path.read_bytes().splitlines() == before[:2] + before[3:]
+    assert log.read_bytes().splitlines()[0] == spoilt
+    told = capsys.readouterr().err
+    assert "1 of its lines cannot be read" in told and told.count("\n") == 1
+
+
 def test_cut_lines_are_durable_before_they_go(tmp_path, monkeypatch):
     path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
     write_steps(path, range(1, 9))
