@@ -236,6 +236,17 @@ def test_autocast_computes_in_bf16():
     assert torch.equal(out, fast.bfloat16()(x.bfloat16(), chosen, weights.bfloat16()).float())
 
 
+def test_hidden_states_of_another_dtype_than_the_experts_keep_theirs():
+    fast = next(
+        m for m in use_fast_moe(olmoe(torch.bfloat16)).modules() if isinstance(m, FastExperts)
+    )
+    x, chosen = torch.randn(4, 32), torch.tensor([[0, 1]] * 4)
+    weights = torch.full((4, 2), 0.5)
+    out = fast(x, chosen, weights)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, fast(x.bfloat16(), chosen, weights.bfloat16()).float())
+
+
 def test_numbers_that_no_expert_has_are_refused_in_debug_mode(monkeypatch):
     fast = next(m for m in use_fast_moe(olmoe()).modules() if isinstance(m, FastExperts))
     wild = (torch.randn(2, 32), torch.tensor([[0, 99], [-1, 0]]), torch.rand(2, 2))

@@ -30,6 +30,7 @@ SHAPES = {
     "odd sizes, some held": (29, 2, 7, 2, 3, 67, 21),
     "no token": (0, 2, 4, 0, 4, 16, 8),
     "none held": (5, 1, 4, 9, 2, 16, 8),
+    "few": (5, 3, 4, 0, 4, 8, 8),
     "many": (900, 8, 64, 0, 64, 129, 33),
 }
 
@@ -187,7 +188,7 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 @pytest.mark.parametrize("name", LINEAR)
 def test_first_and_second_derivatives_are_those_of_differences(name):
     """The reduction without weights; with them, as for SwiGLU, a second derivative is refused."""
-    given = list(arguments("all held", torch.float64)[name])
+    given = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
         given[1] = None
     places = [index for index in DIFFERENTIABLE[name] if given[index] is not None]
@@ -198,8 +199,8 @@ def test_first_and_second_derivatives_are_those_of_differences(name):
             given[index] = value
         return getattr(ops, name)(*given)
 
-    torch.autograd.gradcheck(run, leaves, fast_mode=True)
-    torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+    torch.autograd.gradcheck(run, leaves)
+    torch.autograd.gradgradcheck(run, leaves)
 
 
 @pytest.mark.parametrize("reduce", [ops.reduce_rows, reduce_twin])
