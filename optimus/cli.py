@@ -352,9 +352,11 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
 
 def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.doctor import build_kernels, format_status, kernels_status
+    from optimus.platform import import_ipex
 
     if args.action == "status" and args.backends:
         raise ConfigError(f"kernels status {args.backends[0]}: it lists them all; leave it out")
+    import_ipex()  # xpu devices may be its own
     if args.action == "build":
         build_kernels(args.backends)
     status = kernels_status()

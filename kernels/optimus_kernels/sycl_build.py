@@ -45,7 +45,7 @@ def way() -> str:
     DPCPPExtension is there. Raises KernelError where neither is."""
     if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
         return "torch"
-    if _find(f"{IPEX}.xpu.cpp_extension") and hasattr(torch, "xpu") and torch.xpu.is_available():
+    if _has_dpcpp_extension() and torch.xpu.is_available():
         return "ipex"
     raise KernelError(
         f"torch {torch.__version__} has no xpu support; install torch's xpu build (or, with torch "
@@ -140,11 +140,12 @@ def _torch_has_sycl_extension() -> bool:
     return spec is not None and "def SyclExtension" in Path(spec.origin).read_text()
 
 
-def _find(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+def _has_dpcpp_extension() -> bool:
+    """Looked up as a file: find_spec of a submodule imports the packages above it, and IPEX changes
+    torch's operators when it is imported, which OPTIMUS_IPEX=0 forbids."""
+    spec = importlib.util.find_spec(IPEX)
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / "xpu" / "cpp_extension.py").exists() for place in places or ())
 
 
 if __name__ == "__main__":

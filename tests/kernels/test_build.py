@@ -97,6 +97,22 @@ def test_sycl_says_what_it_lacks(small_csrc):
         build.build("sycl")
 
 
+def test_looking_for_ipex_does_not_import_it(tmp_path, monkeypatch):
+    if getattr(torch.version, "xpu", None):
+        pytest.skip("this torch has xpu support")
+    package = tmp_path / sycl_build.IPEX / "xpu"
+    package.mkdir(parents=True)
+    for module in (package.parent / "__init__.py", package / "__init__.py"):
+        module.write_text("raise AssertionError('imported')")
+    (package / "cpp_extension.py").write_text("")
+    monkeypatch.delitem(sys.modules, sycl_build.IPEX, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(KernelError, match="has no xpu support"):
+        sycl_build.way()
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert sycl_build.way() == "ipex"
+
+
 def test_sycl_is_compiled_ahead_of_time_for_pvc(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_XPU_ARCH_LIST", raising=False)
     monkeypatch.setattr(sycl_build, "way", lambda: "torch")
