@@ -113,15 +113,16 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
         return Start(own.origin, own.step, own.tokens, own.path, own, own.settings)
     if load.startswith("model@"):
         return _start_from_model(run_dir, load)
+    path = None if load == "auto" else resolve(load, False, but)
+    manifest = read_manifest(path) if path and is_checkpoint(path) else None
+    is_full = manifest is not None and manifest.kind == "full"
     if own is None:
-        _refuse_if_begun(run_dir, load)
-    if load == "auto":
+        _refuse_if_begun(run_dir, load, manifest.step if is_full else 0)
+    if path is None:
         return Start("none")
-    path = resolve(load, False, but)
-    if not is_checkpoint(path):
+    if manifest is None:
         return Start(load, path=path)
-    manifest = read_manifest(path)
-    if manifest.kind == "full":
+    if is_full:
         return Start(load, manifest.step, manifest.tokens, path, manifest, manifest.settings)
     if _is_own(path, run_dir):
         raise CheckpointError(
@@ -141,28 +142,31 @@ def _led_to(load: str, path: Path) -> bool:
     return load == "auto" or os.path.realpath(origin) == os.path.realpath(load)
 
 
-def _refuse_if_begun(run_dir: str | os.PathLike, load: str) -> None:
-    """Raise CheckpointError if the run, of which no full checkpoint is valid, has had one."""
+def _refuse_if_begun(run_dir: str | os.PathLike, load: str, begun: int) -> None:
+    """Raise CheckpointError if the run, of which no full checkpoint is valid, has had one since the
+    step at which it was begun."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
     fulls = [*_of_kind(run_dir, "step"), *directory.glob(f"{SET_ASIDE}/step-[0-9]*")]
-    found = [one for one in [*fulls, *filter(_is_late, models)] if _led_to(load, one)]
+    late = [model for model in models if _is_late(model, begun)]
+    found = [one for one in [*fulls, *late] if _led_to(load, one)]
     if found:
         newest = max(found, key=_step_of)
         other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {len(_of_kind(run_dir, 'step'))} full checkpoints is valid, but "
             f"there is {newest.relative_to(directory)}; start {other}over with "
-            "checkpoint.load=none, or in another train.run_dir"
+            "checkpoint.load=none, in another train.run_dir, or once you have moved that away"
         )
 
 
-def _is_late(model: Path) -> bool:
+def _is_late(model: Path, begun: int) -> bool:
     """Whether its run had a full checkpoint before this model: killed before that, a run begins
     anew without a question. The first may be under way until the second is due."""
     try:
-        return 2 * read_manifest(model).settings.get("checkpoint.interval", 0) < _step_of(model)
+        interval = read_manifest(model).settings.get("checkpoint.interval", 0)
     except CheckpointError:
         return True
+    return 0 < 2 * interval < _step_of(model) - begun
 
 
 def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:

@@ -102,9 +102,10 @@ class ShardWriter:
         """Of the whole file, blocks that are not full included."""
         self._block = memoryview(b"")
         path = directory / shard_name(identity.writer)
-        self._fd, self._direct = _create(path, direct)
+        self._fd = -1
         self._blocks = WriteBehind(BLOCK_BYTES, self._write_block)
         try:
+            self._fd, self._direct = _create(path, direct)
             self._put(memoryview(header(identity, size)))
         except BaseException:
             self.close()
@@ -128,8 +129,8 @@ class ShardWriter:
         return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
 
     def close(self) -> None:
+        self._blocks.close()
         if self._fd >= 0:
-            self._blocks.close()
             os.close(self._fd)
         self._fd = -1
 

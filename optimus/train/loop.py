@@ -55,6 +55,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
             check_slots(config, flight.mesh)
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met
+        directory = None  # free for whoever gives the right command meanwhile
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
     try:
         flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
@@ -64,8 +65,11 @@ def train(config: Config, launch: LaunchEnv) -> None:
         if world.is_first:
             say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
         Run(config, world, flight, directory).go()
-    except LostPeerError as error:
-        error.told_by_another = not tells_first()
+    except OptimusError as error:
+        if isinstance(error, LostPeerError):
+            error.told_by_another = not tells_first()
+        elif error.on_every_rank:  # none waits for another
+            end_world()
         raise
     end_world()
 

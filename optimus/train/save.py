@@ -88,8 +88,8 @@ class Saves:
         self._model_bytes = 2 * sum(map(math.prod, whole.shapes.values()))
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
-        self._begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 2)
-        """How long ranks may wait for the first one's look at the disk."""
+        self._begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
+        """How long ranks may wait for the first one's look at the disk; a save may have two."""
         self._saver = FullSaver(
             rank_states,
             settings.scatter,

@@ -269,6 +269,22 @@ def test_a_run_whose_full_checkpoints_a_user_removed_does_not_begin_anew_unasked
         manager.decide_start(tmp_path, "auto")
 
 
+def test_models_count_from_where_their_run_was_begun(tmp_path):
+    """From another run's checkpoint: nobody else could begin there again."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    origin = str(save(other, 10_000).path)
+    save(run, 10_200, "model", origin=origin)
+    assert manager.decide_start(run, origin).step == 10_000  # killed before the first full one
+    save(run, 10_201, "model", origin=origin)
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
+        manager.decide_start(run, origin)
+
+
+def test_a_run_whose_only_full_checkpoint_is_its_last_begins_anew_before(tmp_path):
+    save(tmp_path, 500, "model", interval=0)
+    assert manager.decide_start(tmp_path, "auto").step == 0
+
+
 @pytest.mark.parametrize("spelling", ["hf", "hf/", "./hf", "run/../hf", "absolute"])
 def test_the_same_command_may_spell_a_path_otherwise(tmp_path, weights, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
