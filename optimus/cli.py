@@ -46,29 +46,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """The process of one command.
-
-    One of several ranks leaves at once. Behind an error the interpreter's own end would wait for
-    what they were doing together, until parallel.timeout_s; and a thread of a process group that
-    somebody keeps behind `end_world`, as FSDP2 does in a benchmark, could abort it.
-    """
+    """The process of one command; a rank among others ends as `leaves_at_once` says."""
     try:
         code = main()
     except Exception:
-        if not _is_one_of_several():
+        if not _leaves_at_once():
             raise
         traceback.print_exc()
         code = 1
-    if _is_one_of_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if _leaves_at_once():
+        os._exit(code if _flush() else code or 1)
     sys.exit(code)
 
 
-def _is_one_of_several() -> bool:
+def _leaves_at_once() -> bool:
     world = sys.modules.get("optimus.dist.world")
-    return world is not None and world.has_met()
+    return world is not None and world.leaves_at_once()
+
+
+def _flush() -> bool:
+    """Whether all that was printed has left this process; streams that are closed took nothing."""
+    done = True
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            done = False
+    return done
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:

@@ -28,7 +28,6 @@ def check(config: Config) -> None:
         _kernels,
         _compile,
         _pipeline,
-        _tensor,
         _sampling,
         _recompute,
         _kept_models,
@@ -316,14 +315,6 @@ def _pipeline(config: Config) -> None:
         raise ConfigError(
             f"model.aux_loss_form = 'hf' couples all layers, but there are {stages} pipeline "
             "stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
-        )
-
-
-def _tensor(config: Config) -> None:
-    if config.parallel.sequence_parallel and config.parallel.tp == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel = true divides norms over the tensor-parallel ranks, and "
-            "parallel.tp = 1; leave it out, or use parallel.tp of at least 2"
         )
 
 

@@ -22,7 +22,7 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 
 _TROUBLED_WAIT_S = 120.0
 """How long a rank that cannot go on waits for the others before it says so by itself."""
-_met: list[int] = []
+_joined: list[str] = []
 """The rank of each world that this process has joined."""
 
 
@@ -92,7 +92,7 @@ def start_world(
         if trouble is not None:
             raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
-    _met.append(launch.rank)
+    _joined.append(backend)
     everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
@@ -102,13 +102,13 @@ def start_world(
 def silent_libraries() -> Iterator[None]:
     """Meanwhile standard output is standard error: gloo (in torch 2.8) tells there who is
     connected, amidst what a command prints for programs."""
-    if sys.stdout is None:  # closed, and 1 may be any file
+    if sys.stdout is None or sys.stderr is None:  # closed, and 1 or 2 may be any file
         yield
         return
     sys.stdout.flush()
     kept = os.dup(1)
-    os.dup2(2, 1)
     try:
+        os.dup2(2, 1)
         yield
     finally:
         os.dup2(kept, 1)
@@ -165,9 +165,15 @@ def tells_first(limit_s: float = 2.0) -> bool:
     return answer[0] if answer else True
 
 
-def has_met() -> bool:
-    """Whether this process stands, or has stood, in a world of several ranks."""
-    return bool(_met)
+def leaves_at_once() -> bool:
+    """Whether this process is to end without the interpreter's own end.
+
+    In a world that it has not left, that would wait for what ranks were doing together, until
+    parallel.timeout_s. And a group that somebody keeps behind `end_world`, as FSDP2 does in a
+    benchmark, has threads of gloo that could abort it. Other backends have something to do then:
+    oneCCL ends MPI, whose launchers take a rank that did not for a lost one.
+    """
+    return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
 
 def end_world() -> None:

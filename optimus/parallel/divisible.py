@@ -11,7 +11,13 @@ from optimus.errors import ConfigError
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError, naming the nearest legal choice, where sizes do not divide the model."""
+    """Raise ConfigError, naming the nearest legal choice, where sizes do not divide the model, or
+    where nothing would be divided that a setting wants divided."""
+    if config.parallel.sequence_parallel and mesh.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel = true divides norms over the tensor-parallel ranks, and "
+            "parallel.tp = 1; leave it out, or use parallel.tp of at least 2"
+        )
     model = config.model
     heads = model.num_attention_heads
     sparse = [model.experts_by_layer[layer] for layer in model.sparse_layers] or [0]

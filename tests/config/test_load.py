@@ -76,7 +76,6 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names one twice"),
         ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
-        ("parallel.sequence_parallel=true", r"sequence_parallel = true .*parallel.tp = 1; leave"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
         ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
         ("optim.groups=[{weight_decay=0}]", r"optim.groups.0.pattern is missing"),

@@ -59,6 +59,20 @@ def test_no_thread_outlives_the_world(ranks, tiny_data, tmp_path, axis, what):
         assert during > 0 and behind == []
 
 
+@pytest.mark.parametrize(
+    ("stdout", "status", "ends_with"), [(">&-", 0, 0), (">/dev/full", 0, 1), (">/dev/full", 5, 5)]
+)
+def test_a_rank_keeps_its_status_where_nobody_takes_its_words(stdout, status, ends_with):
+    code = (
+        "import optimus.cli as cli; cli._leaves_at_once = lambda: True; "
+        f"cli.main = lambda: print(1, file=cli.sys.stdout) or {status}; cli.process()"
+    )
+    shell = ["sh", "-c", f'exec "$0" -c "{code}" {stdout}', sys.executable]
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(shell, env=environ, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (ends_with, "")
+
+
 def leave_the_other_alone() -> None:
     """Rank 1 ends by an error while something is under way that rank 0 never joins in."""
     import optimus.cli
