@@ -34,7 +34,7 @@ def test_shapes_are_those_of_the_configurations():
 @pytest.mark.parametrize("name", ["hf-grouped", "hf-eager", "three-grouped"])
 def test_peers_compute_what_the_loop_does(name):
     device = torch.device("cpu")
-    weights, x, grad = moe._tensors(TINY, device)
+    weights, x, grad = moe.make_tensors(TINY, device)
     try:
         peer = moe.Theirs(TINY, weights, PEERS[name])
     except Absent as why:
@@ -46,7 +46,7 @@ def test_peers_compute_what_the_loop_does(name):
 
 
 def test_a_wrong_block_of_ours_ends_it(monkeypatch):
-    weights, x, grad = moe._tensors(TINY, torch.device("cpu"))
+    weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
     ours = moe.Ours(TINY, weights)
     monkeypatch.setattr(ours.block.router, "normalise", True)
     with pytest.raises(OptimusError, match="tiny-fp32: ours is off"):
@@ -54,7 +54,7 @@ def test_a_wrong_block_of_ours_ends_it(monkeypatch):
 
 
 def test_a_peer_that_fails_is_named():
-    weights, x, grad = moe._tensors(TINY, torch.device("cpu"))
+    weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
     broken = moe.Theirs(TINY, weights, PEERS["loop"])
     broken.top_k = 7  # of 6 experts
     blocks, absent = {"ours": moe.Ours(TINY, weights), "broken": broken}, {}
