@@ -48,11 +48,11 @@ def train(config: Config, launch: LaunchEnv) -> None:
         platform.check_compile(config.train.compile)
         flight = preflight(config, launch.world_size)
         if launch.is_first:
+            check_names(config)
+            check_slots(config, flight.mesh)
             directory = RunDirectory(config.train.run_dir)
             flight = with_start(config, flight)
             check_saves(config, flight)
-            check_names(config)
-            check_slots(config, flight.mesh)
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met
         directory = None  # free for whoever gives the right command meanwhile
