@@ -51,6 +51,9 @@ def in_the_end(tree: dict, what: str) -> tuple[int, list[str]]:
     return most[-1], threads_of_gloo()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="gloo of torch 2.8 gives its threads no names"
+)
 @pytest.mark.parametrize("what", ["train", "bench"])
 @pytest.mark.parametrize("axis", ["pp", "dp", "ep", "tp"])
 def test_no_thread_outlives_the_world(ranks, tiny_data, tmp_path, axis, what):
