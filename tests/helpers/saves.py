@@ -1,0 +1,91 @@
+"""Runs with hooks around their updates, how they end, and what their saves leave."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from optimus.checkpoint import manager
+from optimus.checkpoint import save as save_module
+from optimus.checkpoint.shards import HEADER_BYTES
+from optimus.config import make_config
+from optimus.errors import LostPeerError, OptimusError
+from optimus.launch_env import read_launch_env
+from optimus.train.loop import Run, train
+
+BOTH = pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside"])
+Hook = Callable[[int], None]
+
+
+class Ended(NamedTuple):
+    """How this rank's run ended: exit status and message, and what it printed."""
+
+    status: int
+    message: str
+    printed: list[str]
+
+
+def run_with(
+    tree: dict[str, Any], before: Hook, behind: Callable[[Run], None] = lambda run: None
+) -> Ended:
+    """A whole run of this rank, with hooks around its updates; all ranks end on the same word."""
+    plain, printed = Run.update, io.StringIO()
+
+    def update(run: Run, step: int) -> None:
+        before(step)
+        plain(run, step)
+        behind(run)
+
+    Run.update = update
+    status, message = 0, ""
+    with contextlib.redirect_stderr(printed):
+        try:
+            train(make_config(tree), read_launch_env())
+        except OptimusError as error:
+            assert error.on_every_rank or isinstance(error, LostPeerError), error
+            status, message = error.exit_code, str(error)
+    return Ended(status, message, printed.getvalue().splitlines())
+
+
+def warnings(ended: Ended) -> list[str]:
+    return [line for line in ended.printed if "WARNING" in line]
+
+
+def hold_writes(until: dict[int, int]) -> Hook:
+    """Saves of step s begin to write no earlier than update until[s]; the hook that lets them."""
+    gates = {step: threading.Event() for step in until}
+    plain = save_module.write_shard
+
+    def write_late(directory, identity, *rest):
+        if identity.step in gates:
+            assert gates[identity.step].wait(60)
+        return plain(directory, identity, *rest)
+
+    save_module.write_shard = write_late
+
+    def before(step: int) -> None:
+        for saved, gate in gates.items():
+            if step == until[saved]:
+                gate.set()
+
+    return before
+
+
+def slots(run_dir: Path) -> dict[str, bytes]:
+    """The states in the run's full checkpoints, which are all valid and all there is."""
+    content = {}
+    for path in sorted((run_dir / "checkpoints").iterdir()):
+        manager.read_manifest(path).verify()
+        for file in sorted(path.glob("shard-*")):
+            content[f"{path.name}/{file.name}"] = file.read_bytes()[HEADER_BYTES:]
+    return content
+
+
+def steps_kept(run_dir: Path) -> list[int]:
+    return sorted({int(name[5:13]) for name in slots(run_dir)})

@@ -1,0 +1,178 @@
+"""Runs whose disk hangs, is full, takes nothing, or has too little room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus.checkpoint import manager
+from optimus.launch_env import read_launch_env
+from optimus.observe.metrics import JsonLines
+from optimus.train.loop import Run
+from tests.helpers.runs import assert_same_run, metrics_of, train_on
+from tests.helpers.saves import (
+    BOTH,
+    Ended,
+    hold_writes,
+    run_with,
+    steps_kept,
+    warnings,
+)
+from tests.helpers.tiny import tiny_tree
+
+
+def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
+    """The second rank's write of step 4 hangs until update 10."""
+    return run_with(tree, hold_writes({4: 10} if read_launch_env().rank == 1 else {}))
+
+
+@BOTH
+def test_a_disk_that_hangs_holds_nobody_up_for_longer_than_the_limit(
+    ranks, tiny_data, tmp_path, beside
+):
+    settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 3.0}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    ended = ranks(2, run_with_a_hanging_disk, tree, start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2
+    first, second = warnings(ended[0])
+    assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
+    assert "step 8 is not saved: the disk has not taken what step 4 gave it" in second
+    assert steps_kept(tmp_path) == [12]
+    assert len(metrics_of(tmp_path)) == 12
+
+
+def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
+    """No byte is free from update 8 to before update 18."""
+    filler = Path(folder) / "filler"
+
+    def before(step: int) -> None:
+        if read_launch_env().rank == 0 and step == 8:
+            with pytest.raises(OSError, match="No space"), open(filler, "wb", 0) as file:
+                while file.write(bytes(1 << 16)):
+                    pass
+        if read_launch_env().rank == 0 and step == 18:
+            filler.unlink()
+
+    return run_with(tree, before)
+
+
+def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
+    """What is mounted there takes nothing from update 12 to before update 21."""
+
+    def before(step: int) -> None:
+        if read_launch_env().rank == 0 and step in (12, 21):
+            how = "ro" if step == 12 else "rw"
+            subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
+    return run_with(tree, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 3 MB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "optimus-test", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@BOTH
+def test_a_full_disk_harms_nothing_and_is_used_again(
+    ranks, tiny_data, tmp_path, small_disk, beside
+):
+    """Not even metrics find room; they are written later."""
+    settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
+    settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
+    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
+    run = small_disk / "run"
+    tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=beside)
+    ended = ranks(2, run_on_a_full_disk, tree, str(small_disk), start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
+    told = warnings(ended[0])
+    for step in (10, 15):
+        for kind in ("step", "model"):
+            words = f"WARNING: step {step} is not saved: {kind}-000000{step} not written: "
+            assert any(words in line and "make room" in line for line in told), told
+    assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in told)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["model-00000020", "step-00000005", "step-00000020"]
+    for name in names:
+        manager.read_manifest(run / "checkpoints" / name).verify()
+    assert_same_run(tmp_path / "unbroken", run)
+
+
+@BOTH
+def test_a_directory_that_takes_nothing_harms_nothing(
+    ranks, tiny_data, tmp_path, small_disk, beside
+):
+    settings = {"train__max_steps": 24, "checkpoint__interval": 6, "checkpoint__async_save": beside}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(small_disk)
+    tree = tiny_tree(tiny_data, run, **settings)
+    ended = ranks(2, run_on_a_read_only_disk, tree, str(small_disk), start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
+    told = warnings(ended[0])
+    assert len(told) == 2 and all("Read-only file system" in line for line in told), told
+    assert steps_kept(run) == [6, 24]
+
+
+def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
+    """The disk of metrics.jsonl takes nothing in these steps; that of checkpoints does."""
+    plain = JsonLines._write
+
+    def before(step: int) -> None:
+        def write(lines: JsonLines) -> None:
+            if step in steps:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            plain(lines)
+
+        JsonLines._write = write
+
+    return run_with(tree, before)
+
+
+@BOTH
+def test_no_checkpoint_is_sealed_that_the_curve_does_not_reach(ranks, tiny_data, tmp_path, beside):
+    settings = {"train__max_steps": 12, "checkpoint__interval": 4, "checkpoint__async_save": beside}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    ended = ranks(2, run_with_waiting_lines, tree, (7, 8, 9, 10, 11), start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
+    words = "step 8 is not saved: step-00000008 not written: "
+    (told,) = (line for line in warnings(ended[0]) if words in line)
+    assert "metrics.jsonl: No space left on device" in told
+    assert steps_kept(tmp_path) == [4, 12]
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 13))
+
+
+def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
+    """There is room for a full checkpoint and for a model, but a byte too little for both."""
+    plain = shutil.disk_usage
+
+    def behind(run: Run) -> None:
+        free = run.saves._saver.bytes + run.saves._model_bytes - 1
+        shutil.disk_usage = lambda path: plain(path)._replace(free=free)
+
+    return run_with(tree, lambda step: None, behind)
+
+
+@BOTH
+def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data, tmp_path, beside):
+    settings = {"checkpoint__interval": 10, "checkpoint__model_interval": 5}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    ended = ranks(2, run_with_room_for_one, tree, start_world=False)
+    told = warnings(ended[0])
+    assert "step 10 is not saved: model-00000010 not written: " in told[0], ended
+    assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
