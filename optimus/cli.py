@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -52,7 +53,8 @@ def process() -> NoReturn:
     except Exception:
         if not _leaves_at_once():
             raise
-        traceback.print_exc()
+        with _unheard():
+            traceback.print_exc()
         code = 1
     if _leaves_at_once():
         os._exit(code if _flush() else code or 1)
@@ -62,6 +64,11 @@ def process() -> NoReturn:
 def _leaves_at_once() -> bool:
     world = sys.modules.get("optimus.dist.world")
     return world is not None and world.leaves_at_once()
+
+
+def _unheard() -> contextlib.suppress:
+    """Whoever no longer reads what is told costs no exit status, and no immediate end."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 def _flush() -> bool:
@@ -95,7 +102,8 @@ def _tell(error: OptimusError) -> None:
     if rank and alike and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
         return
     where = f" [rank {rank}]" if rank else ""
-    print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
+    with _unheard():
+        print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
     if error.exit_code == LostPeerError.exit_code:
         _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
 

@@ -23,7 +23,7 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 _TROUBLED_WAIT_S = 120.0
 """How long a rank that cannot go on waits for the others before it says so by itself."""
 _joined: list[str] = []
-"""The rank of each world that this process has joined."""
+"""The backend of each world that this process has joined."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +70,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
         if isinstance(error, LostPeerError):
             error.told_by_another = not tells_first()
         elif error.on_every_rank:  # none waits for another
-            end_world()
+            with suppress(RuntimeError):  # the error is what to tell
+                end_world()
         raise
     end_world()
 

@@ -76,6 +76,18 @@ def test_a_rank_keeps_its_status_where_nobody_takes_its_words(stdout, status, en
     assert (done.returncode, done.stderr) == (ends_with, "")
 
 
+def test_a_rank_keeps_its_status_where_nobody_hears_why():
+    code = (
+        "import optimus.cli as cli; from optimus.errors import Stopped as S; "
+        "cli._leaves_at_once = lambda: True; "
+        "stop = lambda *a: (_ for _ in ()).throw(S('so')); "
+        "cli._parse = lambda a: type('A', (), {'run': stop})(); "
+        "cli.process()"
+    )
+    shell = ["sh", "-c", f'exec "$0" -c "{code}" 2>/dev/full', sys.executable]
+    assert subprocess.run(shell, timeout=60).returncode == 3
+
+
 def leave_the_other_alone() -> None:
     """Rank 1 ends by an error while something is under way that rank 0 never joins in."""
     import optimus.cli
