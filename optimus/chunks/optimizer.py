@@ -50,3 +50,8 @@ class AdamW:
                 grad_scale,
             )
             updated(one)
+
+
+def make_optimizer(optim: OptimConfig) -> AdamW:
+    """The rule that the settings name: there is one."""
+    return AdamW(optim)

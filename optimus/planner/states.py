@@ -16,7 +16,7 @@ from optimus.checkpoint.pieces import writer_in_paper
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.staging import share_of, staging_bytes
 from optimus.chunks.engine import ChunkEngine, Use
-from optimus.chunks.optimizer import AdamW
+from optimus.chunks.optimizer import make_optimizer
 from optimus.chunks.residency import Residency, fewest_slots
 from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
@@ -44,7 +44,7 @@ def make_states(
     engine = ChunkEngine(
         dict(model.named_parameters()),
         lambda name: home_of(name, config, layout, groups),
-        AdamW(optim),
+        make_optimizer(optim),
         dtype=dtype_of(config.train.dtype),
         chunk_length=optim.chunk_length,
         deterministic=config.train.deterministic,
