@@ -18,11 +18,10 @@ import numpy
 from optimus.checkpoint.pieces import Box, Piece
 from optimus.checkpoint.reshard import Stored
 from optimus.checkpoint.shards import BLOCK_BYTES, Identity, ShardFile, ShardReader
+from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError, one_line
 
 INDEX = "index.jsonl"
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""The states of a parameter, in the order of their columns."""
 DTYPE = "float32"
 ITEMSIZE = 4
 _ROW = f"[{','.join(['%d'] * (4 + len(STATES)))}]"

@@ -20,6 +20,8 @@ from functools import cached_property
 
 ALIGNMENT = 32
 """Elements: 64 bytes of two-byte numbers."""
+STATES = ("master", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every element, in the order that a checkpoint's index has, too."""
 MAX_WASTE = 0.01
 """The search for a length is content with this share of padding."""
 

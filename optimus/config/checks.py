@@ -342,16 +342,9 @@ def _kept_models(config: Config) -> None:
 
 def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
-    defaults = Config(model=config.model)
-    for section, key in (("offload", "mode"),):
-        value = getattr(getattr(config, section), key)
-        only = getattr(getattr(defaults, section), key)
-        if value != only:
-            raise ConfigError(_unavailable(f"{section}.{key}", value, only))
-
-
-def _unavailable(key: str, value: object, instead: object) -> str:
-    return f"{key} = {value!r} is not available in this version; use {instead!r}"
+    mode = config.offload.mode
+    if mode != "off":
+        raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def _nearest_divisor(number: int, near: int) -> int:

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as distributed
 
 from optimus.checkpoint import index, manager, shards
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full, read_whole
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
-from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.layout import STATES, Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
 from optimus.dist.collectives import ALONE, Group, group_of
 from optimus.dist.groups import Groups

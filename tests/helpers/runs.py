@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import read_whole
+from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from optimus.checkpoint import index as index_module
 from optimus.checkpoint import manager, shards
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
 from optimus.checkpoint.shards import ShardReader
+from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import CheckpointError, OptimusError
 from optimus.planner.states import states_of_rank
