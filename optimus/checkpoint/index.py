@@ -56,11 +56,6 @@ class Index:
         rows = numpy.array(raw["rows"], dtype=numpy.int64).reshape(-1, 4 + len(STATES))
         return Stored(name, boxes, rows)
 
-    def has(self, name: str, state: str) -> bool:
-        """Whether there is such a state of a parameter: those that are not trained have no moments.
-        Raises CheckpointError for a name that is not stored."""
-        return bool((self.stored(name).rows[:, 4 + STATES.index(state)] >= 0).all())
-
     def open(self, directory: Path, number: int) -> ShardReader:
         """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""
         shard = self.shards[number]

@@ -114,12 +114,6 @@ class ChunkLayout:
         """Elements of optimizer state that this rank holds, padding included."""
         return sum(chunk.shard_length for chunk in self.chunks)
 
-    @property
-    def waste(self) -> float:
-        """Padding as a share of the parameters' own elements."""
-        used = sum(chunk.used for chunk in self.chunks)
-        return self.length / used - 1 if used else 0.0
-
 
 def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     """Chunks of about `target_length` elements, at least as long as the largest parameter.
