@@ -54,14 +54,8 @@ def _check_own(
     dataset = tokens_dir.parent
     if (dataset / layout.ORDER).exists():
         order = read_any_order(dataset)
-        if not (
-            isinstance(order, Order)
-            and (order.tokens_dir, order.plan)
-            == (
-                tokens_dir.name,
-                plan_xxh3,
-            )
-        ):
+        wanted = (tokens_dir.name, plan_xxh3)
+        if not isinstance(order, Order) or (order.tokens_dir, order.plan) != wanted:
             raise DataError(
                 f"{dataset} holds a data set whose token arrays are elsewhere, a blend or what "
                 "`shuffle --to` made; choose another --out"

@@ -108,13 +108,7 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     """How text becomes token arrays."""
     from data_prep.sources import UNIT_BYTES
 
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="FILE", help="a tokenizer.json or .model"
-    )
-    parser.add_argument(
-        "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
-    )
-    _add_eval_fraction(parser)
+    _add_tokenizer(parser, "a tokenizer.json or .model")
     parser.add_argument(
         "--id-field",
         metavar="NAME",
@@ -149,19 +143,18 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude", nargs="+", default=[], action="extend", metavar="PATTERN", help="leave out"
     )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="FILE", help="the tokenizer.json that made the ids"
-    )
-    parser.add_argument(
-        "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
-    )
+    _add_tokenizer(parser, "the tokenizer.json that made the ids")
     parser.add_argument(
         "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
     )
-    _add_eval_fraction(parser)
 
 
-def _add_eval_fraction(parser: argparse.ArgumentParser) -> None:
+def _add_tokenizer(parser: argparse.ArgumentParser, what: str) -> None:
+    """Whose ids they are, and which documents are held out."""
+    parser.add_argument("--tokenizer", required=True, metavar="FILE", help=what)
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
+    )
     parser.add_argument(
         "--eval-fraction",
         type=fraction,

@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.progress import Progress
 from optimus.errors import OptimusError
-from optimus.launch_env import read_local_size
+from optimus.launch_env import available_cores, read_local_size
 
 _POLL_S = 0.2
 
@@ -26,11 +26,6 @@ _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a
 
 class _Cancelled(Exception):
     """Ends a job whose result nobody waits for any more."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores_of_this_rank() -> int:

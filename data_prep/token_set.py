@@ -13,13 +13,7 @@ from typing import Any
 
 from data_prep import layout
 from data_prep.packed import is_packed
-from data_prep.token_arrays import (
-    TokenArrayWriter,
-    array_path,
-    docs_path,
-    ids_path,
-    sidecar_path,
-)
+from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, ids_path, sidecar_path
 from data_prep.token_plan import TokenPlan, read_plan
 from optimus import files
 from optimus.errors import DamageError, DataError

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import duplicates, layout, segments
-from data_prep.documents import (
-    NO_LIMITS,
-    DamagedFile,
-    Document,
-    InputReader,
-    Position,
-    Problem,
-)
+from data_prep.documents import NO_LIMITS, DamagedFile, Document, InputReader, Position, Problem
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
 from data_prep.packed import packed_path

@@ -16,6 +16,7 @@ import torch.distributed as distributed
 
 from optimus import platform
 from optimus.errors import ConfigError
+from optimus.launch_env import available_cores
 from optimus_kernels import backend, build
 from optimus_kernels.cache import KernelError, cache_dir
 
@@ -124,12 +125,11 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{system.system()} {system.release()}",
         "processor": system.machine(),
-        "cores": cores,
+        "cores": available_cores(),
         "memory_gib": round(pages * size / _GIB, 1),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
     }

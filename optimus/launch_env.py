@@ -163,6 +163,11 @@ def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None
     return Place(outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def read_local_size(environ: Mapping[str, str] = os.environ) -> int:
     """How many processes of the job run on this machine, where the launcher tells; else 1."""
     launcher = _launcher_of(environ)

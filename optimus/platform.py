@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from optimus.errors import ConfigError, one_line
+from optimus.launch_env import available_cores
 
 _IPEX = "intel_extension_for_pytorch"
 
@@ -106,8 +107,7 @@ def check_compile(compile_blocks: bool) -> None:
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
     """Fix the intra-op thread count of this rank and return it (`train.threads`)."""
     if threads == 0:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = 1 if deterministic else max(1, (cores or 1) // local_world_size)
+        threads = 1 if deterministic else max(1, available_cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

@@ -146,7 +146,7 @@ def _backward_elsewhere(
         return _backward_into(grad, *saved, h, *where)
     room = _room(saved.x, saved.gate_up)
     grad, saved, h = dense_backward("experts", grad, saved, h)
-    dx, dw, kept = room.backward(grad, *saved[:4], saved.rows, h, None, keep=True)
+    dx, dw, kept = room.backward(grad, saved, h, None, keep=True)
     where(WeightWork(room, grad, saved.x, saved.rows, kept))
     return dx, dw.to(saved.weights.dtype)
 
@@ -187,7 +187,7 @@ def _run_forward(*operands: Any) -> tuple[Tensor, Tensor]:
     saved, keep = Saved(*operands[:8]), operands[8]
     check("experts", saved)
     saved = dense("experts", saved)
-    out, h = _room(saved.x, saved.gate_up).forward(*saved[:4], saved.rows, keep)
+    out, h = _room(saved.x, saved.gate_up).forward(saved, keep)
     # The loop has spare rows behind. Sizes must not tell the form: torch.compile keeps what it
     # compiled on disk, where a run of the other form finds it.
     return out, h[: saved.token.shape[0]] if keep else h
@@ -205,7 +205,7 @@ def _run_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
     grad, saved, h = dense_backward("experts_backward", grad, Saved(*operands[:8]), h)
     into = experts_loop.fresh_grads((saved.gate_up, saved.down)) if with_weights else None
     room = _room(saved.x, saved.gate_up)
-    dx, dw, _ = room.backward(grad, *saved[:4], saved.rows, h, into)
+    dx, dw, _ = room.backward(grad, saved, h, into)
     grads = into[:2] if into else (saved.x.new_empty(0), saved.x.new_empty(0))
     return dx, dw.to(saved.weights.dtype), *grads
 
@@ -239,7 +239,7 @@ def _run_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     grad, saved, h = dense_backward("experts_backward_into", grad, Saved(*operands[:8]), h)
     _check_into(into, saved)
     room = _room(saved.x, saved.gate_up)
-    dx, dw, _ = room.backward(grad, *saved[:4], saved.rows, h, into)
+    dx, dw, _ = room.backward(grad, saved, h, into)
     return dx, dw.to(saved.weights.dtype)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from optimus_kernels import memory
+from optimus_kernels.experts_operands import Into, Saved
 from optimus_kernels.gather import gather_into
 from optimus_kernels.ops import compute_dtype
 from optimus_kernels.product import by_onednn, fastest_library, needs_room, own, product
@@ -49,27 +50,26 @@ class Kept(NamedTuple):
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """A pass whose first operand is of the products' dtype and device."""
+    """A pass whose first operand (or its x) is of the products' dtype and device."""
 
     @functools.wraps(run)
-    def call(first: Tensor, *rest: Any, **more: Any) -> Any:
-        with fastest_library(first):
+    def call(first: Tensor | Saved, *rest: Any, **more: Any) -> Any:
+        with fastest_library(first.x if isinstance(first, Saved) else first):
             return run(first, *rest, **more)
 
     return cast(_Pass, call)
 
 
-def fresh_grads(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, bool]:
+def fresh_grads(parameters: Iterable[Tensor]) -> Into:
     """Memory for the gradients of gate_up and down, to be replaced."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return gate_up, down, False
 
 
 @_with_fastest_library
-def forward(
-    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, keep: bool
-) -> tuple[Tensor, Tensor]:
+def forward(saved: Saved, keep: bool) -> tuple[Tensor, Tensor]:
     """-> out [T, D] and h [R + extra, 2F], or [0] unless `keep`."""
+    (x, weights, gate_up, down, *_), rows = saved, saved.rows
     hidden, inner = x.shape[1], down.shape[2]
     parts, most = _parts(rows, x)
     total = rows.token.shape[0] + extra_rows(x)
@@ -93,18 +93,11 @@ def forward(
 
 @_with_fastest_library
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    rows: Rows,
-    h: Tensor | None,
-    into: tuple[Tensor, Tensor, bool] | None,
-    keep: bool = False,
+    grad: Tensor, saved: Saved, h: Tensor | None, into: Into | None, keep: bool = False
 ) -> tuple[Tensor, Tensor, Kept | None]:
     """-> dx [T, D], dweights [T, K] (fp32 or fp64), and with `keep` what `weight_grads` wants;
     weight gradients go `into`, if anywhere."""
+    (x, weights, gate_up, down, *_), rows = saved, saved.rows
     hidden, inner = x.shape[1], down.shape[2]
     parts, most = _parts(rows, x)
     places, end = _places(parts) if keep else ([0] * len(parts), most)
@@ -141,9 +134,7 @@ def backward(
 
 
 @_with_fastest_library
-def weight_grads(
-    grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: tuple[Tensor, Tensor, bool]
-) -> None:
+def weight_grads(grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: Into) -> None:
     """The weight gradients that `backward` left to do: the same products of the same bits."""
     parts, most = _parts(rows, x)
     both = memory.empty((2, most, x.shape[1]), x)
@@ -171,7 +162,7 @@ def _backward_views(
 class _Targets:
     """Where experts' weight gradients go; those of experts without rows are seen to at once."""
 
-    def __init__(self, into: tuple[Tensor, Tensor, bool], rows: Rows, x: Tensor) -> None:
+    def __init__(self, into: Into, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
         self._pairs = list(zip(gate_up.unbind(0), down.unbind(0), strict=True))
         self._room = None

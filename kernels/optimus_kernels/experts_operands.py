@@ -27,6 +27,10 @@ class Saved(NamedTuple):
         return Rows(*self[4:])
 
 
+Into = tuple[Tensor, Tensor, bool]
+"""Memory for the gradients of gate_up and down, and whether to add to what is there."""
+
+
 def check(op: str, saved: Saved, **more: Tensor) -> None:
     """Of shapes, dtypes and devices; `more` are values beside x and the weights."""
     x, weights, gate_up, down, *rows = saved

@@ -8,7 +8,6 @@ a load the kernel is told to forget the files.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from optimus import files, platform
+from optimus import files
 from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
 from optimus.bench.meters import versions
 from optimus.bench.pairs import paired, race
@@ -27,7 +26,7 @@ from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
 from optimus.dist.collectives import all_gather_objects, barrier
 from optimus.dist.groups import join_groups
-from optimus.dist.world import World, end_world, start_world
+from optimus.dist.world import World
 from optimus.errors import ConfigError
 from optimus.planner.states import states_of_rank
 from optimus.train.preflight import divide
@@ -46,17 +45,6 @@ def bench_checkpoint(
     return {"versions": versions(), "directory": os.path.abspath(directory), "ranks": found}
 
 
-def rank_main(hidden: int, rounds: int, result: str) -> None:
-    """One rank of `bench_checkpoint`; the first writes the file `result`."""
-    world = start_world(device="cpu")
-    platform.set_threads(1, False, world.launch.local_world_size)
-    states = _make_states(world, hidden)
-    found = _measure(states, world, rounds, Path(result).parent)
-    end_world()
-    if world.is_first:
-        Path(result).write_text(json.dumps(found))
-
-
 def _make_states(world: World, hidden: int) -> RankStates:
     """Those of a model of Mula's proportions, divided over all ranks, of random numbers."""
     config = mula_like(hidden, world.size, sharding="epso", chunk_length=1 << 24)
@@ -71,7 +59,9 @@ def _make_states(world: World, hidden: int) -> RankStates:
     return states
 
 
-def _measure(states: RankStates, world: World, rounds: int, scratch: Path) -> dict[str, Any]:
+def measure_checkpoint(world: World, hidden: int, rounds: int, scratch: Path) -> dict[str, Any]:
+    """All ways in turn at the same states, in directories of `scratch`. A collective of all."""
+    states = _make_states(world, hidden)
     ways = make_ways(states, world)
     places = {name: Place(scratch / name, world) for name in ways}
     save_s = _race(

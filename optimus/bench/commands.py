@@ -101,29 +101,29 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _bench_optimizer(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.bench import ranks
     from optimus.bench.optimizer import SIZES, bench_optimizer, format_result
-    from optimus.bench.ranks import check_ranks, format_ranks, on_ranks, rank_main
-    from optimus.launch_env import read_launch_env
 
     if args.result:  # started by on_ranks
-        rank_main(read_launch_env(), args.hidden, args.rounds, args.result)
+        ranks.be_a_rank(ranks.measure_optimizer, args.hidden, args.rounds, args.result)
         return 0
     counts = [count for count in args.ranks or (4, 8) if count]
-    check_ranks(counts, args.hidden)
+    ranks.check_ranks(counts, args.hidden)
     peers = [name for name in args.peers.split(",") if name]
     threads = args.threads or (1, 2)
     result = bench_optimizer(args.size or SIZES, threads, args.rounds, peers, args.device)
-    result["ranks"] = on_ranks("optimizer", counts, args.hidden, args.rounds)
-    text = format_result(result) + (format_ranks(result["ranks"]) if counts else "")
+    result["ranks"] = ranks.on_ranks("optimizer", counts, args.hidden, args.rounds)
+    text = format_result(result) + (ranks.format_ranks(result["ranks"]) if counts else "")
     print(json.dumps(result) if args.json else text)
     return 0
 
 
 def _bench_checkpoint(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.bench.checkpoint import bench_checkpoint, format_result, rank_main
+    from optimus.bench import ranks
+    from optimus.bench.checkpoint import bench_checkpoint, format_result, measure_checkpoint
 
-    if args.result:  # started by bench_checkpoint
-        rank_main(args.hidden, args.rounds, args.result)
+    if args.result:  # started by on_ranks
+        ranks.be_a_rank(measure_checkpoint, args.hidden, args.rounds, args.result)
         return 0
     result = bench_checkpoint(args.dir, args.ranks or (1, 2), args.hidden, args.rounds)
     print(json.dumps(result) if args.json else format_result(result))

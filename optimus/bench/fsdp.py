@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimus.bench.meters import random_microbatches
 from optimus.bench.pairs import paired, race
 from optimus.config import Config
 from optimus.data.loader import Microbatch
@@ -78,12 +79,7 @@ def against_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
     initialise_(shard.model, 0, shard.layout.placements)
     updater = Updater(config, groups, shard, shard.make_states(), plan, world.device)
     theirs = Fsdp(config, plan, world)
-    generator = torch.Generator().manual_seed(world.rank)
-    shape = (plan.microbatch_size, plan.seq_len)
-    own = [
-        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
-        for _ in range(plan.microbatches_per_rank)
-    ]
+    own = random_microbatches(config, plan, seed=world.rank)
     losses: tuple[list[float], list[float]] = ([], [])
     ways = [
         lambda: losses[0].append(updater.run(len(losses[0]) + 1, own).loss),

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from optimus import platform
+from optimus.bench.meters import random_microbatches
 from optimus.config import Config
-from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects, barrier, traffic
 from optimus.dist.groups import Groups, join_groups
 from optimus.dist.world import end_world, start_world
@@ -27,7 +27,6 @@ from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.states import check_slots
-from optimus.train.batch import BatchPlan
 from optimus.train.kernels import take_kernels
 from optimus.train.preflight import divide
 from optimus.train.settle import take_dispatch
@@ -56,7 +55,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     config, news = take_dispatch(config, groups, shard, states)
     updater = Updater(config, groups, shard, states, plan, world.device)
     schedule = shard.layout.schedule
-    own = _random_microbatches(config, plan, groups.data.rank)
+    own = random_microbatches(config, plan, config.train.seed + groups.data.rank)
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
         traffic.clear()
@@ -95,15 +94,6 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         "traffic": max(counted, key=_total),
         "bubble": _bubbles(schedule, bubbles, everywhere),
     }
-
-
-def _random_microbatches(config: Config, plan: BatchPlan, data_rank: int) -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(config.train.seed + data_rank)
-    shape = (plan.microbatch_size, plan.seq_len)
-    return [
-        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
-        for _ in range(plan.microbatches_per_rank)
-    ]
 
 
 def _by_axes(counted: dict[tuple[str, str], list[int]]) -> Traffic:

@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: clocks, the machine's peak, bytes kept for backward."""
+"""What the benchmarks measure with: clocks, batches, the machine's peak, memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optimus import platform
+from optimus.config import Config
+from optimus.data.loader import Microbatch
+from optimus.train.batch import BatchPlan
 from optimus_kernels import product
 
 _GEMMS = (
@@ -26,7 +30,11 @@ _GEMMS = (
 _PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "scattermoe")
 
 
-def clocked(run: Callable[[], Tensor], device: torch.device, grad: Tensor | None = None):
+class Absent(Exception):
+    """A peer that cannot run here; the message says why."""
+
+
+def clocked(run: Callable[[], Any], device: torch.device, grad: Tensor | None = None):
     """(wall, processor) seconds of run(), and of it with its backward."""
     platform.synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -62,6 +70,16 @@ class Peak:
             with way():
                 found.append(clocked(lambda: torch.mm(self._a, self._b, out=self._out), device)[1])
         return min(found)
+
+
+def random_microbatches(config: Config, plan: BatchPlan, seed: int) -> list[Microbatch]:
+    """An update's microbatches of one data rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (plan.microbatch_size, plan.seq_len)
+    return [
+        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
+        for _ in range(plan.microbatches_per_rank)
+    ]
 
 
 def forget(block: nn.Module, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from optimus import platform
 from optimus.bench.meters import (
+    Absent,
     Peak,
     clocked,
     device_name,
@@ -28,7 +29,7 @@ from optimus.bench.meters import (
     versions,
 )
 from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
-from optimus.bench.moe_peers import PEERS, Absent, Peer
+from optimus.bench.moe_peers import PEERS, Peer
 from optimus.config import make_config
 from optimus.errors import ConfigError, OptimusError
 from optimus.model.moe import FastSparseMoE

@@ -13,11 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.bench.meters import Absent
 from optimus_kernels.grouped_mm import torch_form_works
-
-
-class Absent(Exception):
-    """A peer that cannot run here; the message says why."""
 
 
 class Peer(nn.Module):

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.bench.meters import clocked, device_name, free_bytes, versions
-from optimus.bench.norm import bench_norm
+from optimus.bench.meters import Absent, clocked, device_name, free_bytes, versions
+from optimus.bench.pairs import paired
 from optimus.errors import ConfigError, OptimusError
 from optimus_kernels import adamw_, backend
+from optimus_kernels.squares import BLOCK, new_bins, square_bins_
+from optimus_kernels.squares import reference as square_bins_twin_
 
 BYTES = 28
 """Moved for a parameter: 14 read (master, m, v, gradient), 14 written (states and parameter)."""
@@ -33,10 +35,6 @@ _PARAMETERS_A_SAMPLE = 1 << 22
 """Small sizes are repeated so often that the clock's own steps do not count."""
 _NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 PEERS = ("ours", "torch", "deepspeed", "bound")
-
-
-class Absent(Exception):
-    """A peer that cannot run here, and why."""
 
 
 @dataclass
@@ -172,17 +170,31 @@ def _case(
         except Absent as why:
             absent[name] = str(why)
     runs["bound"] = bound(chunk)
-    times = _race(runs, max(1, _PARAMETERS_A_SAMPLE // size), rounds, device)
     # Processor time of one thread, else wall: on a busy machine the former is the one to trust.
     clock = int(device.type == "cpu" and threads == 1)
+    times = _race(runs, max(1, _PARAMETERS_A_SAMPLE // size), rounds, clock, device)
     return {
         "parameters": size,
         "threads": threads,
         "clock": ("wall", "cpu")[clock],
         "absent": absent,
-        "contestants": _summary({n: [t[clock] for t in all_] for n, all_ in times.items()}, size),
+        "contestants": _summary(times, size),
         "norm": bench_norm(size, rounds, clock, device),
     }
+
+
+def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict[str, Any]:
+    """The exact sum of squares of `size` fp32 gradients: seconds by round, on the wall (clock 0) or
+    of the processor (1), and paired ratios to ours. `read` is torch's plain sum of the same."""
+    flat, bins = torch.randn(max(BLOCK, size - size % BLOCK), device=device), new_bins(device)
+    ways = {
+        "ours": [lambda: square_bins_(bins, flat)],
+        "twin": [lambda: square_bins_twin_(bins, flat)],
+        "read": [flat.sum],
+    }
+    times = _race(ways, 1, rounds, clock, device)
+    ratios = {name: paired(times[name], times["ours"]) for name in ("twin", "read")}
+    return {"seconds": times, "ours_is_faster_paired": ratios}
 
 
 def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.device) -> None:
@@ -208,38 +220,38 @@ def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.
 
 
 def _race(
-    runs: dict[str, list[Callable[[], Any]]], repeat: int, rounds: int, device: torch.device
-) -> dict[str, list[tuple[float, float]]]:
-    """By contestant and round: (wall, processor) seconds of one step, of the best of its ways."""
+    runs: dict[str, list[Callable[[], Any]]],
+    repeat: int,
+    rounds: int,
+    clock: int,
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """By contestant and round: seconds of one step, of the best of its ways."""
 
     def repeated(way: Callable[[], Any]) -> None:
         for _ in range(repeat):
             way()
 
     names = list(runs)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         turn = names[number % len(names) :] + names[: number % len(names)]
         for name in turn:
-            found = []
-            for way in runs[name]:
-                taken = clocked(functools.partial(repeated, way), device)[0]
-                found.append((taken[0] / repeat, taken[1] / repeat))
+            found = [clocked(functools.partial(repeated, way), device)[0] for way in runs[name]]
             if number:  # the first round warms up
-                times[name].append(tuple(map(min, zip(*found, strict=True))))
+                times[name].append(min(seconds[clock] for seconds in found) / repeat)
     return times
 
 
 def _summary(times: dict[str, list[float]], size: int) -> dict[str, Any]:
     rows = {}
     for name, seconds in times.items():
-        ratios = sorted(t / o for t, o in zip(seconds, times["ours"], strict=True))
         rows[name] = {
             "seconds": [min(seconds), statistics.median(seconds)],
             "giga_parameters_s": size / min(seconds) / 1e9,
             "gb_s": BYTES * size / min(seconds) / 1e9,
             "ours_is_faster": min(seconds) / min(times["ours"]),
-            "ours_is_faster_paired": [ratios[0], statistics.median(ratios), ratios[-1]],
+            "ours_is_faster_paired": paired(seconds, times["ours"]),
         }
     return rows
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from optimus.bench.meters import random_microbatches
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects
@@ -48,11 +47,7 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     """Peak of resident memory in the last of a few updates, and the bytes of its parts."""
     mesh, plan = divide(config, world.size)
     groups = join_groups(mesh, world)
-    shape = (plan.microbatch_size, plan.seq_len)
-    own = [
-        Microbatch(torch.randint(config.model.vocab_size, shape))
-        for _ in range(plan.microbatches_per_rank)
-    ]
+    own = random_microbatches(config, plan, seed=0)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, 0, shard.layout.placements)
     states = shard.make_states()

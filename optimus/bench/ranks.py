@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from optimus.bench.sharding import compare_shardings
 from optimus.config import Config, make_config
 from optimus.dist.world import World, end_world, start_world
 from optimus.errors import ConfigError, OptimusError
-from optimus.launch_env import LaunchEnv
 from optimus.train.spawn import spawn_local
 
 _SEQ_LEN = 128
@@ -82,17 +81,24 @@ def on_ranks(
     return found
 
 
-def rank_main(launch: LaunchEnv, hidden: int, rounds: int, result: str) -> None:
-    """One rank of `on_ranks`; the first writes the file `result`."""
-    world = start_world(launch, device="cpu")
-    platform.set_threads(1, False, launch.local_world_size)
-    found = _measure(world, hidden, rounds)
+def be_a_rank(
+    measure: Callable[[World, int, int, Path], dict[str, Any]],
+    hidden: int,
+    rounds: int,
+    result: str,
+) -> None:
+    """One rank of `on_ranks`: all `measure(world, hidden, rounds, scratch)`, with a directory that
+    they share, and the first writes the file `result`."""
+    world = start_world(device="cpu")
+    platform.set_threads(1, False, world.launch.local_world_size)
+    found = measure(world, hidden, rounds, Path(result).parent)
     end_world()
-    if launch.is_first:
+    if world.is_first:
         Path(result).write_text(json.dumps(found))
 
 
-def _measure(world: World, hidden: int, rounds: int) -> dict[str, Any]:
+def measure_optimizer(world: World, hidden: int, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Peak of memory, EPSO against SO, and FSDP2. A collective of all ranks."""
     size = world.size
     large, small = (mula_like(width, size, sharding="epso") for width in (hidden, 64))
     peak = measure_peak(large, small, world)

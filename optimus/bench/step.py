@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from optimus import platform
+from optimus.bench.meters import clocked, random_microbatches
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.groups import join_groups
@@ -100,7 +99,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
             "plain": functools.partial(plain.run, microbatches),
         }
         for name in sorted(pair, reverse=step % 2 == 0):  # neither is always the first
-            seconds = _time(pair[name], world.device)
+            seconds, _ = clocked(pair[name], world.device)
             if step > _WARMUP:
                 taken[name].append(seconds)
     result: dict[str, Any] = {
@@ -121,15 +120,6 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     return result
 
 
-def _time(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Wall and processor seconds of `run`, the device's work included."""
-    platform.synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    platform.synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def _contestants(
     config: Config, world: World, plan: BatchPlan
 ) -> tuple[Updater, PlainLoop, list[Microbatch]]:
@@ -140,13 +130,7 @@ def _contestants(
     plain = PlainLoop(config, copy.deepcopy(shard.model).to(dtype), plan, world.device)
     states = shard.make_states()
     ours = Updater(config, groups, shard, states, plan, world.device)
-    generator = torch.Generator().manual_seed(config.train.seed)
-    shape = (plan.microbatch_size, plan.seq_len)
-    microbatches = [
-        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
-        for _ in range(plan.microbatches_per_rank)
-    ]
-    return ours, plain, microbatches
+    return ours, plain, random_microbatches(config, plan, config.train.seed)
 
 
 def format_result(result: dict[str, Any]) -> str:

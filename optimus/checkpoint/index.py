@@ -18,11 +18,10 @@ import numpy
 from optimus.checkpoint.pieces import Box, Piece
 from optimus.checkpoint.reshard import Stored
 from optimus.checkpoint.shards import BLOCK_BYTES, Identity, ShardFile, ShardReader
+from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError, one_line
 
 INDEX = "index.jsonl"
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""The states of a parameter, in the order of their columns."""
 DTYPE = "float32"
 ITEMSIZE = 4
 _ROW = f"[{','.join(['%d'] * (4 + len(STATES)))}]"
@@ -56,11 +55,6 @@ class Index:
         boxes = tuple(tuple(tuple((a, b) for a, b in dim) for dim in box) for box in raw["boxes"])
         rows = numpy.array(raw["rows"], dtype=numpy.int64).reshape(-1, 4 + len(STATES))
         return Stored(name, boxes, rows)
-
-    def has(self, name: str, state: str) -> bool:
-        """Whether there is such a state of a parameter: those that are not trained have no moments.
-        Raises CheckpointError for a name that is not stored."""
-        return bool((self.stored(name).rows[:, 4 + STATES.index(state)] >= 0).all())
 
     def open(self, directory: Path, number: int) -> ShardReader:
         """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.pieces import Box, Held, Span
+from optimus.chunks.layout import STATES
 from optimus.chunks.states import StateShard
 from optimus.dist.groups import Groups
 

@@ -30,24 +30,6 @@ BEGIN_S = 60.0
 _TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
 
 
-def save_full(
-    states: RankStates,
-    final: Path,
-    scatter: Scatter,
-    write_companions: Callable[[Path], None],
-    *,
-    step: int,
-    **facts: Any,
-) -> None:
-    """Write and seal the checkpoint `final`, and wait for it. A collective of all ranks.
-
-    Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
-    """
-    outcome = FullSaver(states, scatter).begin(states, final, write_companions, step=step, **facts)
-    if failure := outcome.drain().failure:
-        raise OptimusError(failure.what, on_every_rank=True)
-
-
 class FullSaver:
     """Writes full checkpoints of states that stay where they are; one at a time."""
 

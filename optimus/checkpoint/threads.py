@@ -5,11 +5,12 @@ Reading, writing and hashing let other threads run, so that a few of them keep t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from optimus.launch_env import available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,8 +74,7 @@ class Stop:
 
 def default_threads() -> int:
     """Two for each core that we may use, as half of them wait for the disk; at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(16, 2 * (cores or 1))
+    return min(16, 2 * available_cores())
 
 
 def in_threads(

@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from optimus.checkpoint.threads import Stop, Task
-from optimus.dist.collectives import (
-    Group,
-    all_gather_objects,
-    all_reduce_max,
-    gather_objects,
-)
+from optimus.dist.collectives import Group, all_gather_objects, all_reduce_max, gather_objects
 from optimus.errors import NonFiniteError, OptimusError
 
 _DONE, _SEALED, _BUSY, _FAILED = range(4)

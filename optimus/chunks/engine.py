@@ -15,7 +15,7 @@ from optimus.chunks.agree import check_alike, homes_of
 from optimus.chunks.arrivals import Arrivals
 from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.gradients import Gradients, by_first_use
-from optimus.chunks.layout import ChunkLayout, Parameter, Slot, lay_out
+from optimus.chunks.layout import STATES, ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.memory import count_bytes
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
@@ -27,9 +27,6 @@ from optimus.chunks.storage import Memory
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
 from optimus.dist.collectives import ALONE, Group, all_gather
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter, each an attribute of ChunkStates."""
 
 
 class ChunkEngine:

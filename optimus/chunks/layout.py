@@ -20,6 +20,8 @@ from functools import cached_property
 
 ALIGNMENT = 32
 """Elements: 64 bytes of two-byte numbers."""
+STATES = ("master", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every element, in the order that a checkpoint's index has, too."""
 MAX_WASTE = 0.01
 """The search for a length is content with this share of padding."""
 
@@ -111,12 +113,6 @@ class ChunkLayout:
     def shard_length(self) -> int:
         """Elements of optimizer state that this rank holds, padding included."""
         return sum(chunk.shard_length for chunk in self.chunks)
-
-    @property
-    def waste(self) -> float:
-        """Padding as a share of the parameters' own elements."""
-        used = sum(chunk.used for chunk in self.chunks)
-        return self.length / used - 1 if used else 0.0
 
 
 def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:

@@ -84,19 +84,6 @@ class ResidencyPlan:
     steps: tuple[Step, ...]
     slots: int
 
-    @property
-    def fetches(self) -> int:
-        """Chunks gathered in a step."""
-        return sum(len(step.gather) + len(step.prefetch) for step in self.steps)
-
-    def fetched(self) -> list[int]:
-        """Their numbers, in the order in which they are asked for."""
-        return [chunk for step in self.steps for chunk in (*step.gather, *step.prefetch)]
-
-    def peak(self, size_of: Callable[[int], int]) -> int:
-        """The largest sum of sizes that is resident at once."""
-        return max((sum(map(size_of, step.resident)) for step in self.steps), default=0)
-
 
 def visit_order(
     passes: Iterable[Pass],

@@ -49,9 +49,10 @@ def _heads(config: Config) -> None:
             f"model.hidden_size = {model.hidden_size} is not divisible by num_attention_heads = "
             f"{heads}; change one of them or set model.head_dim"
         )
-    head_dim = model.head_dim or model.hidden_size // heads
-    if head_dim % 2:
-        raise ConfigError(f"model.head_dim = {head_dim} must be even: rotary embedding pairs it")
+    if model.head_size % 2:
+        raise ConfigError(
+            f"model.head_dim = {model.head_size} must be even: rotary embedding pairs it"
+        )
 
 
 def _experts(config: Config) -> None:
@@ -161,8 +162,7 @@ def _rope(config: Config) -> None:
             f"model.rope_scaling.low_freq_factor = {low} must be above 0 and below "
             f"high_freq_factor = {high}"
         )
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    if scaling.type == "dynamic" and head_dim == 2:
+    if scaling.type == "dynamic" and model.head_size == 2:
         raise ConfigError("model.rope_scaling.type = 'dynamic' needs a head_dim above 2")
 
 
@@ -342,16 +342,9 @@ def _kept_models(config: Config) -> None:
 
 def _not_yet(config: Config) -> None:
     """Settings whose room is still empty are refused, never accepted and ignored."""
-    defaults = Config(model=config.model)
-    for section, key in (("offload", "mode"),):
-        value = getattr(getattr(config, section), key)
-        only = getattr(getattr(defaults, section), key)
-        if value != only:
-            raise ConfigError(_unavailable(f"{section}.{key}", value, only))
-
-
-def _unavailable(key: str, value: object, instead: object) -> str:
-    return f"{key} = {value!r} is not available in this version; use {instead!r}"
+    mode = config.offload.mode
+    if mode != "off":
+        raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def _nearest_divisor(number: int, near: int) -> int:

@@ -151,6 +151,16 @@ class ModelConfig(Section):
     """`olmo`: 1 when balanced, averaged over layers. `hf`: transformers' form, for parity only."""
 
     @property
+    def head_size(self) -> int:
+        """Width of one head, given or derived."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, given or derived."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
     def experts_by_layer(self) -> tuple[int, ...]:
         """Experts of every layer; 0 where it is dense."""
         one = self.num_experts

@@ -4,8 +4,8 @@ messages one way.
 NCCL and XCCL complete the messages of one communicator in the order in which they were posted, and
 a send no sooner than its receive is posted. In a communicator for both directions a gradient asked
 for early would hold up the activation behind it, on which that very gradient depends; in one for
-the whole ring of stages all ranks' sends could wait for each other (`pipeline.validate` proves what
-one way each allows).
+the whole ring of stages all ranks' sends could wait for each other (tests/helpers/schedule_proof.py
+proves what one way each allows).
 """
 
 from __future__ import annotations

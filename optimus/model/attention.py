@@ -27,10 +27,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        self.head_dim = config.head_size
         self.clip = config.clip_qkv
         q_size = config.num_attention_heads * self.head_dim
-        kv_size = (config.num_key_value_heads or config.num_attention_heads) * self.head_dim
+        kv_size = config.num_kv_heads * self.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)

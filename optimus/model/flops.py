@@ -49,9 +49,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
     """Forward multiply-adds of one token in layer `number`, counted as `flops_per_token` does."""
     hidden = config.hidden_size
-    head_dim = config.head_dim or hidden // config.num_attention_heads
-    q_size = config.num_attention_heads * head_dim
-    kv_size = (config.num_key_value_heads or config.num_attention_heads) * head_dim
+    q_size = config.num_attention_heads * config.head_size
+    kv_size = config.num_kv_heads * config.head_size
     projections = 2 * hidden * (q_size + kv_size)
     scores = 2 * seq_len * q_size
     experts = config.experts_by_layer[number]

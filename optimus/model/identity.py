@@ -23,7 +23,7 @@ def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, objec
     Derived values stand in for 0, so that an explicit `num_key_value_heads` equals a derived one.
     """
     for key in ModelConfig.model_fields:
-        one, other = _value(ours, key), _value(theirs, key)
+        one, other = setting(ours, key), setting(theirs, key)
         if one != other and not (key in FREE_IN_LOGITS and not _matters(ours, key)):
             return key, one, other
     return None
@@ -35,17 +35,13 @@ def _matters(config: ModelConfig, key: str) -> bool:
     return key == "max_position_embeddings" and scaling is not None and scaling.type == "dynamic"
 
 
-def _value(config: ModelConfig, key: str) -> object:
+def setting(config: ModelConfig, key: str) -> object:
+    """A field's value, in its shortest form and with 0 as what it is derived to."""
     if key == "num_key_value_heads":
-        return config.num_key_value_heads or config.num_attention_heads
+        return config.num_kv_heads
     if key == "head_dim":
-        return config.head_dim or config.hidden_size // config.num_attention_heads
-    if key == "num_experts":
-        return experts_setting(config)
+        return config.head_size
+    if key == "num_experts":  # a list only where layers differ
+        uniform = config.uniform_experts
+        return list(config.experts_by_layer) if uniform is None else uniform
     return getattr(config, key)
-
-
-def experts_setting(config: ModelConfig) -> int | list[int]:
-    """`model.num_experts` in its shortest form: a list only where layers differ."""
-    uniform = config.uniform_experts
-    return list(config.experts_by_layer) if uniform is None else uniform

@@ -29,7 +29,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
         lse = logits.new_empty(len(logits), dtype=torch.float32)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             lse[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
         chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float()
         ctx.save_for_backward(logits, targets, lse)
@@ -42,7 +42,7 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         less_one = grad.new_full((1, 1), -1.0)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             block = (logits[rows].float() - lse[rows].unsqueeze(1)).exp_()
             index = targets[rows].unsqueeze(1)
             block.scatter_add_(1, index, less_one.expand_as(index))
@@ -50,7 +50,8 @@ class _CrossEntropySum(torch.autograd.Function):
         return grad_logits, None
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def row_blocks(logits: Tensor) -> list[slice]:
+    """Rows [N, V] whose fp32 copies are small."""
     elements = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
     step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]

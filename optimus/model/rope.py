@@ -75,8 +75,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
     """Radians per token of each pair, fp32 [C/2], and the factor on cosines and sines."""
-    dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    scaling, theta = config.rope_scaling, config.rope_theta
+    dim, scaling, theta = config.head_size, config.rope_scaling, config.rope_theta
     if scaling is None:
         return _plain(theta, dim), 1.0
     if scaling.type == "linear":

@@ -32,9 +32,6 @@ class LossTerms(NamedTuple):
     """fp32 scalar: load-balancing loss, averaged over MoE layers; 0 for a dense model."""
     z: Tensor
     """fp32 scalar: router z-loss, averaged over MoE layers; 0 for a dense model."""
-    expert_counts: Tensor
-    """int64 [MoE layers, E]: rows sent to each expert; E is the largest of all layers, and a layer
-    that has fewer experts ends in zeros."""
 
 
 class Block(nn.Module):
@@ -147,16 +144,14 @@ class Transformer(nn.Module):
         logits = self._head(x[:, :-1].flatten(0, 1))
         return self.cross_entropy(logits, targets), targets.numel()
 
-    def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor, Tensor]:
-        """aux, z and expert counts as in LossTerms; a stage's share where it holds some blocks."""
-        experts = self.config.experts_by_layer
-        layers = sum(number > 0 for number in experts)
+    def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
+        """aux and z as in LossTerms; a stage's share where it holds some blocks."""
         if not routings:
-            zero = torch.zeros((), device=self._device())
-            return zero, zero, torch.zeros(0, 0, dtype=torch.int64, device=self._device())
-        aux, z, counts = layer_losses(self.config, routings)
-        padded = [F.pad(one, (0, max(experts) - len(one))) for one in counts]
-        return aux.sum() / layers, z.sum() / layers, torch.stack(padded)
+            zero = torch.zeros((), device=next(self.parameters()).device)
+            return zero, zero
+        aux, z, _ = layer_losses(self.config, routings)
+        layers = len(self.config.sparse_layers)
+        return aux.sum() / layers, z.sum() / layers
 
     def compile_blocks(self) -> None:
         """Let torch.compile make each block's passes, as one graph without breaks, at their first
@@ -194,6 +189,3 @@ class Transformer(nn.Module):
         if self._tied_head is not None:
             self.separate_tied_uses()
         return self
-
-    def _device(self) -> torch.device:
-        return next(self.parameters()).device

@@ -19,13 +19,12 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             "parallel.tp = 1; leave it out, or use parallel.tp of at least 2"
         )
     model = config.model
-    heads = model.num_attention_heads
     sparse = [model.experts_by_layer[layer] for layer in model.sparse_layers] or [0]
     inner = {model.layer(layer).intermediate_size for layer in range(model.num_layers)}
     divided = {
         "tp": [
-            ("model.num_attention_heads", heads),
-            ("model.num_key_value_heads", model.num_key_value_heads or heads),
+            ("model.num_attention_heads", model.num_attention_heads),
+            ("model.num_key_value_heads", model.num_kv_heads),
             *(("model.intermediate_size", size) for size in sorted(inner)),
         ],
         "ep": [("model.num_experts", count) for count in sorted(set(sparse))],

@@ -100,10 +100,8 @@ def _meets_a_part_of_the_sequence(name: str) -> bool:
     reduction see a share of the tokens on each tensor-parallel rank; the router sees all."""
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
-    return last in ("attention_norm", "mlp_norm", "final_norm") or (last, leaf) == (
-        "o_proj",
-        "bias",
-    )
+    norm = last in ("attention_norm", "mlp_norm", "final_norm")
+    return norm or (last, leaf) == ("o_proj", "bias")
 
 
 def _divided(model: nn.Module, mesh: Mesh, place: Place):

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from optimus.dist.collectives import Group, all_reduce_max, all_reduce_sum
 from optimus.model.attention import Attention
 from optimus.model.layers import MLP, Embedding, RMSNorm
+from optimus.model.loss import row_blocks
 from optimus.model.moe import FastSparseMoE
 from optimus.model.transformer import Transformer
 from optimus.parallel.exchange import (
@@ -191,7 +192,9 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         local = targets - first
         absent = (local < 0) | (local >= logits.shape[1])
         local = local.masked_fill(absent, 0)
-        own = torch.cat([torch.logsumexp(part.float(), dim=-1) for part in _blocks(logits)])
+        own = logits.new_empty(len(logits), dtype=torch.float32)
+        for rows in row_blocks(logits):
+            own[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
         largest = own.clone()
         all_reduce_max(largest, group)
         chosen = logits.gather(1, local.unsqueeze(1)).squeeze(1).float().masked_fill_(absent, 0)
@@ -207,17 +210,8 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         logits, local, absent, lse = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         hit = torch.where(absent, 0.0, -1.0).unsqueeze(1)
-        start = 0
-        for part in _blocks(logits):
-            rows = slice(start, start + len(part))
-            block = (part.float() - lse[rows].unsqueeze(1)).exp_()
+        for rows in row_blocks(logits):
+            block = (logits[rows].float() - lse[rows].unsqueeze(1)).exp_()
             block.scatter_add_(1, local[rows].unsqueeze(1), hit[rows])
             grad_logits[rows] = block.mul_(grad)
-            start = rows.stop
         return grad_logits, None, None, None
-
-
-def _blocks(logits: Tensor) -> tuple[Tensor, ...]:
-    """Rows whose fp32 copy is small."""
-    elements = 1 << 18 if logits.is_cpu else 1 << 26
-    return logits.split(max(1, elements // logits.shape[1]))

@@ -123,7 +123,7 @@ def check_slots(config: Config, mesh: Mesh) -> None:
     slots = config.optim.cache_chunks
     least = 0
     if slots:
-        least = max(_plan_rank(config, mesh, place).fewest_slots for place in _kinds(mesh))
+        least = max(plan_rank(config, mesh, place).fewest_slots for place in _kinds(mesh))
     if least > slots:
         raise ConfigError(
             f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
@@ -132,13 +132,7 @@ def check_slots(config: Config, mesh: Mesh) -> None:
         )
 
 
-def plan_bytes(config: Config, mesh: Mesh, place: Place) -> dict[str, int]:
-    """Bytes of model states on the rank at `place` between updates, split as
-    `optimus.chunks.memory` does."""
-    return _plan_rank(config, mesh, place).engine.bytes_held()
-
-
-class _Planned(NamedTuple):
+class PlannedRank(NamedTuple):
     """A rank's states without memory."""
 
     engine: ChunkEngine
@@ -148,14 +142,15 @@ class _Planned(NamedTuple):
     """With which its cache of parameters could do."""
 
 
-def _plan_rank(config: Config, mesh: Mesh, place: Place) -> _Planned:
+def plan_rank(config: Config, mesh: Mesh, place: Place) -> PlannedRank:
+    """The rank at `place`, of which nothing is computed."""
     # How many microbatches there are changes no state.
     layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(place))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config, layout, groups, model)
     fewest = fewest_slots(engine.needs(units_of(model, layout)))
-    return _Planned(engine, layout, groups, fewest)
+    return PlannedRank(engine, layout, groups, fewest)
 
 
 def _kinds(mesh: Mesh) -> Iterator[Place]:
@@ -181,7 +176,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
     for place in _kinds(mesh):
         if scatter == "paper":
             place = place._replace(dp=writer_in_paper(mesh, place))
-        planned = _plan_rank(config, mesh, place)
+        planned = plan_rank(config, mesh, place)
         sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
         staging = 0
         if config.checkpoint.async_save:

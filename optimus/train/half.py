@@ -40,10 +40,7 @@ def check_half(config: Config, world: World) -> None:
     try:
         terms = layers.losses(tokens)
         (terms.ce_sum + terms.aux + terms.z).backward()
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:  # a missing op is NotImplementedError, a RuntimeError
+    except (RuntimeError, TypeError) as error:  # a missing op is a NotImplementedError
         raise ConfigError(
             f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in it on "
             f"{device.type} ({one_line(error)[:200]}); use 'bf16'",

@@ -50,11 +50,11 @@ def take_kernels(
     """
     sparse = any(config.model.experts_by_layer)
     backend.choose(config.kernels.backend)
-    try:
-        if not sparse and backend.chosen()[0] == "auto":
-            return config, {}
-    except KernelError as error:
-        raise ConfigError(str(error), on_every_rank=True) from error
+    choices = all_gather_objects(_choice(), world.everyone)  # environments may differ
+    if trouble := _failure(choices):
+        raise ConfigError(trouble, on_every_rank=True)
+    if not sparse and all(choice.name == "auto" for choice in choices):
+        return config, {}
     taken = _agree_on_backend(world)
     form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
     settled = {"backend": taken.name, "grouped_gemm": form}
@@ -94,6 +94,14 @@ class Answer(NamedTuple):
     """Why an explicit choice cannot be had."""
 
 
+def _choice() -> Answer:
+    """What is asked for on this rank, by name."""
+    try:
+        return Answer(backend.chosen()[0])
+    except KernelError as error:
+        return Answer(failure=str(error))
+
+
 def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
     try:
         found = backend.find(kind, may_build, key)
@@ -104,10 +112,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
 
 def disagreement(answers: Sequence[Answer]) -> str:
     """One line naming ranks, where one cannot have what is asked for or they differ; else ""."""
-    failed = [rank for rank, answer in enumerate(answers) if answer.failure]
-    if failed:
-        where = "" if len(answers) == 1 else f"{_ranks(failed)}: "
-        return where + answers[failed[0]].failure
+    if failure := _failure(answers):
+        return failure
     by_choice = defaultdict(list)
     for rank, answer in enumerate(answers):
         by_choice[(answer.name, answer.key)].append(rank)
@@ -119,6 +125,13 @@ def disagreement(answers: Sequence[Answer]) -> str:
         f"ranks differ in their kernels: {', '.join(parts)}{reason}; give all machines one "
         "OPTIMUS_KERNELS_CACHE with what `optimus kernels build` made, or set kernels.backend=torch"
     )
+
+
+def _failure(answers: Sequence[Answer]) -> str:
+    """The first rank's, in one line that names all that have one; else ""."""
+    failed = [rank for rank, answer in enumerate(answers) if answer.failure]
+    where = f"{_ranks(failed)}: " if failed and len(answers) > 1 else ""
+    return where + answers[failed[0]].failure if failed else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

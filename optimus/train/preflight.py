@@ -18,7 +18,7 @@ from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DataError
-from optimus.model.identity import FREE_IN_LOGITS, experts_setting
+from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
@@ -168,10 +168,8 @@ def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> d
     if config.train.deterministic:
         flat["train.threads"] = config.train.threads or 1
     # Left out or given as what it would be derived to, a size is the same.
-    model = config.model
-    flat["model.num_key_value_heads"] = model.num_key_value_heads or model.num_attention_heads
-    flat["model.head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
-    flat["model.num_experts"] = experts_setting(model)
+    for key in ("num_key_value_heads", "head_dim", "num_experts"):
+        flat[f"model.{key}"] = setting(config.model, key)
     return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from optimus.launch_env import RENDEZVOUS
+from optimus.launch_env import RENDEZVOUS, available_cores
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -44,9 +44,8 @@ def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None)
 def _start(
     arguments: Sequence[str], rank: int, nproc: int, directory: Path, stdout: int | None
 ) -> subprocess.Popen:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environ = {
-        "OMP_NUM_THREADS": str(max(1, (cores or 1) // nproc)),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         "RANK": str(rank),

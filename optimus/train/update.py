@@ -36,7 +36,8 @@ class UpdateResult:
     """NaN where the update was skipped for an overflow under loss scaling (fp16)."""
     lr: float
     expert_rows: Tensor
-    """int64 [MoE layers, E]: rows routed to each expert by all ranks, as in LossTerms."""
+    """int64 [MoE layers, E]: rows routed to each expert by all ranks; E is the largest of all
+    layers, and a layer that has fewer experts ends in zeros."""
     loss_scale: float = 1.0
     """Of this update."""
     skipped_steps: int = 0

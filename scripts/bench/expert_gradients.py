@@ -27,6 +27,8 @@ import optimus_kernels as kernels
 from optimus.bench.meters import clocked, device_name, versions
 from optimus.bench.moe import make_block, make_tensors
 from optimus.bench.moe_cases import CPU_CASES, Case, make_case
+from optimus.bench.pairs import paired
+from optimus.bench.peak import peak_above
 
 WAYS = ("straight", "autograd")
 _CLOCK = 1  # processor time
@@ -78,17 +80,12 @@ def rise(way: str, case: Case) -> int:
     for parameter in contestant.block.parameters():
         parameter.grad.fill_(1e-9)  # so that the memory is there
     contestant.block(x)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew from here
-    before = _peak_bytes()
-    for _ in range(2):
-        contestant.backward(x, grad)
-    return _peak_bytes() - before
 
+    def twice() -> None:
+        for _ in range(2):
+            contestant.backward(x, grad)
 
-def _peak_bytes() -> int:
-    """Of resident memory. getrusage's would begin with the parent's, which lasts through exec."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    return peak_above(twice)
 
 
 def _rise_apart(way: str, args: argparse.Namespace) -> int:
@@ -112,15 +109,13 @@ def main() -> None:
         print(rise(args.rise, case))
         return
     seconds = race(case, args.rounds)
-    pairs = zip(seconds["straight"], seconds["autograd"], strict=True)
-    ratios = sorted(one / other for one, other in pairs)
     result = {
         **vars(case),
         "device": device_name(torch.device("cpu")),
         "threads": args.threads,
         "versions": versions(),
         "backward_s": {way: statistics.median(found) for way, found in seconds.items()},
-        "straight_by_autograd": [ratios[0], statistics.median(ratios), ratios[-1]],
+        "straight_by_autograd": paired(seconds["straight"], seconds["autograd"]),
         "rise_bytes": {way: _rise_apart(way, args) for way in WAYS},
     }
     if args.json:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 from optimus import platform
-from optimus.bench.meters import clocked, device_name, forget, versions
-from optimus.bench.moe_peers import PEERS, Absent
+from optimus.bench.meters import Absent, clocked, device_name, forget, versions
+from optimus.bench.moe_peers import PEERS
 from optimus.config import ModelConfig, make_config
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_

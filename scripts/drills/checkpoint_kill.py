@@ -25,10 +25,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -49,27 +51,14 @@ LONG = {
 """Of the runs that are killed at random: 20 full checkpoints, 8 models."""
 
 
-class Results:
-    """What has been done, one JSON object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-
-    def add(self, **record: Any) -> None:
-        self.records.append(record)
-        with open(self._path, "a") as file:
-            print(json.dumps(record), file=file)
-
-    def sum_up(self, what: str) -> int:
-        """Say it all in a few lines; the exit status."""
-        broken = [one for one in self.records if one.get("broken")]
-        seconds = sum(one["s"] for one in self.records)
-        print(f"{len(self.records)} {what}, {seconds:.0f} s; broken: {len(broken)}")
-        for one in broken[:20]:
-            print(f"  {one}")
-        return 1 if broken else 0
+def sum_up(records: Sequence[dict[str, Any]], what: str) -> int:
+    """Say it all in a few lines; the exit status."""
+    broken = [one for one in records if one.get("broken")]
+    seconds = sum(one["s"] for one in records)
+    print(f"{len(records)} {what}, {seconds:.0f} s; broken: {len(broken)}")
+    for one in broken[:20]:
+        print(f"  {one}")
+    return 1 if broken else 0
 
 
 def main() -> int:
@@ -131,8 +120,7 @@ def kill_at_random(
     killed = sum(bool(one["killed"]) for one in results.records)
     while killed < args.kills:
         rng = random.Random(f"{args.seed} {len(results.records)}")
-        record = _life(pool, tree, run, unbroken, whole_s, rng)
-        results.add(**record)
+        record = results.add(**_life(pool, tree, run, unbroken, whole_s, rng))
         killed += bool(record["killed"])
         if record["broken"]:
             print(f"WRONG: {record}")
@@ -143,7 +131,7 @@ def kill_at_random(
     print(f"killed ranks: {dict(ways)} ([]: a run that came to its end and was compared)")
     steps = Counter(one["step"] % 2 for one in results.records)
     assert not steps[1], "a full checkpoint that nobody asked for"
-    return results.sum_up("lives")
+    return sum_up(results.records, "lives")
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
@@ -215,7 +203,7 @@ def break_calls(
         if broken or number % 20 == 0:
             print(f"{number}/{len(left)} {_name(case)}: {broken or 'holds'}", flush=True)
     print(dict(Counter(str(one["outcome"]) for one in results.records)))
-    return results.sum_up("cases")
+    return sum_up(results.records, "cases")
 
 
 def _name(case: Breakage) -> str:

@@ -16,13 +16,14 @@ import argparse
 import collections
 import contextlib
 import io
-import json
 import random
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+from results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -144,8 +145,11 @@ def main() -> int:
     args = parser.parse_args()
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK_BYTES
     kill_points.SHAPES = {"a": (70, 9), "b": (330,), "c": (40, 50)}  # several blocks a file
-    done = _read(args.out)
-    with tempfile.TemporaryDirectory() as scratch, open(args.out, "a", encoding="utf-8") as out:
+    results = Results(args.out)
+    done = {kind: collections.Counter() for kind in KINDS}
+    for record in results.records:
+        done[record["kind"]].update(record["found"])
+    with tempfile.TemporaryDirectory() as scratch:
         for step in (1, 2):
             save(Path(scratch), step)
         assert load_as_a_run_does(Path(scratch)) == 2
@@ -162,18 +166,9 @@ def main() -> int:
                         for seed in range(first, min(first + 100, wanted))
                     )
                 done[kind] += found
-                print(json.dumps({"kind": kind, "found": found}), file=out, flush=True)
+                results.add(kind=kind, found=found)
             print(f"{kind}: {dict(done[kind])}", flush=True)
     return int(any(found.keys() & FAULTS for found in done.values()))
-
-
-def _read(path: str) -> dict[str, collections.Counter]:
-    found = {kind: collections.Counter() for kind in KINDS}
-    if Path(path).is_file():
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            found[record["kind"]] += collections.Counter(record["found"])
-    return found
 
 
 if __name__ == "__main__":

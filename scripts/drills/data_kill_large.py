@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data_kill import tree
+
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("txt", "jsonl")
 
@@ -130,15 +132,6 @@ def _between(parts: Sequence[Path]) -> float:
     times = [path.stat().st_mtime for path in parts if path.exists()]
     steps = [late - early for early, late in itertools.pairwise(times)]
     return statistics.median(steps) if steps else float("nan")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file but those that no reader looks at."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

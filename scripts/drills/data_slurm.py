@@ -29,21 +29,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import slurm_jobs as jobs
 from data_kill import differences, tree, write_corpus
-from slurm_jobs import (
-    ROOT,
-    command,
-    ended,
-    output_of,
-    processes,
-    run_cases,
-    running,
-    submitted,
-    told,
-    wait_until,
-)
 
-JOB_SCRIPT = ROOT / "scripts" / "slurm" / "data.sh"
+JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 
 @dataclass
@@ -61,7 +50,7 @@ class Drill:
 
     def submit(self, out: Path, *how: str) -> str:
         """The number of the job that the job script submits."""
-        return submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
+        return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
         """Whether some of the text is tokenized, but not all; waits for it, while the job runs."""
@@ -69,10 +58,10 @@ class Drill:
 
         def some() -> bool:
             done = len(list((out / "tokens").glob("unit-*.json")))
-            return done >= units // 3 or not running(job)
+            return done >= units // 3 or not jobs.running(job)
 
-        wait_until(some, f"a third of the units of job {job}")
-        return running(job) and not (out / "manifest.json").exists()
+        jobs.wait_until(some, f"a third of the units of job {job}")
+        return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
         """A job of two nodes to which `how` came half-way; another one if it was too quick."""
@@ -82,7 +71,7 @@ class Drill:
                 how(job)
                 if not (out / "manifest.json").exists():
                     return job
-            ended(job)
+            jobs.ended(job)
             shutil.rmtree(out)
         raise AssertionError(f"{tries} jobs ended before they could be caught half-way")
 
@@ -96,7 +85,7 @@ class Drill:
 
 def states(job: str) -> list[str]:
     """How the job, or each of an array's, ended."""
-    return told(job, "JobState")
+    return jobs.told(job, "JobState")
 
 
 def shared(printed: str, world: int) -> None:
@@ -107,7 +96,7 @@ def shared(printed: str, world: int) -> None:
 
 def nodes(drill: Drill, out: Path) -> str:
     job = drill.submit(out, "--nodes", "2")
-    ended(job)
+    jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
     shared(Path(f"slurm-{job}.out").read_text(), 2)
     return "one job of 2 nodes"
@@ -122,7 +111,7 @@ def tasks(drill: Drill, out: Path) -> str:
 
 def array(drill: Drill, out: Path) -> str:
     job = drill.submit(out, "--array", "3")
-    ended(job)
+    jobs.ended(job)
     assert states(job) == ["COMPLETED"] * 3, states(job)
     shared("".join(Path(f"slurm-{job}_{one}.out").read_text() for one in range(3)), 3)
     return "an array of 3 on 2 nodes"
@@ -130,8 +119,8 @@ def array(drill: Drill, out: Path) -> str:
 
 def cancel(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
-        output_of("scancel", job)
-        ended(job)
+        jobs.output_of("scancel", job)
+        jobs.ended(job)
 
     job = drill.disturb(out, how)
     assert states(job) == ["CANCELLED"], states(job)
@@ -143,27 +132,21 @@ def cancel(drill: Drill, out: Path) -> str:
 
 def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
-        output_of("scontrol", "requeue", job)
-        wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
+        jobs.output_of("scontrol", "requeue", job)
+        jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
         # By itself Slurm waits two minutes. In the second in which it was sent back a node would
         # refuse the job: "credential revoked".
-        output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+        jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     job = drill.disturb(out, how)
-    ended(job)
+    jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
     return "sent back to the queue, started again"
 
 
 def rank(drill: Drill, out: Path) -> str:
-    def how(job: str) -> None:
-        mine = set(processes("SLURM_PROCID", "1")) & set(processes("SLURM_JOB_ID", job))
-        assert mine, "no process of rank 1"
-        for pid in mine:
-            os.kill(pid, signal.SIGKILL)
-
-    job = drill.disturb(out, how)
-    ended(job)
+    job = drill.disturb(out, lambda job: jobs.kill_rank(job, 1))
+    jobs.ended(job)
     assert (out / "manifest.json").exists(), f"not completed: {states(job)}"
     return f"rank 1 killed, job {states(job)[0]}"
 
@@ -184,7 +167,7 @@ def node(drill: Drill, out: Path) -> str:
 
     job = drill.disturb(out, how, tries=1)
     assert len(killed) >= 3, f"{killed} on n2: not slurmd, slurmstepd and a rank"
-    ended(job)
+    jobs.ended(job)
     assert (out / "manifest.json").exists(), f"not completed: {states(job)}"
     return f"{len(killed)} processes of n2 killed, job {states(job)[0]}"
 
@@ -194,13 +177,13 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
     """Text, tokenizer, and the data set of one process."""
-    program = command(base / "optimus-data", "data_prep.cli")
+    program = jobs.command(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))
     train = ["train-tokenizer", "--vocab-size", "300", "--input", str(base / "text")]
-    output_of(str(program), *train, "--out", str(base / "t.json"))
+    jobs.output_of(str(program), *train, "--out", str(base / "t.json"))
     drill = Drill(base, program, {})
-    output_of(str(program), *drill.arguments(base / "peace"))
+    jobs.output_of(str(program), *drill.arguments(base / "peace"))
     drill.expected = tree(base / "peace")
     return drill
 
@@ -208,7 +191,7 @@ def prepare(base: Path, args: argparse.Namespace) -> Drill:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=300, help="in the corpus")
-    return run_cases(parser, CASES, prepare, Drill.check)
+    return jobs.run_cases(parser, CASES, prepare, Drill.check)
 
 
 if __name__ == "__main__":

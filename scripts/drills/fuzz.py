@@ -20,7 +20,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
+
+from results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,17 +35,13 @@ from tests.helpers.rank_pool import RankPool  # noqa: E402
 
 def main() -> int:
     args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        pool = RankPool(folder)
-        try:
-            bench = Bench(pool, Path(folder))
-            if args.case is not None:
-                wrong = bench.judge(args.case)
-                print(wrong or "every promise holds")
-                return 1 if wrong else 0
+    with tempfile.TemporaryDirectory() as folder, closing(RankPool(folder)) as pool:
+        bench = Bench(pool, Path(folder))
+        if args.case is None:
             return _drill(bench, args)
-        finally:
-            pool.close()
+        wrong = bench.judge(args.case)
+        print(wrong or "every promise holds")
+        return 1 if wrong else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -70,24 +69,21 @@ def _case(text: str) -> Case:
 
 
 def _drill(bench: Bench, args: argparse.Namespace) -> int:
-    out = Path(os.devnull if args.out == "-" else args.out)
-    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
-    records = [record for record in map(json.loads, lines) if record["seed"] == args.seed]
+    results = Results(args.out)
+    records = [record for record in results.records if record["seed"] == args.seed]
     end = time.monotonic() + 60 * args.minutes
-    with open(out, "a", encoding="utf-8") as file:
-        while time.monotonic() < end:
-            number = len(records)
-            case = draw(random.Random(f"{args.seed} {number}"))
-            start = time.monotonic()
-            wrong = bench.judge(case)
-            record = {"seed": args.seed, "number": number, "case": case, "wrong": wrong}
-            record["s"] = time.monotonic() - start
-            if wrong:
-                print(f"case {number}: {wrong}", flush=True)
-                record["simplest"] = shrink(bench.judge, case, args.shrink_s)
-                print(f"    again: {command(record['simplest'])}", flush=True)
-            records.append(record)
-            print(json.dumps(record), file=file, flush=True)
+    while time.monotonic() < end:
+        number = len(records)
+        case = draw(random.Random(f"{args.seed} {number}"))
+        start = time.monotonic()
+        wrong = bench.judge(case)
+        record = {"seed": args.seed, "number": number, "case": case, "wrong": wrong}
+        record["s"] = time.monotonic() - start
+        if wrong:
+            print(f"case {number}: {wrong}", flush=True)
+            record["simplest"] = shrink(bench.judge, case, args.shrink_s)
+            print(f"    again: {command(record['simplest'])}", flush=True)
+        records.append(results.add(**record))
     return _sum_up(records)
 
 

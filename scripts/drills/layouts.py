@@ -12,13 +12,15 @@ go on. Exit status 0: every promise held. A broken one prints the command that r
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
+
+from results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -30,7 +32,8 @@ from tests.helpers.rank_pool import RankPool, RanksFailed  # noqa: E402
 
 def main() -> int:
     args = _arguments()
-    done = _read(args.out)
+    results = Results(args.out)
+    done = {record["case"]: record for record in results.records}
     everything = pairwise(all_cases()) if args.pairs else all_cases()
     cases = [case for case in everything if args.only in str(case)]
     if args.shuffle is not None:
@@ -40,18 +43,12 @@ def main() -> int:
     left = [case for case in cases if str(case) not in done][: args.first or None]
     print(f"{len(cases)} cases, {len(cases) - len(left)} done or put off, {len(left)} to do")
     known: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory() as scratch, open(args.out, "a", encoding="utf-8") as out:
-        pool = RankPool(scratch)
-        try:
-            for number, case in enumerate(left, 1):
-                record = _judge(pool, case, known)
-                done[str(case)] = record
-                print(json.dumps(record), file=out, flush=True)
-                print(f"{number}/{len(left)} {case}: {record['broken'] or 'holds'}", flush=True)
-                if record["broken"]:
-                    print(f"    again: python scripts/drills/layouts.py --out - --only {case}")
-        finally:
-            pool.close()
+    with tempfile.TemporaryDirectory() as scratch, closing(RankPool(scratch)) as pool:
+        for number, case in enumerate(left, 1):
+            record = done[str(case)] = results.add(**_judge(pool, case, known))
+            print(f"{number}/{len(left)} {case}: {record['broken'] or 'holds'}", flush=True)
+            if record["broken"]:
+                print(f"    again: python scripts/drills/layouts.py --out - --only {case}")
     return _sum_up([done[str(case)] for case in cases if str(case) in done])
 
 
@@ -62,16 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="the sample that the tests run")
     parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
     parser.add_argument("--shuffle", type=int, help="seed of a random order")
-    args = parser.parse_args()
-    args.out = os.devnull if args.out == "-" else args.out
-    return args
-
-
-def _read(path: str) -> dict[str, dict]:
-    if not Path(path).is_file():
-        return {}
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return {record["case"]: record for record in map(json.loads, lines)}
+    return parser.parse_args()
 
 
 def _judge(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+
+from results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -71,11 +72,12 @@ def main() -> int:
     if not (args.all or args.row or args.sample > 0):
         print("nothing to compare: give --all, --row LAYOUT or --sample N", file=sys.stderr)
         return 2
-    done = _read(args.out)
+    results = Results(args.out)
+    done = {record["pair"]: record for record in results.records}
     pairs = choose(every, args)
     left = [pair for pair in pairs if _name(pair) not in done][: args.first or None]
     print(f"{len(every)} layouts, {len(pairs)} pairs, {len(pairs) - len(left)} done or put off")
-    with tempfile.TemporaryDirectory() as scratch, open(args.out, "a", encoding="utf-8") as out:
+    with tempfile.TemporaryDirectory() as scratch:
         saved = Saved(Path(scratch))
         for number, (one, other) in enumerate(left, 1):
             start, broken = time.monotonic(), ""
@@ -85,9 +87,8 @@ def main() -> int:
             except Exception:  # whatever it is, it is this pair's, and the next is to be tried
                 broken = traceback.format_exc()
                 print(f"{_name((one, other))}:\n{broken}", flush=True)
-            record = {"pair": _name((one, other)), "broken": broken}
-            done[record["pair"]] = record
-            print(json.dumps(record | {"s": time.monotonic() - start}), file=out, flush=True)
+            pair, seconds = _name((one, other)), time.monotonic() - start
+            done[pair] = results.add(pair=pair, broken=broken, s=seconds)
             if number % 50 == 0:
                 print(f"{number}/{len(left)}", flush=True)
     records = [done[_name(pair)] for pair in pairs if _name(pair) in done]
@@ -110,13 +111,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the random pairs")
     parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
     return parser.parse_args()
-
-
-def _read(path: str) -> dict[str, dict]:
-    if not Path(path).is_file():
-        return {}
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return {record["pair"]: record for record in map(json.loads, lines)}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def told(job: str, key: str) -> list[str]:
     return re.findall(rf"\b{key}=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
 
 
-def processes(name: str, value: str) -> list[int]:
+def _processes(name: str, value: str) -> list[int]:
     """Those that have this in the environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -60,6 +61,14 @@ def processes(name: str, value: str) -> list[int]:
         if f"{name}={value}".encode() in environment:
             found.append(int(entry.name))
     return found
+
+
+def kill_rank(job: str, rank: int) -> None:
+    """All processes of a rank of the job."""
+    mine = set(_processes("SLURM_PROCID", str(rank))) & set(_processes("SLURM_JOB_ID", job))
+    assert mine, f"no process of rank {rank}"
+    for pid in mine:
+        os.kill(pid, signal.SIGKILL)
 
 
 def command(path: Path, module: str) -> Path:

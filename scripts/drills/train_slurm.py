@@ -15,31 +15,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_jobs import (
-    ROOT,
-    command,
-    ended,
-    output_of,
-    processes,
-    run_cases,
-    running,
-    submitted,
-    told,
-    wait_until,
-)
+import slurm_jobs as jobs
 
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(jobs.ROOT))
 
 from optimus.config import dump_toml, make_config
 from tests.helpers.runs import metrics_of
 from tests.helpers.tiny import make_tiny_data, tiny_tree
 
-JOB_SCRIPT = ROOT / "scripts" / "slurm" / "train.sh"
+JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "train.sh"
 LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 
@@ -55,16 +43,16 @@ class Drill:
         """The number of the job of 2 x 2 ranks."""
         how = ["--nodes", "2", "--ranks", "2", "--time", "10"]
         words = [str(self.config), f"train.run_dir={out}", *settings]
-        return submitted(str(JOB_SCRIPT), *how, "--", *words)
+        return jobs.submitted(str(JOB_SCRIPT), *how, "--", *words)
 
 
 def status(job: str) -> int:
-    return int(told(job, "ExitCode")[0])
+    return int(jobs.told(job, "ExitCode")[0])
 
 
 def refused(job: str, code: int, words: str) -> str:
     """Once the job has ended: our one line about what went wrong."""
-    ended(job)
+    jobs.ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
     lines = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
     assert status(job) == code, f"exit status {status(job)}: {printed}"
@@ -75,7 +63,7 @@ def refused(job: str, code: int, words: str) -> str:
 
 def nodes(drill: Drill, out: Path) -> str:
     job = drill.submit(out, *LAYOUT)
-    ended(job)
+    jobs.ended(job)
     assert status(job) == 0, f"exit status {status(job)}"
     assert metrics_of(out) == drill.expected, "other metrics than those of one process"
     settings = (out / "config.toml").read_text()
@@ -98,11 +86,12 @@ def address(drill: Drill, out: Path) -> str:
 def rank(drill: Drill, out: Path) -> str:
     job = drill.submit(out, *LAYOUT, "train.max_steps=100000", "parallel.timeout_s=60")
     metrics = out / "metrics.jsonl"
-    wait_until(lambda: (metrics.exists() and metrics.read_text()) or not running(job), "a step")
-    mine = set(processes("SLURM_PROCID", "3")) & set(processes("SLURM_JOB_ID", job))
-    assert mine, "no process of rank 3"
-    for pid in mine:
-        os.kill(pid, signal.SIGKILL)
+
+    def begun() -> bool:
+        return (metrics.exists() and metrics.read_text() != "") or not jobs.running(job)
+
+    jobs.wait_until(begun, "a step")
+    jobs.kill_rank(job, 3)
     return refused(job, 5, "did not complete")
 
 
@@ -111,15 +100,15 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
     """The command, a data set, a configuration, and the run of one process."""
-    program = command(base / "optimus", "optimus.cli")
+    program = jobs.command(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"
     tree = tiny_tree(data, base / "one", train__max_steps=4)
     config.write_text(dump_toml(make_config(tree)))
-    output_of(str(program), "train", str(config))
+    jobs.output_of(str(program), "train", str(config))
     return Drill(base, config, metrics_of(base / "one"))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sys.exit(run_cases(parser, CASES, prepare))
+    sys.exit(jobs.run_cases(parser, CASES, prepare))

@@ -17,7 +17,7 @@ from optimus.checkpoint.load import load_full, read_whole
 from optimus.checkpoint.manifest import begin, finish
 from optimus.checkpoint.pieces import Span
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver, save_full
+from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import kill_points
@@ -33,7 +33,7 @@ def with_a_master_alone(step: int) -> RankStates:
 
 
 def save(states: RankStates, path: Path) -> None:
-    save_full(states, path, "balanced", lambda directory: None, step=1)
+    kill_points.save_full(states, path, step=1)
 
 
 def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
@@ -79,7 +79,7 @@ def test_companions_that_cannot_be_written_leave_nothing(tmp_path):
 
     states = kill_points.make_states(1)
     with pytest.raises(OptimusError, match=r"^c not written: .*config.toml: No space left"):
-        save_full(states, tmp_path / "c", "balanced", write, step=1)
+        kill_points.save_full(states, tmp_path / "c", write, step=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,9 +101,8 @@ def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
         "another": "belongs to another checkpoint",
     }
     with pytest.raises(OptimusError, match=told[harm]):
-        save_full(
-            kill_points.make_states(3), manager.full_path(tmp_path, 3), "balanced", write, step=3
-        )
+        states = kill_points.make_states(3)
+        kill_points.save_full(states, manager.full_path(tmp_path, 3), write, step=3)
     names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
     assert names == ["step-00000001", "step-00000002"]
 

@@ -11,23 +11,25 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 
 from optimus.checkpoint import index, manager, shards
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.pieces import Scatter
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import save_full
-from optimus.chunks.layout import Parameter, lay_out
+from optimus.checkpoint.save import FullSaver
+from optimus.chunks.layout import STATES, Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
 from optimus.dist.collectives import ALONE, Group, group_of
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
-from optimus.errors import LostPeerError
+from optimus.errors import LostPeerError, OptimusError
 from tests.helpers.file_calls import Action, Breakage, arm
 
 BLOCK_BYTES = 256
@@ -54,6 +56,22 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     return RankStates(groups, shards, boxes, SHAPES)
 
 
+def save_full(
+    states: RankStates,
+    final: Path,
+    write_companions: Callable[[Path], None] = lambda directory: None,
+    scatter: Scatter = "balanced",
+    **facts: Any,
+) -> None:
+    """Write and seal the checkpoint `final`, and wait for it. A collective of all ranks.
+
+    Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
+    """
+    underway = FullSaver(states, scatter).begin(states, final, write_companions, **facts)
+    if failure := underway.drain().failure:
+        raise OptimusError(failure.what, on_every_rank=True)
+
+
 def save(run_dir: Path, step: int, group: Group = ALONE) -> None:
     """What a run does when a full checkpoint is due."""
 
@@ -61,7 +79,7 @@ def save(run_dir: Path, step: int, group: Group = ALONE) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
 
     path = manager.full_path(run_dir, step)
-    save_full(make_states(step, group), path, "balanced", write, step=step, updates=step)
+    save_full(make_states(step, group), path, write, step=step, updates=step)
     if group.rank == 0:
         manager.forget_old(run_dir, keep_models=0)
 

@@ -19,10 +19,10 @@ import torch
 import xxhash
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import read_whole
 from optimus.checkpoint.manifest import Manifest, read_manifest
 from optimus.checkpoint.rank_states import as_bytes
+from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
 from tests.helpers.file_calls import Call
 from tests.helpers.power_loss import Disk, Tree

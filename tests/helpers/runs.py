@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import read_whole
+from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
@@ -34,10 +34,13 @@ def metrics_of(run_dir: Path) -> list[dict]:
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every state of the newest checkpoint."""
     newest, tensors = manager.newest_valid(run_dir), {}
+    index = newest.index()
     for state in STATES:
-        whole = {name: torch.empty(shape) for name, shape in newest.index().shapes.items()}
+        whole = {name: torch.empty(shape) for name, shape in index.shapes.items()}
         if state != "master":  # parameters that are not trained have none
-            whole = {name: t for name, t in whole.items() if newest.index().has(name, state)}
+            column = 4 + STATES.index(state)
+            kept = {name for name in whole if (index.stored(name).rows[:, column] >= 0).all()}
+            whole = {name: whole[name] for name in kept}
         read_whole(newest, whole, state)
         tensors |= {f"{state}.{name}": tensor for name, tensor in whole.items()}
     return tensors

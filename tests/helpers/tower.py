@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.residency import Pass, Residency
+from optimus.chunks.residency import Pass, Residency, ResidencyPlan
 from optimus.chunks.states import Home
 from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
@@ -26,6 +26,11 @@ WIDTH = 32
 CHUNK = WIDTH * WIDTH
 """Elements of a layer."""
 LR = 1e-2
+
+
+def fetched(plan: ResidencyPlan) -> list[int]:
+    """The chunks that a step gathers, in the order in which they are asked for."""
+    return [chunk for step in plan.steps for chunk in (*step.gather, *step.prefetch)]
 
 
 class Layer(nn.Module):
@@ -168,7 +173,7 @@ def _train(case: Case, world: Group) -> Outcome:
     planned, trace, plan = 0, [], []
     if engine.cache is not None:
         size = CHUNK * case.dtype.itemsize
-        planned = engine.cache.plan.fetches
+        planned = len(fetched(engine.cache.plan))
         trace = [(visit.unit, visit.backward, held) for visit, held in engine.cache.trace]
         plan = [
             (step.visit.unit, step.visit.backward, len(step.resident) * size)

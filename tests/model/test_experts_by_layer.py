@@ -50,11 +50,10 @@ def test_losses_are_means_over_the_layers_that_route():
     _, routings = model.run_blocks(model.embed(tokens))
     terms = model.losses(tokens)
     assert len(routings) == 2
-    aux, z, _ = layer_losses(model.config, routings)
+    aux, z, counts = layer_losses(model.config, routings)
     assert torch.equal(terms.aux, aux.sum() / 2) and torch.equal(terms.z, z.sum() / 2)
-    assert terms.expert_counts.shape == (2, 5)
-    assert terms.expert_counts[1, 3:].tolist() == [0, 0]
-    assert terms.expert_counts.sum(1).tolist() == [tokens.numel() * 2] * 2
+    assert [len(of_layer) for of_layer in counts] == [5, 3]
+    assert [int(of_layer.sum()) for of_layer in counts] == [tokens.numel() * 2] * 2
     terms.ce_sum.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -16,7 +16,7 @@ from optimus.data.loader import Microbatch
 from optimus.dist.mesh import Mesh, Place
 from optimus.errors import ConfigError
 from optimus.planner.plan import format_plan, plan
-from optimus.planner.states import plan_bytes, plan_ranks, states_of_rank
+from optimus.planner.states import plan_rank, plan_ranks, states_of_rank
 from tests.helpers.tiny import VOCAB, tiny_tree
 from tests.helpers.updates import make_shard, make_updater
 from tests.planner.test_plan import CONFIGS
@@ -58,7 +58,8 @@ def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     for step in (1, 2):
         updater.run(step, [one(step) for _ in range(batch.microbatches_per_rank)])
     found = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
-    return plan_bytes(config, groups.mesh, groups.place), states.bytes_held(), found
+    planned = plan_rank(config, groups.mesh, groups.place).engine.bytes_held()
+    return planned, states.bytes_held(), found
 
 
 def one(seed: int) -> Microbatch:
@@ -151,7 +152,7 @@ def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
             tiny_tree("d", "r", train__dtype=dtype, optim__sharding=sharding, **FAST)
         )
         x, n = share_of(config, mesh)
-        memory = plan_bytes(config, mesh, Place(0, 0, 0, 0))
+        memory = plan_rank(config, mesh, Place(0, 0, 0, 0)).engine.bytes_held()
         exact = {
             "none": width * (x + n),
             "so": width * (x + n) / mesh.dp,
@@ -171,7 +172,8 @@ def test_all_ranks_of_a_kind_hold_as_much():
     kinds = {(place.pp, place.tp): sizes for place, sizes in plan_ranks(config, mesh)}
     none = {"cache": 0, "staging": 0}
     for pp, dp, ep, tp in itertools.product(range(2), repeat=4):
-        assert plan_bytes(config, mesh, Place(pp, dp, ep, tp)) | none == kinds[pp, tp]
+        held = plan_rank(config, mesh, Place(pp, dp, ep, tp)).engine.bytes_held()
+        assert held | none == kinds[pp, tp]
 
 
 def test_a_plan_counts_the_chunks_in_the_cache():

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from optimus.checkpoint import index as index_module
 from optimus.checkpoint import manager, shards
-from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import save_full
 from optimus.checkpoint.shards import ShardReader
+from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import CheckpointError, OptimusError
 from optimus.planner.states import states_of_rank
 from optimus.train.shard import Shard
+from tests.helpers.kill_points import save_full
 from tests.helpers.runs import assert_same_run, run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
@@ -79,7 +79,7 @@ def save(tree: dict[str, Any], final: str) -> None:
     for _, memory, value in pieces(built):
         memory.copy_(value)
     config = make_config(tree)
-    save_full(built.states, Path(final), config.checkpoint.scatter, lambda directory: None, step=1)
+    save_full(built.states, Path(final), scatter=config.checkpoint.scatter, step=1)
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
@@ -246,7 +246,7 @@ def save_on_a_full_disk(tree: dict[str, Any], final: str) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
     with pytest.raises(OptimusError) as failed:
-        save_full(built.states, Path(final), "balanced", lambda directory: None, step=1)
+        save_full(built.states, Path(final), step=1)
     assert failed.value.on_every_rank
     return str(failed.value)
 

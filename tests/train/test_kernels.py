@@ -77,6 +77,23 @@ def test_ranks_that_differ_do_not_train(ranks, tiny_data, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fast", "rank 1: OPTIMUS_KERNELS='fast': it is one of auto"),
+        ("cuda", "rank 1: OPTIMUS_KERNELS = cuda: it computes"),
+    ],
+)
+def test_what_one_rank_alone_is_asked_for_ends_all_of_a_dense_model(
+    ranks, tiny_data, tmp_path, name, says
+):
+    """Though a model without experts takes nothing, and the others are asked for nothing."""
+    tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
+    environ = {"1": {"OPTIMUS_KERNELS": name}}
+    said = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
+    assert len(set(said)) == 1 and said[0].startswith(says)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_ranks_share_one_build_and_say_what_they_took(ranks, tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "cache"))

@@ -25,6 +25,7 @@ from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+from tests.helpers.tower import fetched
 from tests.helpers.updates import make_updater
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
@@ -194,7 +195,7 @@ def count_step(tree: dict) -> dict:
     sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
     return {
         "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
-        "fetched": [sizes[number] for number in cache.plan.fetched()],
+        "fetched": [sizes[number] for number in fetched(cache.plan)],
         "chunks": len(states.chunks),
         "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),

@@ -153,8 +153,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     transformers cannot express.
     """
     kind, heads = config.architecture, config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // heads
-    _expressible(config, head_dim)
+    _expressible(config)
     fields: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
@@ -163,7 +162,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": config.num_key_value_heads or heads,
+        "num_key_value_heads": config.num_kv_heads,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "initializer_range": config.init_std,
@@ -179,8 +178,8 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    if head_dim * heads != config.hidden_size:
-        fields["head_dim"] = head_dim
+    if config.head_size * heads != config.hidden_size:
+        fields["head_dim"] = config.head_size
     if kind == "olmoe":
         fields |= {
             "rms_norm_eps": config.norm_eps,
@@ -231,8 +230,8 @@ def _refuse(fields: _Fields, source: str) -> None:
             )
 
 
-def _expressible(config: ModelConfig, head_dim: int) -> None:
-    heads = config.num_attention_heads
+def _expressible(config: ModelConfig) -> None:
+    heads, head_dim = config.num_attention_heads, config.head_size
     if config.uniform_experts is None:
         raise ConfigError(
             f"model.num_experts = {list(config.experts_by_layer)} has no place in a Hugging Face "

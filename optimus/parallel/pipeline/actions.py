@@ -1,8 +1,8 @@
 """A pipeline schedule as a value: what each rank does, in order.
 
 Stages are numbered along the model, 0 to p*v - 1 with p pipeline ranks of v stages each; stage s
-lies on rank s mod p. The executor runs these lists, the planner times them, the validator proves
-them; nothing else describes a schedule.
+lies on rank s mod p. The executor runs these lists, `simulate` times them, the tests prove them;
+nothing else describes a schedule.
 """
 
 from __future__ import annotations
@@ -43,13 +43,11 @@ RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list. `version` counts weight updates since the step's weights: always
-    0 in schedules that flush, as all of ours do."""
+    """One entry of a rank's list."""
 
     kind: Kind
     stage: int = 0
     microbatch: int = 0
-    version: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind.name}(stage {self.stage}, microbatch {self.microbatch})"

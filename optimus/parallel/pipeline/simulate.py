@@ -36,12 +36,6 @@ class Timeline:
         return sum(s.end - s.start for s in self.ranks[rank] if s.action.kind in COMPUTE)
 
     @property
-    def bubble_fraction(self) -> float:
-        """Idle share of the step, mean over ranks; (p-1)/(m*v + p-1) for even 1F1B."""
-        busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
-        return 1 - busy / self.end if self.end else 0.0
-
-    @property
     def bubble_ratio(self) -> float:
         """Idle time by useful time, mean over ranks; (p-1)/(m*v) for even 1F1B."""
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
@@ -56,7 +50,7 @@ def unit_costs(virtual_stages: int = 1) -> Cost:
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Play a schedule that `validate` has proven. Sends travel while ranks compute."""
+    """Play a schedule that can run. Sends travel while ranks compute."""
     clock = [0.0] * schedule.num_ranks
     places = [0] * schedule.num_ranks
     arrives: dict[Action, float] = {}

@@ -16,11 +16,11 @@ from optimus.dist.mesh import make_mesh
 from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.parallel.pipeline.actions import Kind, Schedule
-from optimus.parallel.pipeline.validate import validate
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
 from optimus_kernels import experts_loop
+from tests.helpers.schedule_proof import validate
 from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
 
 MICROBATCHES, EXPERTS = 6, 4
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
     alive: int
     """The most layers' work that waited at any time."""
     most_alive: int
-    """Microbatches alive on this rank, as the validator has it."""
+    """Microbatches alive on this rank, as the proof has it."""
     most_waiting: int
     """Microbatches between I and W."""
 

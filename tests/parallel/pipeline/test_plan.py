@@ -6,32 +6,30 @@ import pytest
 
 from optimus.config import make_config
 from optimus.errors import ConfigError
-from optimus.parallel.pipeline.plan import plan_stages
-from optimus.parallel.pipeline.stages import assign_layers, layers_by_hand
+from optimus.parallel.pipeline.plan import assign_layers, layers_by_hand, plan_stages
 from tests.helpers.tiny import DENSE, tiny_tree
 
 
-def dearest(cuts, costs, first, last):
+def dearest(cuts, costs, last):
     bounds = (0, *cuts, len(costs))
     sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
-    sums[0] += first
     sums[-1] += last
     return max(sums)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (0.5, 1.0), (0, 3.5)])
+@pytest.mark.parametrize("last", [0, 1.0, 3.5])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(stages, first, last):
+def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(stages, last):
     costs = [1, 1, 2, 1, 3, 1, 1]
-    ranges = assign_layers(costs, stages, first, last)
+    ranges = assign_layers(costs, stages, last)
     assert [layer for stage in ranges for layer in stage] == list(range(len(costs)))
     cuts = [stage.start for stage in ranges[1:]]
     every = itertools.combinations(range(1, len(costs)), stages - 1)
-    assert dearest(cuts, costs, first, last) == min(dearest(c, costs, first, last) for c in every)
+    assert dearest(cuts, costs, last) == min(dearest(c, costs, last) for c in every)
 
 
 def test_the_head_takes_the_place_of_a_layer():
-    assert [len(stage) for stage in assign_layers([1.0] * 15, 4, 0.0, 1.0)] == [4, 4, 4, 3]
+    assert [len(stage) for stage in assign_layers([1.0] * 15, 4, 1.0)] == [4, 4, 4, 3]
 
 
 def test_more_stages_than_layers_are_refused():

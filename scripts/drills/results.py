@@ -1,0 +1,25 @@
+"""What a drill has found so far, so that the same command goes on behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Results:
+    """Records in a file, a JSON object a line; of no file where its name is "-"."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = None if str(path) == "-" else Path(path)
+        there = self._path is not None and self._path.is_file()
+        lines = self._path.read_text(encoding="utf-8").splitlines() if there else []
+        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def add(self, **record: Any) -> dict[str, Any]:
+        """Keep a record; gives it back."""
+        self.records.append(record)
+        if self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                print(json.dumps(record), file=file)
+        return record
