@@ -10,22 +10,17 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.data.loader import Microbatch
 from optimus.dist.collectives import traffic
 from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
 from optimus.errors import ConfigError, NonFiniteError
-from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import plan_ranks
-from optimus.train.loop import Run
-from optimus.train.preflight import preflight, with_start
-from optimus.train.run_dir import RunDirectory
+from tests.helpers.changed_runs import make_run
 from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
-from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
+from tests.helpers.updates import make_updater, numbered
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
@@ -159,13 +154,9 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
 
 def spoil_a_shard(tree: dict) -> str:
     """Rank 1's part of some parameter becomes NaN after step 1; the error of this rank."""
-    config, launch = make_config(tree), read_launch_env()
-    flight = with_start(config, preflight(config, launch.world_size))
-    directory = RunDirectory(config.train.run_dir) if launch.is_first else None
-    world = start_world(launch, config.parallel.timeout_s, "cpu")
-    run = Run(config, world, flight, directory)
+    run = make_run(tree)
     run.update(1)
-    if world.rank == 1:
+    if run.world.rank == 1:
         run.states.chunks[2].shard[0] = torch.nan
     try:
         run.update(2)
@@ -186,10 +177,9 @@ def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
 def count_step(tree: dict) -> dict:
     """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
     _, _, _, plan, _, states, updater = make_updater(tree)
-    tokens = torch.randint(0, VOCAB, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     for step in (1, 2):
         traffic.clear()
-        updater.run(step, [Microbatch(tokens)] * plan.microbatches_per_rank)
+        updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
     cache = states.cache
     sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
     return {
