@@ -9,11 +9,12 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig, make_config
-from optimus.dist.collectives import Group, group_of, traffic
+from optimus.dist.collectives import Group, traffic
 from optimus.errors import ConfigError
 from tests.helpers.changed_runs import poison
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.worlds import everyone
 
 FAST = {
     # What "auto" measures may come out otherwise in another run, and has other bits.
@@ -92,11 +93,6 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
     assert_same_run(tmp_path / "beside", tmp_path / "after")
     evaluations = [(tmp_path / name / "eval.jsonl").read_text() for name in ("beside", "after")]
     assert evaluations[0] and evaluations[0] == evaluations[1]
-
-
-def everyone() -> Group:
-    distributed = torch.distributed
-    return group_of(distributed.group.WORLD)
 
 
 def step_by_step() -> dict:

@@ -26,6 +26,7 @@ from optimus.checkpoint.save import save_full
 from optimus.checkpoint.shards import ShardReader
 from optimus.config import make_config
 from optimus.errors import CheckpointError, OptimusError
+from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import states_of_rank
 from optimus.train.shard import Shard
 from tests.helpers.runs import assert_same_run, run_tree, train_on
@@ -166,7 +167,8 @@ def flip(path: Path, at: float) -> None:
 
 
 def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tmp_path):
-    """On one rank of two; the reason is told, and the run is that without damage."""
+    """On one rank of two; the step behind the other is done again, stands once in the curve, and
+    the run is that without damage."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -176,6 +178,8 @@ def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tm
     assert_same_run(tmp_path / "unbroken", run)
     aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
     assert len(aside) == 1 and aside[0].startswith("step-00000003")
+    (cut,) = (run / "log").glob("metrics-cut-*.jsonl")
+    assert [line["step"] for line in read_json_lines(cut)] == [3]
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -11,11 +9,10 @@ from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
-from optimus.errors import CheckpointError, OptimusError, Stopped
+from optimus.errors import CheckpointError, OptimusError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.observe.metrics import read_json_lines
 from optimus.train.preflight import preflight, with_start
-from tests.helpers.changed_runs import make_run, poison
 from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
@@ -24,8 +21,6 @@ from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
     "variant",
     [
         pytest.param({}, id="moe"),
-        pytest.param({"model__tie_embeddings": True}, id="moe-tied"),
-        pytest.param({"train__dtype": "bf16"}, id="moe-bf16"),
         pytest.param({"data__document_mask": True}, id="moe-document-mask"),
         pytest.param(
             DENSE | {"model__tie_embeddings": True, "train__microbatch_size": 2}, id="dense"
@@ -33,9 +28,10 @@ from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
     ],
 )
 def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path, variant):
+    variant = variant | {"train__max_steps": 8}
     for size in (1, 2, 4):
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / str(size), **variant))
-    assert len(metrics_of(tmp_path / "1")) == 20
+    assert len(metrics_of(tmp_path / "1")) == 8
     assert_same_run(tmp_path / "1", tmp_path / "2")
     assert_same_run(tmp_path / "1", tmp_path / "4")
     evaluations = [(tmp_path / str(size) / "eval.jsonl").read_text() for size in (1, 2, 4)]
@@ -97,73 +93,6 @@ def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert c["loss"] == pytest.approx(a["loss"], abs=2e-2)
     assert bf16[-1]["loss"] != fast[-1]["loss"]
-
-
-def test_stopping_early_and_going_on_under_another_layout_changes_no_bit(
-    ranks, tiny_data, tmp_path
-):
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken"))
-    pieces = tmp_path / "pieces"
-    train_on(ranks, 2, tiny_tree(tiny_data, pieces, train__stop_at_step=7))
-    train_on(ranks, 4, tiny_tree(tiny_data, pieces, train__stop_at_step=8))
-    train_on(ranks, 1, tiny_tree(tiny_data, pieces))
-    assert_same_run(tmp_path / "unbroken", pieces)
-
-
-def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_data, tmp_path):
-    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken"))
-    run_dir = tmp_path / "killed"
-    train_on(ranks, 1, tiny_tree(tiny_data, run_dir, train__stop_at_step=16))
-    damaged = manager.full_path(run_dir, 16) / "shard-00000.bin"
-    content = damaged.read_bytes()  # back to the one before
-    damaged.write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
-    assert manager.newest_valid(run_dir).step == 12
-    train_on(ranks, 1, tiny_tree(tiny_data, run_dir))
-    assert_same_run(tmp_path / "unbroken", run_dir)
-    cut = list((run_dir / "log").glob("metrics-cut-*.jsonl"))
-    assert [json.loads(line)["step"] for line in cut[0].read_text().splitlines()][-1] == 16
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("what", ["parameter", "gradient"])
-def test_nan_on_one_rank_is_found_before_reduction(ranks, tiny_data, tmp_path, what, deterministic):
-    tree = tiny_tree(
-        tiny_data, tmp_path, train__deterministic=deterministic, checkpoint__interval=1
-    )
-    words = ranks(2, poison, tree, 1, what, "final_norm", start_world=False)
-    assert words[0] == words[1]
-    name, message = words[0].split("|")
-    for part in ("rank 1", "step 3", what, name):
-        assert part in message
-    assert manager.newest_valid(tmp_path).step == 2  # nothing was saved with NaN in it
-    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
-    assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
-
-
-def stop_by_signal(tree: dict) -> str:
-    import os
-    import signal
-
-    run = make_run(tree)
-    plain_update = run.update
-
-    def update(step: int) -> None:
-        if step == 5 and run.world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        plain_update(step)
-
-    run.update = update
-    try:
-        run.go()
-    except Stopped as stopped:
-        return f"{stopped.exit_code} {stopped}"
-    return "ran to its end"
-
-
-def test_a_signal_on_one_rank_ends_all_after_a_checkpoint(ranks, tiny_data, tmp_path):
-    words = ranks(2, stop_by_signal, tiny_tree(tiny_data, tmp_path), start_world=False)
-    assert words[0] == words[1] and words[0].startswith("3 received SIGTERM")
-    assert manager.newest_valid(tmp_path).step == 5
 
 
 def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
