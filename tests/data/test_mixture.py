@@ -6,12 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from data_prep.cli import main
 from data_prep.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
-from optimus.data.loader import Loader
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError
 from tests.helpers.tiny import CONTEXT
@@ -50,18 +48,6 @@ def test_it_is_stateless(parts):
     far = 10**12 + 3
     one_by_one = np.concatenate([mix.read(i, i + 1) for i in range(far, far + 20)])
     assert np.array_equal(mix.read(far, far + 20), one_by_one)
-
-
-def test_resuming_with_other_ranks_goes_on_at_the_same_instance(parts):
-    mix = MixedDataset(parts, [2, 1, 3])
-    expected = torch.from_numpy(mix.read(0, 36))
-    with Loader(mix, 12, 2, 0, 1) as one:
-        found = list(one.microbatches(1))
-    with Loader(mix, 12, 2, 0, 2) as first, Loader(mix, 12, 2, 1, 2) as second:
-        for step in (2, 3):
-            for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
-                found += pair
-    assert torch.equal(torch.cat([microbatch.tokens for microbatch in found]), expected)
 
 
 def test_identity_covers_sources_weights_and_order(parts):

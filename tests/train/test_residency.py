@@ -189,39 +189,12 @@ def count_step(tree: dict) -> dict:
     return {
         "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
         "fetched": [sizes[number] for number in cache.plan.fetched()],
-        "chunks": len(states.chunks),
         "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),
-        "slots": cache.slots,
         "bytes": [held for _, held in cache.trace],
         "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
         "between": states.resident_bytes,
     }
-
-
-@pytest.mark.parametrize(
-    ("layers", "slots", "microbatches"), [(2, 1, 1), (3, 2, 1), (3, 2, 4), (3, 5, 3)]
-)
-def test_a_model_of_a_chunk_a_unit_fetches_by_the_formula(ranks, layers, slots, microbatches):
-    tree = tiny_tree(
-        "d",
-        "r",
-        **DENSE,
-        optim__chunk_length=10240,  # embedding, a block and the head alike
-        optim__sharding="so",
-        optim__resident="cache",
-        optim__cache_chunks=slots,
-        model__num_layers=layers,
-        train__global_batch_tokens=2 * microbatches * CONTEXT,
-    )
-    for one in ranks(2, count_step, tree, start_world=False):
-        n, k = layers + 2, microbatches
-        fetches = 2 * k * n - (2 * k - 1) * min(slots, n)
-        size = 4 * 10240
-        assert one["chunks"] == n
-        assert one["traffic"]["all_gather"] == [fetches, fetches * size]
-        assert one["traffic"]["all_to_all"] == [k * n, k * n * size]
-        assert one["bytes"] == one["planned"] and max(one["bytes"]) <= slots * size
 
 
 @pytest.mark.parametrize(
