@@ -19,8 +19,8 @@ from data_prep.verify import verify
 from optimus import files
 from tests.data_prep.corpus import (
     in_child,
+    killed_until_done,
     run_arguments,
-    run_killed_at,
     train_arguments,
     tree,
     words,
@@ -45,25 +45,16 @@ def test_a_finished_run_changes_nothing(made):
     assert after == before
 
 
-def test_kills_at_every_commit(made, tmp_path, capfd):
-    """Life after life, each killed at its 1st, 2nd, ... 8th commit, before the rename or after.
-
-    A unit takes six commits and is done anew if cut short: some lives bring nothing.
-    """
+def test_kills_at_every_commit(made, tmp_path):
+    """A unit takes six commits and is done anew if cut short: some lives bring nothing."""
     out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out)
-    kills = 0
-    while True:
-        status = run_killed_at(arguments, 1 + kills % 8, before=kills // 8 % 2 == 0)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-        assert (not (out / "manifest.json").exists()) or not list(verify(out))
-        kills += 1
-    assert kills >= 24
-    assert main(arguments) == 0
+
+    def damages() -> int:
+        return (out / "manifest.json").exists() and len(list(verify(out)))
+
+    kills, worst = killed_until_done(run_arguments(made.text, made.tokenizer, out), damages)
+    assert kills >= 24 and worst == 0
     assert tree(out) == tree(made.data), "and no temporary file stays"
-    capfd.readouterr()
 
 
 def descendants(pid: int) -> set[int]:
