@@ -12,7 +12,7 @@ from data_prep.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError
-from tests.helpers.tiny import CONTEXT
+from tests.helpers.tiny import CONTEXT, reshuffled
 
 
 @pytest.fixture
@@ -69,10 +69,7 @@ def test_sources_that_do_not_go_together(parts, tiny_data, tmp_path):
         assert needle in str(caught.value) and str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    wide = tmp_path / "wide"
-    assert main(["shuffle", str(tiny_data), "--to", str(wide), "--context", "64"]) == 0
-    assert main(["shard", str(wide), "--workers", "1"]) == 0
-    refused(wide, "has context = 32")
+    refused(reshuffled(tiny_data, tmp_path / "wide", context=64), "has context = 32")
     text, tokenizer, other = tmp_path / "a.txt", tmp_path / "t.json", tmp_path / "other"
     text.write_text("some other text " * 50)
     trained = ["train-tokenizer", "--input", str(text), "--vocab-size", "300"]

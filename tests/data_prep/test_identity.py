@@ -26,6 +26,7 @@ from tests.data_prep.corpus import (
     words,
     write_corpus,
 )
+from tests.helpers.processes import assert_gone, children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,11 +58,6 @@ def test_kills_at_every_commit(made, tmp_path):
     assert tree(out) == tree(made.data), "and no temporary file stays"
 
 
-def descendants(pid: int) -> set[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child) for child in children}
-
-
 def complete_units(out: Path) -> int:
     return len(list((out / "tokens").glob("unit-?????.json")))
 
@@ -86,14 +82,11 @@ def test_kills_at_random_moments_with_two_workers(tmp_path):
         while complete_units(out) < enough and process.poll() is None:
             time.sleep(0.002)
         time.sleep(rng.random() * 0.02)
-        orphans |= descendants(process.pid)
+        orphans |= {*children_of(process.pid)}
         process.kill()
         assert process.wait() == -signal.SIGKILL
     assert len(orphans) >= 6
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-        time.sleep(0.05)
+    assert_gone(orphans)
     assert subprocess.run(command, cwd=ROOT, stdout=-3, stderr=-3).returncode == 0
     assert tree(out) == tree(whole)
 

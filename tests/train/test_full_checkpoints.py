@@ -23,12 +23,12 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import save_full
 from optimus.checkpoint.shards import ShardReader
 from optimus.config import make_config
-from optimus.errors import CheckpointError, OptimusError
+from optimus.errors import CheckpointError
 from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import states_of_rank
 from optimus.train.shard import Shard
 from tests.helpers.damage import flip
-from tests.helpers.runs import assert_same_run, run_tree, train_on
+from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
@@ -213,15 +213,6 @@ def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_pa
     assert_same_run(run, fresh)
 
 
-def refused(tree: dict[str, Any]) -> tuple[int, str]:
-    try:
-        run_tree(tree)
-    except OptimusError as error:
-        assert error.on_every_rank
-        return error.exit_code, str(error)
-    return 0, ""
-
-
 def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
@@ -229,7 +220,7 @@ def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_
         flip(manager.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     longer = tree | {"train": tree["train"] | {"stop_at_step": 3}}
-    words = ranks(2, refused, longer, start_world=False)
+    words = ranks(2, run_and_catch, longer, start_world=False)
     assert words[0] == words[1] and words[0][0] == 2
     assert "none of 2 full checkpoints is valid" in words[0][1]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before

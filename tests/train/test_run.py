@@ -9,11 +9,11 @@ from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
-from optimus.errors import CheckpointError, OptimusError
+from optimus.errors import CheckpointError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.observe.metrics import read_json_lines
 from optimus.train.preflight import preflight, with_start
-from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
+from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
 
@@ -107,19 +107,12 @@ def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
     assert manager.newest_valid(tmp_path).updates == 5
 
 
-def run_and_catch(tree: dict) -> str:
-    try:
-        run_tree(tree)
-    except OptimusError as error:
-        return f"{error.exit_code} {error}"
-    return "0"
-
-
 def test_an_update_that_overflows_is_never_saved(ranks, tiny_data, tmp_path):
     wild = {"optim__lr": 1e38, "optim__warmup_steps": 0, "checkpoint__interval": 1}
     tree = tiny_tree(tiny_data, tmp_path, **wild)
     words = ranks(2, run_and_catch, tree, start_world=False)
-    assert words[0] == words[1] and words[0].startswith("4 step 1: the update made parameter ")
+    assert words[0] == words[1] and words[0][0] == 4
+    assert words[0][1].startswith("step 1: the update made parameter ")
     assert manager.newest_valid(tmp_path) is None
 
 
@@ -135,12 +128,12 @@ def test_weights_of_another_model_are_refused_before_anything_changes(
         model__num_layers=3,
         checkpoint__load=str(tmp_path / "hf"),
     )
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert word.startswith("2 model.num_layers = 3")
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and word.startswith("model.num_layers = 3")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"truncated")
     tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(tmp_path / "hf"))
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert word.startswith("2 ") and "model.safetensors" in word
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and "model.safetensors" in word
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
 
 
@@ -148,10 +141,8 @@ def test_a_model_that_cannot_be_exported_is_refused_at_the_start(ranks, tiny_dat
     tree = tiny_tree(
         tiny_data, tmp_path, **DENSE, model__norm_eps=1e-6, checkpoint__model_interval=2
     )
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert (
-        word.startswith("2 ") and "norm_eps" in word and not (tmp_path / "metrics.jsonl").exists()
-    )
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and "norm_eps" in word and not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_run_may_become_deterministic(ranks, tiny_data, tmp_path):

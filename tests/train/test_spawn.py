@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from optimus.config import dump_toml, make_config
 from optimus.train.spawn import _verdict
+from tests.helpers.processes import assert_gone, children_of, wait_until
 from tests.helpers.tiny import tiny_tree
 from tests.train.test_run import assert_same_run, metrics_of
 
@@ -27,34 +27,14 @@ def start(config: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in listed.split()]
-
-
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
     metrics = run_dir / "metrics.jsonl"
-    for _ in range(1200):
-        if metrics.exists() and metrics.read_text().count("\n") >= steps:
-            return
+
+    def are_done() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError(f"no {steps} steps within 60 s")
+        return metrics.exists() and metrics.read_text().count("\n") >= steps
 
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def assert_gone(pids: list[int]) -> None:
-    for _ in range(200):
-        if not any(is_running(pid) for pid in pids):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"still running: {[pid for pid in pids if is_running(pid)]}")
+    wait_until(are_done, within_s=60)
 
 
 def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path):
