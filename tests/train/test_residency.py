@@ -22,6 +22,8 @@ from tests.helpers.updates import make_updater, numbered
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
+ALL = {"recompute__modules": ["norm", "attention", "moe"]}
+BLOCK = {"recompute__modules": ["block"]}
 LAYOUTS = {
     "dp2-dense-tied-bf16": (
         2,
@@ -40,19 +42,15 @@ LAYOUTS = {
     ),
     "dp2-ep2-tied-recompute": (
         4,
-        {
-            "parallel__ep": 2,
-            "model__tie_embeddings": True,
-            "recompute__modules": ["norm", "attention", "moe"],
-        },
+        ALL | {"parallel__ep": 2, "model__tie_embeddings": True},
         (2, 2),
     ),
     "dp2-ep2-bf16-blocks-recomputed": (
         4,
-        {"parallel__ep": 2, "train__dtype": "bf16", "recompute__modules": ["block"]},
+        BLOCK | {"parallel__ep": 2, "train__dtype": "bf16"},
         (3, 3),
     ),
-    "dp2-pp2-tied": (4, PIPELINE | {"model__tie_embeddings": True}, (5, 3)),
+    "dp2-pp2-tied": (4, PIPELINE | BLOCK | {"model__tie_embeddings": True}, (5, 3)),
     "dp2-pp2-interleaved-bf16": (
         4,
         PIPELINE
@@ -63,10 +61,11 @@ LAYOUTS = {
         },
         (5, 3),
     ),
-    "dp2-pp2-zb-h1": (4, PIPELINE | {"parallel__schedule": "zb-h1"}, (3, 2)),
-    "dp2-tp2-sequence": (4, {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
+    "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
+    "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""Ranks, settings, and the fewest slots that so and epso do with."""
+"""Ranks, settings, and the fewest slots that so and epso do with. What is recomputed, is so only
+where states are divided."""
 DIVISIONS = (
     {"optim__sharding": "none", "optim__resident": "parameters"},
     {"optim__sharding": "so", "optim__resident": "cache", "optim__cache_chunks": 3},
@@ -95,6 +94,7 @@ def test_divided_chunks_train_to_the_same_bits(ranks, layout):
         )
     ]
     trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in divisions]
+    trees[0].pop("recompute", None)
     poison = [division["optim__sharding"] == "so" for division in divisions]
     whole, *divided = ranks(size, run_several, trees, poison, **ALONE)[0]
     for division, one in zip(divisions[1:], divided, strict=True):
