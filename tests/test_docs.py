@@ -7,13 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from optimus.config import load_config
+from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -64,9 +64,7 @@ def of(*programs: str) -> list:
 def help_text(program: str, subcommand: str) -> str:
     code = f"import sys; from {MAIN[program]} import main; sys.exit(main())"
     arguments = [*subcommand.split(), "--help"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", code, *arguments)
     assert done.returncode == 0, f"{program} {shlex.join(arguments)}: {done.stderr}"
     return done.stdout
 

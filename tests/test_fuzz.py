@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers.fuzz import axes, draw, is_legal, shrink, simpler
+from tests.helpers.programs import python
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "fuzz.py"
 
@@ -22,10 +23,9 @@ def test_random_runs_keep_every_promise():
 
 def test_a_case_given_by_hand_is_run_alone():
     case = '{"model": "dense", "second.dp": 2, "end": "stop", "end_step": 2}'
-    done = subprocess.run([sys.executable, str(DRILL), "--case", case], capture_output=True)
+    done = python(str(DRILL), "--case", case)
     assert done.returncode == 0, done.stderr
-    refused = [sys.executable, str(DRILL), "--case", '{"end": "last", "first.pp": 8}']
-    done = subprocess.run(refused, capture_output=True, text=True)
+    done = python(str(DRILL), "--case", '{"end": "last", "first.pp": 8}')
     assert done.returncode == 2 and "the case is refused as it stands" in done.stderr
 
 

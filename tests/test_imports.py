@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.import_graph import Import, find_cycle, find_modules, read_imports
+from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -185,7 +185,7 @@ def test_a_planted_circle_is_found(tmp_path):
 def test_imports_without_torch(statement):
     heavy = "' '.join({'torch', 'transformers', 'matplotlib'} & {*sys.modules})"
     code = f"import sys; {statement}; sys.exit({heavy} or 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, f"{statement} brings: {done.stderr}"
 
 

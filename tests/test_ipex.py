@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from optimus.config import dump_toml
 from optimus.observe.metrics import read_json_lines
+from tests.helpers.programs import python
 from tests.helpers.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(
@@ -27,17 +25,7 @@ LOADED = (
 def optimus(with_ipex: bool, *arguments: str) -> tuple[str, bool]:
     """Standard output of a command in its own process, and whether that had imported IPEX."""
     code = LOADED.format("'intel_extension_for_pytorch' in sys.modules")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={
-            **os.environ,
-            "OPTIMUS_IPEX": "1" if with_ipex else "0",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", code, *arguments, OPTIMUS_IPEX="1" if with_ipex else "0")
     assert done.returncode == 0, done.stderr
     output, _, loaded = done.stdout.strip().rpartition("\n")
     return output, loaded == "True"
@@ -74,16 +62,10 @@ norm = lambda x: torch.nn.functional.layer_norm(x, (8,))
 torch.compile(norm, backend="aot_eager")(x).square().sum().backward()
 print("gradient:", x.grad)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = python("-c", code)
     assert "gradient: None" in done.stdout, "it has one now: platform.check_compile can go"
     options = {"train__deterministic": False, "train__compile": True}
     path = tmp_path / "compiled.toml"
     path.write_text(dump_toml(tiny_config(tiny_data, tmp_path / "run", **options)))
-    done = subprocess.run(
-        [sys.executable, "-m", "optimus.cli", "train", str(path)],
-        env={**os.environ, "OPTIMUS_IPEX": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-m", "optimus.cli", "train", str(path), OPTIMUS_IPEX="1")
     assert done.returncode == 2 and "set OPTIMUS_IPEX=0" in done.stderr

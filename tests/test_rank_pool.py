@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import assert_gone, is_running, wait_until
 from tests.helpers.rank_pool import RankPool, RanksFailed
 
 # What the ranks run. They import this module themselves, after the fork.
@@ -176,13 +177,7 @@ def test_timeout_names_the_waiting_ranks_with_their_stacks_and_kills_them(ranks,
     ]
     assert "in wait_here" in caught.value.outcomes[1].text
     pids = [int(entry.name) for entry in tmp_path.iterdir()]
-    assert len(pids) == 3 and not any(map(_exists, pids))
-
-
-def test_the_pool_works_on_after_a_failure(ranks):
-    with pytest.raises(RanksFailed):
-        ranks(2, one_raises, 0)
-    assert ranks(2, add_up, 0) == [(0, 1.0), (1, 1.0)]
+    assert len(pids) == 3 and not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize("victim", ["test process", "server"])
@@ -196,12 +191,12 @@ def test_ranks_do_not_outlive_a_killed(victim, tmp_path):
     )
     root = Path(__file__).resolve().parents[1]
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE) as client:
-        _wait_until(lambda: _filled(noted) == [True] * 3, within_s=120)
+        wait_until(lambda: _filled(noted) == [True] * 3, within_s=120)
         server = int(next(noted.iterdir()).read_text())
         os.kill(client.pid if victim == "test process" else server, signal.SIGKILL)
         errors = client.stderr.read().decode()
     pids = [int(entry.name) for entry in noted.iterdir()]
-    _wait_until(lambda: not any(map(_exists, [server, *pids])), within_s=10)
+    assert_gone([server, *pids])
     if victim == "server":
         assert "the rank server ended with status -9" in errors
 
@@ -221,18 +216,3 @@ def test_a_lost_server_is_reported_and_replaced(tmp_path):
 def _filled(folder: Path) -> list[bool]:
     """For each file in the folder, whether anything has been written to it."""
     return [entry.stat().st_size > 0 for entry in folder.iterdir()]
-
-
-def _exists(pid: int) -> bool:
-    """Whether a process runs under this number (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _wait_until(condition, within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)

@@ -50,9 +50,9 @@ class Held(NamedTuple):
 
     chunk: Chunk
     first: int
-    copies: tuple[str, ...] = ()
+    copies: tuple[str, ...]
     """Axes along which ranks hold the same shard."""
-    far: bool = False
+    far: bool
     """Whether it is a copy of what the first stage holds, cut into other shards perhaps."""
 
 
@@ -77,14 +77,14 @@ def part_of(mesh: Mesh, place: Place, copies: Collection[str]) -> Part:
 
 
 def bounds(held: Held, part: Part) -> tuple[int, int]:
-    """Where a part of a shard begins and ends: what holds parameters is divided; padding behind and
-    before them is not, nor ever written."""
+    """Where a part of a shard begins and ends: what holds parameters is divided; padding behind
+    them is not, nor ever written."""
     if part.count == 1:
         return 0, held.chunk.shard_length
-    low, high = _used(held)
-    units, (index, count) = (high - low) // ALIGNMENT, part
-    start, stop = (low + units * number // count * ALIGNMENT for number in (index, index + 1))
-    return start, high if index + 1 == count else stop
+    used = _used(held)
+    units, (index, count) = used // ALIGNMENT, part
+    start, stop = (units * number // count * ALIGNMENT for number in (index, index + 1))
+    return start, used if index + 1 == count else stop
 
 
 def spans_to_write(
@@ -139,13 +139,12 @@ def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:
     return "dp" not in copies or place.dp == writer_in_paper(mesh, place)
 
 
-def _used(held: Held) -> tuple[int, int]:
-    """From the first to behind the last element of the shard that belongs to a parameter."""
+def _used(held: Held) -> int:
+    """Where padding begins in a shard: it begins with a parameter, aligned as these are, or holds
+    none."""
     first, last = held.first, held.first + held.chunk.shard_length
     met = held.chunk.slots_in(first, last)
-    if not met:
-        return 0, 0
-    return max(met[0].start, first) - first, min(met[-1].stop, last) - first
+    return min(met[-1].stop, last) - first if met else 0
 
 
 def _spans(

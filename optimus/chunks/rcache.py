@@ -74,8 +74,6 @@ class ChunkCache:
 
     def drop(self) -> None:
         """Free every chunk; what was gathered is out of date or no longer needed."""
-        for number in list(self._on_the_way):
-            self._arrive(number)
         self._evict(sorted(self._resident))
 
     def _ahead(self, chunk: int, unit: int) -> int:

@@ -16,6 +16,7 @@ from optimus import files
 from optimus.checkpoint import inspect, manager, shards
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
+from tests.helpers.damage import flip
 from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree
 
@@ -33,12 +34,6 @@ def trained(rank_pool, tiny_data, tmp_path_factory) -> Path:
 @pytest.fixture
 def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-def flip(path: Path, at: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def told(capsys, *arguments: object, code: int = 0) -> dict:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,8 @@ import pytest
 from optimus.checkpoint import manager
 from optimus.checkpoint.load import load_full
 from tests.helpers import kill_points
+from tests.helpers.damage import flip_one, truncate, zero
+from tests.helpers.programs import python
 
 FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
 
@@ -23,20 +23,6 @@ def run_dir(tmp_path) -> Path:
     for step in (1, 2):
         kill_points.save(tmp_path, step)
     return tmp_path
-
-
-def flip(content: bytearray, generator: random.Random) -> None:
-    content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-
-
-def truncate(content: bytearray, generator: random.Random) -> None:
-    del content[generator.randrange(len(content)) :]
-
-
-def zero(content: bytearray, generator: random.Random) -> None:
-    """A stretch that holds something; of the shard files' headers most is spaces."""
-    at = generator.randrange(max(1, len(content) - 512))
-    content[at : at + 512] = bytes(len(content[at : at + 512]))
 
 
 def load_as_a_run_does(run_dir: Path) -> int:
@@ -56,7 +42,9 @@ def load_as_a_run_does(run_dir: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("damage", "times"), [(flip, FLIPS), (truncate, 100), (zero, 100)], ids=["flip", "cut", "zero"]
+    ("damage", "times"),
+    [(flip_one, FLIPS), (truncate, 100), (zero, 100)],
+    ids=["flip", "cut", "zero"],
 )
 def test_any_damage_to_any_file_leads_to_the_other_slot(run_dir, capsys, damage, times):
     newest, generator = manager.full_path(run_dir, 2), random.Random(damage.__name__)
@@ -88,7 +76,7 @@ def test_the_drill_ends_in_error_if_anything_went_unseen(tmp_path, found, status
     out.write_text(json.dumps({"kind": "flip", "found": {found: 1}}) + "\n")
     drill = Path(__file__).resolve().parents[2] / "scripts" / "drills" / "corruption.py"
     what = ["--out", str(out), "--flips", "1", "--others", "0"]
-    done = subprocess.run([sys.executable, str(drill), *what], capture_output=True, text=True)
+    done = python(str(drill), *what)
     assert (done.returncode, done.stderr) == (status, "")
 
 

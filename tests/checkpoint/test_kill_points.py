@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import file_calls
 from tests.helpers.file_calls import Action
+from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,16 +33,8 @@ def shim(tmp_path_factory) -> Path:
 def test_a_save_killed_at_any_call_leaves_a_valid_checkpoint(
     shim, tmp_path, action, ranks, victim, stride, calls
 ):
-    what = [tmp_path, int(action), ranks, victim, stride]
-    environ = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.kill_points", *map(str, what)],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    what = map(str, [tmp_path, int(action), ranks, victim, stride])
+    done = python("-m", "tests.helpers.kill_points", *what, LD_PRELOAD=str(shim))
     assert done.returncode == 0, done.stderr
     # Behind what gloo says there in torch 2.8.
     assert (

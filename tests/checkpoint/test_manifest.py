@@ -12,6 +12,7 @@ from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
+from tests.helpers.damage import flip
 
 
 def write_two_files(directory):
@@ -35,12 +36,10 @@ def test_sealed_checkpoint_reads_back(sealed):
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_any_damage_is_found_and_named(sealed, damage):
     path = sealed.path / "a.bin"
-    content = bytearray(path.read_bytes())
     if damage == "flip":
-        content[500] ^= 4
-        path.write_bytes(content)
+        flip(path, 500)
     elif damage == "truncate":
-        path.write_bytes(content[:-1])
+        os.truncate(path, 999)
     else:
         path.unlink()
     with pytest.raises(CheckpointError, match="a.bin"):

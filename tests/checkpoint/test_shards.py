@@ -17,6 +17,7 @@ from optimus.checkpoint import shards
 from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
+from tests.helpers.damage import flip, flip_one, lengthen, truncate, zero
 
 OURS = Identity("g", 3, 0)
 
@@ -193,28 +194,17 @@ def test_stretches_are_read_to_where_they_are_wanted(tmp_path):
         assert target == expected
 
 
-def damaged(content: bytearray, how: str, generator: random.Random) -> bytes:
-    if how == "flip":
-        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-    elif how == "truncated":
-        del content[generator.randrange(len(content)) :]
-    elif how == "longer":
-        content += b"\0"
-    elif how == "zeroed":
-        at = generator.randrange(4096, len(content) - 600)
-        content[at : at + 512] = bytes(512)
-    return bytes(content)
-
-
-@pytest.mark.parametrize("how", ["flip", "truncated", "longer", "zeroed"])
-def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, how):
+@pytest.mark.parametrize("damage", [flip_one, truncate, lengthen, zero])
+def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, damage):
     shard, (begun,) = write(tmp_path, [os.urandom(30_000)])
     path, target = tmp_path / shard.name, memoryview(bytearray(30_000))
     whole = path.read_bytes()
     everything = numpy.array([[begun, 0, 0, 30_000]])
-    generator = random.Random(how)
-    for _ in range(1000 if how == "flip" else 50):
-        path.write_bytes(damaged(bytearray(whole), how, generator))
+    generator = random.Random(damage.__name__)
+    for _ in range(1000 if damage is flip_one else 50):
+        content = bytearray(whole)
+        damage(content, generator)
+        path.write_bytes(content)
         refused = pytest.raises(CheckpointError, match=shard.name)
         with refused, ShardReader(tmp_path, OURS, shard, 5000) as file:
             file.verify(range(shard.num_blocks))
@@ -230,9 +220,7 @@ def test_damage_elsewhere_is_not_in_the_way(tmp_path):
     part = os.urandom(30_000)
     shard, (begun,) = write(tmp_path, [part])
     path, target = tmp_path / shard.name, memoryview(bytearray(100))
-    content = bytearray(path.read_bytes())
-    content[20_000] ^= 1
-    path.write_bytes(content)
+    flip(path, 20_000)
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
         file.read(numpy.array([[begun + 50, 0, 0, 100]]), [target])
     assert target == part[50:150]

@@ -11,8 +11,9 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.setting import Setting
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.dist.collectives import Group, group_of, traffic
+from optimus.dist.collectives import Group, traffic
 from optimus.errors import ConfigError
+from tests.helpers.worlds import everyone
 
 SHAPES = {"first": (4, 8), "second": (64,), "third": (64,)}
 
@@ -31,14 +32,13 @@ def make_engine(shapes: dict, home: Home | None, everyone: Group) -> ChunkEngine
 
 def build(other: dict | None, setting: Setting | None) -> tuple[str, int]:
     """What is raised where the last rank has `other` parameters or another setting."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = group_of(torch.distributed.group.WORLD, "dp")
-    is_last = rank == size - 1
+    group = everyone("dp")
+    is_last = group.rank == group.size - 1
     shapes = other if is_last and other is not None else SHAPES
     own = setting if is_last and setting is not None else Setting()
     traffic.clear()
     try:
-        make_engine(shapes, Home(adders=everyone, spread=everyone, setting=own), everyone)
+        make_engine(shapes, Home(adders=group, spread=group, setting=own), group)
     except ConfigError as error:
         assert error.on_every_rank
         return str(error), 0
@@ -77,11 +77,10 @@ def test_a_parameter_without_groups_is_named():
 
 def build_in_classes_that_miss() -> str:
     """One rank has no member of a class that the other would wait for."""
-    rank = torch.distributed.get_rank()
-    everyone = group_of(torch.distributed.group.WORLD, "dp")
-    home = Home(adders=everyone, spread=everyone, stage=rank)
+    group = everyone("dp")
+    home = Home(adders=group, spread=group, stage=group.rank)
     try:
-        make_engine(SHAPES, home, everyone)
+        make_engine(SHAPES, home, group)
     except ConfigError as error:
         return str(error)
     return ""

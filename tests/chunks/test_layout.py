@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 
 import pytest
 
-from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, lay_out
+from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, best_length, lay_out
 from optimus.config import load_config
 from optimus.dist.mesh import Mesh, Place
 from optimus.parallel.placement import place_parameters, whole_model
@@ -49,8 +50,11 @@ def test_every_parameter_has_one_aligned_place(seed, target):
     for number, chunk in enumerate(layout.chunks):
         assert chunk.number == number and chunk.length % (chunk.adders * ALIGNMENT) == 0
         assert 2 * chunk.shard_length % 64 == 0  # bytes of bf16
+        assert chunk.shard_length * chunk.shards == chunk.length
+        assert chunk.used == sum(math.prod(slot.shape) for slot in chunk.slots)
         for before, after in itertools.pairwise(chunk.slots):
             assert before.stop <= after.start
+    assert layout.waste == pytest.approx(layout.length / sum(p.size for p in parameters) - 1)
     for key in {p.key for p in parameters}:
         of_key = [chunk for chunk in layout.chunks if chunk.key == key]
         assert len({chunk.length for chunk in of_key[:-1]}) <= 1
@@ -84,6 +88,12 @@ def test_little_is_wasted_on_real_models(model, mesh, target):
     ]
     layout = lay_out(parameters, target)
     assert layout.length / sum(chunk.used for chunk in layout.chunks) - 1 <= MAX_WASTE
+
+
+def test_of_lengths_that_waste_as_little_the_nearest_is_taken():
+    """What 32,000 elements waste counts in steps of 80."""
+    assert best_length([320] * 100, 16_032, 1) == 16_032  # 32 more than nothing
+    assert best_length([320] * 100, 16_096, 1) == 16_000
 
 
 def test_a_name_given_twice_is_refused():

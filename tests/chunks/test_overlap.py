@@ -8,12 +8,12 @@ import torch
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
-from optimus.config import OptimConfig, make_config
-from optimus.dist.collectives import Group, group_of, traffic
-from optimus.errors import ConfigError
+from optimus.config import OptimConfig
+from optimus.dist.collectives import Group, traffic
 from tests.helpers.changed_runs import poison
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.worlds import everyone
 
 FAST = {
     # What "auto" measures may come out otherwise in another run, and has other bits.
@@ -92,11 +92,6 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
     assert_same_run(tmp_path / "beside", tmp_path / "after")
     evaluations = [(tmp_path / name / "eval.jsonl").read_text() for name in ("beside", "after")]
     assert evaluations[0] and evaluations[0] == evaluations[1]
-
-
-def everyone() -> Group:
-    distributed = torch.distributed
-    return group_of(distributed.group.WORLD)
 
 
 def step_by_step() -> dict:
@@ -197,15 +192,3 @@ def test_bf16_gradients_follow_fp32_ones(ranks, tiny_data, tmp_path):
     for one, other in zip(a, b, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [
-        ({"train__dtype": "bf16"}, "train.deterministic needs 'fp32'"),
-        ({"train__dtype": "fp32", "train__deterministic": False}, "not 'fp32'; leave it at"),
-    ],
-)
-def test_bf16_gradients_are_refused_where_they_mean_something_else(train, words):
-    with pytest.raises(ConfigError, match=f"optim.grad_dtype = 'bf16' .*{words}"):
-        make_config(tiny_tree("d", "r", optim__grad_dtype="bf16", **train))

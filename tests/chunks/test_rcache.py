@@ -8,7 +8,15 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.tower import CHUNK, Case, Outcome, train_towers, use_with_silent_triggers
+from tests.chunks.test_residency import fewest_fetches, trace_of
+from tests.helpers.tower import (
+    CHUNK,
+    Case,
+    Outcome,
+    fetches_of_passes,
+    train_towers,
+    use_with_silent_triggers,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 WHOLE = {"gradients": False, "parameters": False}
@@ -39,13 +47,6 @@ def test_the_bits_of_whole_states(ranks, dtype, slots, microbatches, region):
             assert one.losses == other.losses and one.weights == other.weights
 
 
-def test_losses_without_the_mode(ranks):
-    case = Case(5, 2, microbatches=3, deterministic=False, steps=5)
-    whole, *divided = two(ranks, case._replace(**WHOLE), case._replace(parameters=False), case)
-    for one in divided:
-        assert one[0].losses == pytest.approx(whole[0].losses, abs=1e-6)
-
-
 CASES = [
     *(Case(n, slots) for n, slots in itertools.product((1, 4), (1, 2, 4, 5))),
     *(Case(4, slots, microbatches=3) for slots in (1, 2, 4)),
@@ -67,6 +68,14 @@ def test_fetches_and_reductions_are_the_formulas(ranks):
             assert one.planned == fetches
             assert one.trace == one.plan  # visits, and the bytes that are resident in each
             assert max(held for *_, held in one.trace) <= slots * size
+
+
+def test_passes_outside_of_a_step_fetch_the_fewest(ranks):
+    """Each is assumed to be followed by another."""
+    cases = [Case(n, slots) for n, slots in ((6, 1), (6, 3), (5, 4), (4, 4))]
+    visits = [trace_of([[unit] for unit in range(case.n)] * 3) for case in cases]
+    fewest = [fewest_fetches(one, case.slots) for one, case in zip(visits, cases, strict=True)]
+    assert ranks(2, fetches_of_passes, cases, 3, start_world=False) == [fewest] * 2
 
 
 @pytest.mark.parametrize("region", [0, 2])

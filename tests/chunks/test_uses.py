@@ -45,12 +45,17 @@ def run_backward(net: Net) -> None:
     net(torch.ones(2, 4)).backward()
 
 
-def test_completion_is_told_behind_the_last_gradient_alone():
-    net, told = Net(), []
+def completion_of(net: Net) -> Completion:
     completion = Completion()
     for number, layer in enumerate(net.layers):
         for name, leaf in layer.named_parameters():
             completion.add(number, f"{number}.{name}", leaf)
+    return completion
+
+
+def test_completion_is_told_behind_the_last_gradient_alone():
+    net, told = Net(), []
+    completion = completion_of(net)
     run_backward(net)
     assert told == []  # nobody listens
     with completion.listening([0, 1, 2], told.append):
@@ -64,10 +69,7 @@ def test_completion_is_told_behind_the_last_gradient_alone():
 
 def test_of_late_gradients_those_that_are_put_off_are_awaited():
     net, told = Net(), []
-    completion = Completion()
-    for number, layer in enumerate(net.layers):
-        for name, leaf in layer.named_parameters():
-            completion.add(number, f"{number}.{name}", leaf)
+    completion = completion_of(net)
     with completion.listening([2, 1, 0], told.append, late=[net.layers[1].weight]):
         assert told == [2, 0]
         run_backward(net)

@@ -106,6 +106,11 @@ def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):
             load_config(run, overrides)
 
 
+FAST = {"train__deterministic": False}
+COMPILED = FAST | {"train__compile": True}
+BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
+
+
 @pytest.mark.parametrize(
     "change, told",
     [
@@ -146,6 +151,23 @@ def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):
             r"recompute.modules names 'experts': .* 'block'",
         ),
         (DENSE | {"model__router": "uniform"}, r"model.router = 'uniform': .* no router"),
+        (BF16_GRADIENTS, r"optim.grad_dtype = 'bf16' .*train.deterministic needs 'fp32'"),
+        (
+            FAST | BF16_GRADIENTS | {"train__dtype": "fp32"},
+            r"optim.grad_dtype = 'bf16' .*not 'fp32'; leave it at",
+        ),
+        ({"optim__cache_chunks": 3}, r"optim.cache_chunks = 3"),
+        ({"optim__resident": "cache"}, r"optim.sharding = 'none'"),
+        (
+            COMPILED | {"optim__resident": "cache", "optim__sharding": "so"},
+            r"train.compile = true",
+        ),
+        ({"train__compile": True}, r"train.deterministic needs train.compile = false"),
+        (COMPILED | {"parallel__tp": 2}, r"with parallel.tp = 2 ranks talk"),
+        (COMPILED | {"parallel__ep": 4}, r"use parallel.ep = 1 or train.comp"),
+        (COMPILED | {"data__document_mask": True}, r"use data.document_mask = false"),
+        ({"kernels__grouped_gemm": "torch"}, r"train.deterministic takes 'loop'"),
+        (DENSE | {"kernels__grouped_gemm": "loop"}, r"architecture 'olmo' has no experts"),
     ],
 )
 def test_settings_that_cannot_go_together(change, told):

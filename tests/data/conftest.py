@@ -9,7 +9,7 @@ import pytest
 
 from data_prep import reader
 from data_prep.cli import main
-from tests.helpers.tiny import CONTEXT
+from tests.helpers.tiny import CONTEXT, reshuffled
 
 
 def stored(path: Path) -> np.ndarray:
@@ -22,9 +22,7 @@ def stored(path: Path) -> np.ndarray:
 def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of seed 8 with more shards than are kept open; tests must not change it."""
     out = tmp_path_factory.mktemp("many")
-    shuffle = ["shuffle", str(tiny_data), "--to", str(out), "--context", str(CONTEXT)]
-    assert main([*shuffle, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2)]) == 0
-    assert main(["shard", str(out), "--workers", "1"]) == 0
+    reshuffled(tiny_data, out, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2))
     assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
     return out
 

@@ -21,7 +21,7 @@ from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DamageError, DataError
 from tests.data.conftest import stored
-from tests.helpers.tiny import CONTEXT, VOCAB
+from tests.helpers.tiny import CONTEXT, VOCAB, reshuffled
 
 
 def test_what_a_data_set_tells(tiny_data):
@@ -132,9 +132,7 @@ def test_missing_unfinished_and_damaged_data_sets(tiny_data, tmp_path):
 def test_a_data_set_without_instances(tiny_data, tmp_path):
     """A held-out part may be too small for one instance; only reading it is a mistake."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
-    shuffle = ["shuffle", str(tiny_data), "--to", str(tmp_path), "--context", str(context)]
-    assert main(shuffle) == 0
-    assert main(["shard", str(tmp_path)]) == 0
+    reshuffled(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0
     assert TokenDataset(tmp_path).num_instances > 0
     refused(tmp_path / "eval", f"not one instance of {context}")

@@ -45,12 +45,6 @@ def test_the_ranks_read_one_contiguous_range(size, ranks):
     assert [numbers[number] for number in sorted(numbers)] == expected
 
 
-def test_first_step_begins_at_instance_zero():
-    assert microbatch_starts(1, 8, 2, 0, 2) == [0, 4]
-    assert microbatch_starts(1, 8, 2, 1, 2) == [2, 6]
-    assert microbatch_starts(2, 8, 2, 1, 2) == [10, 14]
-
-
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
 def test_every_layout_reads_the_same_steps(dataset, size, ranks):
     """Far enough to pass from one epoch into the next in the middle of a step."""
@@ -68,19 +62,6 @@ def test_every_layout_reads_the_same_steps(dataset, size, ranks):
         assert torch.equal(joined(in_order), torch.from_numpy(expected))
     for loader in loaders:
         loader.close()
-
-
-def test_resuming_with_other_ranks_goes_on_at_the_same_instance(dataset):
-    with Loader(dataset, 12, 2, 0, 1) as one:
-        whole = joined([part for step in (1, 2, 3) for part in one.microbatches(step)])
-    parts = []
-    with Loader(dataset, 12, 2, 0, 1) as before:
-        parts += before.microbatches(1)
-    with Loader(dataset, 12, 2, 0, 2) as first, Loader(dataset, 12, 2, 1, 2) as second:
-        for step in (2, 3):
-            for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
-                parts += pair
-    assert torch.equal(joined(parts), whole)
 
 
 def test_reads_ahead_and_jumps(dataset, monkeypatch):

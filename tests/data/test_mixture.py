@@ -6,15 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from data_prep.cli import main
 from data_prep.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
-from optimus.data.loader import Loader
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError
-from tests.helpers.tiny import CONTEXT
+from tests.helpers.tiny import CONTEXT, reshuffled
 
 
 @pytest.fixture
@@ -52,18 +50,6 @@ def test_it_is_stateless(parts):
     assert np.array_equal(mix.read(far, far + 20), one_by_one)
 
 
-def test_resuming_with_other_ranks_goes_on_at_the_same_instance(parts):
-    mix = MixedDataset(parts, [2, 1, 3])
-    expected = torch.from_numpy(mix.read(0, 36))
-    with Loader(mix, 12, 2, 0, 1) as one:
-        found = list(one.microbatches(1))
-    with Loader(mix, 12, 2, 0, 2) as first, Loader(mix, 12, 2, 1, 2) as second:
-        for step in (2, 3):
-            for pair in zip(first.microbatches(step), second.microbatches(step), strict=True):
-                found += pair
-    assert torch.equal(torch.cat([microbatch.tokens for microbatch in found]), expected)
-
-
 def test_identity_covers_sources_weights_and_order(parts):
     one = MixedDataset(parts, [3, 1, 4]).identity
     assert MixedDataset(parts, [3, 1, 4]).identity == one and len(bytes.fromhex(one)) == 32
@@ -83,10 +69,7 @@ def test_sources_that_do_not_go_together(parts, tiny_data, tmp_path):
         assert needle in str(caught.value) and str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    wide = tmp_path / "wide"
-    assert main(["shuffle", str(tiny_data), "--to", str(wide), "--context", "64"]) == 0
-    assert main(["shard", str(wide), "--workers", "1"]) == 0
-    refused(wide, "has context = 32")
+    refused(reshuffled(tiny_data, tmp_path / "wide", context=64), "has context = 32")
     text, tokenizer, other = tmp_path / "a.txt", tmp_path / "t.json", tmp_path / "other"
     text.write_text("some other text " * 50)
     trained = ["train-tokenizer", "--input", str(text), "--vocab-size", "300"]

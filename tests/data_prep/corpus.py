@@ -148,6 +148,20 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
     return in_child(work)
 
 
+def killed_until_done(
+    arguments: Sequence[str], look: Callable[[], int] = lambda: 0, commits: int = 8
+) -> tuple[int, int]:
+    """Life after life, each killed at its 1st, 2nd, ... 8th commit, before the rename or after,
+    until one comes to its end; another finds all done. How many were killed, and the most that
+    `look` told between two."""
+    kills = most = 0
+    while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
+        assert status == -signal.SIGKILL
+        kills, most = kills + 1, max(most, look())
+    assert main(arguments) == 0
+    return kills, most
+
+
 def documents(folder: Path) -> Iterator[tuple[str, int, str]]:
     """(file, line, text) of every document of a corpus, read in the plainest way there is."""
     for path in sorted(folder.rglob("*"), key=str):

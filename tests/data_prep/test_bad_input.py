@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from data_prep.sources import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import tree
 from tests.data_prep.test_tokenize import stored_documents
+from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = json.dumps({"text": "good text"}) + "\n"
@@ -244,7 +243,5 @@ def test_read_only_directory(made, tmp_path, capsys):
 def test_no_traceback_from_the_command_itself(tmp_path):
     code = "import sys; from data_prep.cli import main; sys.exit(main())"
     for words, status in ((["verify", str(tmp_path / "x")], 2), (["--help"], 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
-        )
+        done = python("-c", code, *words)
         assert done.returncode == status and "Traceback" not in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from data_prep import bucket
 from data_prep.cli import main
 from data_prep.permutation import Permutation
 from data_prep.shard import PROCESS_BYTES
-from tests.data_prep.corpus import run_arguments, run_killed_at, tree
+from tests.data_prep.corpus import killed_until_done, run_arguments, tree
+from tests.helpers.damage import flip
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 1000, 36033, 10**12])
@@ -35,7 +35,7 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
     assert tree(out) == tree(made.data)
 
 
-def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch, capfd):
+def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
     monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
     out = tmp_path / "data"
@@ -44,14 +44,8 @@ def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch, capfd):
     steps = arguments.index("--context")
     assert main(["tokenize", *arguments[1:steps], "--eval-fraction", "0.15",
                  "--unit-size", "6000"]) == 0  # fmt: skip
-    kills = 0
-    while status := run_killed_at(arguments, 1 + kills % 5, before=kills // 5 % 2 == 0):
-        assert status == -signal.SIGKILL
-        kills += 1
-    assert kills >= 8
-    assert main(arguments) == 0
+    assert killed_until_done(arguments, commits=5)[0] >= 8
     assert tree(out) == tree(made.data)
-    capfd.readouterr()
 
 
 def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, capsys):
@@ -61,10 +55,7 @@ def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, ca
 
     def spill_and_damage(spill, *more):
         real(spill, *more)
-        path = next(spill.folder.glob("unit-?????.npy"))
-        data = bytearray(path.read_bytes())
-        data[-100] ^= 4
-        path.write_bytes(data)
+        flip(next(spill.folder.glob("unit-?????.npy")), -100)
 
     monkeypatch.setattr("data_prep.shard.spill_all", spill_and_damage)
     assert main(arguments) == 1

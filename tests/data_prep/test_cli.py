@@ -16,6 +16,7 @@ from data_prep.options import size
 from data_prep.progress import Progress, short
 from data_prep.train_tokenizer import EOS
 from tests.data_prep.corpus import documents, run_arguments, train_arguments
+from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed():
         "    importlib.import_module('data_prep.' + module.name)\n"
         "print('torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stdout.splitlines() == ["", "False"], done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from data_prep.cli import main
 from data_prep.duplicates import find, hash_of
 from data_prep.layout import write_checked_json
 from data_prep.verify import verify
-from tests.data_prep.corpus import run_killed_at, tree
+from tests.data_prep.corpus import killed_until_done, tree
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_tokenize import stored_documents
 
@@ -104,7 +103,7 @@ def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch
     assert tree(out) == before, "found again, though the documents had been taken out"
 
 
-def test_kills_and_ranks_change_no_byte(made, tmp_path, capfd):
+def test_kills_and_ranks_change_no_byte(made, tmp_path):
     write(tmp_path / "text", **MANY)
     base = arguments(made, tmp_path, "--on-error", "quarantine", "--unit-size", "1")
     where = base.index("--out") + 1
@@ -112,17 +111,12 @@ def test_kills_and_ranks_change_no_byte(made, tmp_path, capfd):
     base[where] = whole
     assert main(base) == 0
     base[where] = killed
-    kills = 0
-    while run_killed_at(base, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
-        kills += 1
-    assert kills > 8
-    assert main(base) == 0
+    assert killed_until_done(base)[0] > 8
     assert tree(Path(killed)) == tree(Path(whole))
     base[where] = ranked
     for rank in ("1", "0", "1"):  # one after the other, as jobs of an array may run
         assert main([*base, "--rank", rank, "--world", "2", "--patience", "0"]) == 0
     assert tree(Path(ranked)) == tree(Path(whole))
-    capfd.readouterr()
 
 
 def test_no_step_goes_on_over_duplicates_that_were_refused(made, tmp_path, capsys):

@@ -138,22 +138,3 @@ def test_ids_of_a_run_are_the_librarys(tmp_path, made, family):
         expected = library.encode(text, add_special_tokens=False).ids
         same = ids == [*expected, eos]  # pytest would compare long lists for minutes
         assert same, f"{family} {line} {text[:40]!r}"
-
-
-@pytest.mark.parametrize("family", ["gpt-2", "gpt-neox", "llama-3", "bert"])
-def test_a_megabyte_of_spaces(tmp_path, made, family):
-    make(tmp_path / "t.json", family)
-    (tmp_path / "text").mkdir()
-    text = " " * (1 << 20)
-    (tmp_path / "text" / "a.txt").write_text(text)
-    (tmp_path / "text" / "b.jsonl").write_text(json.dumps({"text": "x" + text + "y"}))
-    (tmp_path / "text" / "c.txt").write_text("some more words of text")
-    given = arguments(made, tmp_path, "--memory", "2GB", "--eos", EOS)
-    given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
-    assert main(given) == 0
-    library = open_tokenizer(tmp_path / "t.json")
-    found = [ids for _, _, ids in stored_documents(tmp_path / "out")]
-    texts = [text, f"x{text}y", "some more words of text"]
-    expected = [library.encode(one, add_special_tokens=False).ids for one in texts]
-    same = [ids[:-1] for ids in found] == expected
-    assert same

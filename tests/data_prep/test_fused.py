@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,8 +19,16 @@ from data_prep.packed import BLOCK_TOKENS, PackedArray, PackedStore
 from data_prep.verify import verify
 from optimus import files
 from optimus.errors import DataError
-from tests.data_prep.corpus import in_child, run_arguments, run_killed_at, tree
+from tests.data_prep.corpus import (
+    in_child,
+    killed_until_done,
+    run_arguments,
+    run_killed_at,
+    tree,
+)
 from tests.data_prep.test_ranks import start_rank, statuses
+from tests.helpers.damage import flip
+from tests.helpers.programs import python
 
 
 def arrays(out) -> list[str]:
@@ -165,10 +172,7 @@ def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole", tmp_path / "data"
     more = ("--fused", "--unit-size", "20000")
     assert main(run_arguments(made.text, made.tokenizer, whole, *more)) == 0
-    arguments, kills = run_arguments(made.text, made.tokenizer, out, *more), 0
-    while run_killed_at(arguments, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
-        kills += 1
-    assert kills > 20 and main(arguments) == 0
+    assert killed_until_done(run_arguments(made.text, made.tokenizer, out, *more))[0] > 20
     assert tree(out) == tree(whole)
 
 
@@ -192,10 +196,7 @@ def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     monkeypatch.setattr("data_prep.run.drop_arrays", lambda _: None)
     assert main(arguments) == 0 and list(verify(out)) == []
-    path = out / "tokens" / "unit-00001.packed"
-    data = bytearray(path.read_bytes())
-    data[40] ^= 4
-    path.write_bytes(data)
+    flip(out / "tokens" / "unit-00001.packed", 40)
     assert any("unit-00001.packed" in line for line in verify(out))
     for shard in (out / "shards").iterdir():
         shard.unlink()
@@ -241,7 +242,7 @@ def test_no_zstandard(made, tmp_path):
     script = "import sys; sys.modules['zstandard'] = None; from data_prep.cli import main; "
     given = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--fused")
     script += f"sys.exit(main({given!r}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = python("-c", script)
     assert done.returncode == 2 and "pip install zstandard" in done.stderr
     assert not (tmp_path / "data").exists()
 
@@ -254,9 +255,7 @@ def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, c
     assert main(["tokenize", *arguments[1:begin], "--eval-fraction", "0.15",
                  "--unit-size", "6000"]) == 0  # fmt: skip
     path = out / "tokens" / "unit-00000.npy"
-    data = bytearray(path.read_bytes())
-    data[328] ^= 1
-    path.write_bytes(data)
+    flip(path, 328)
     capsys.readouterr()
     assert main([*arguments, "--fused"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
@@ -305,8 +304,7 @@ def test_another_run_sweeps_nothing_away_while_arrays_are_removed(made, tmp_path
 
     def commit(temporary, final):
         if str(final).endswith("removed.json"):
-            words = [sys.executable, "-m", "data_prep.cli", *arguments]
-            ended.append(subprocess.run(words, cwd=Path(__file__).parents[2]).returncode)
+            ended.append(python("-m", "data_prep.cli", *arguments).returncode)
         real(temporary, final)
 
     monkeypatch.setattr(files, "commit", commit)

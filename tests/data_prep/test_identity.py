@@ -19,13 +19,14 @@ from data_prep.verify import verify
 from optimus import files
 from tests.data_prep.corpus import (
     in_child,
+    killed_until_done,
     run_arguments,
-    run_killed_at,
     train_arguments,
     tree,
     words,
     write_corpus,
 )
+from tests.helpers.processes import assert_gone, children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,30 +46,16 @@ def test_a_finished_run_changes_nothing(made):
     assert after == before
 
 
-def test_kills_at_every_commit(made, tmp_path, capfd):
-    """Life after life, each killed at its 1st, 2nd, ... 8th commit, before the rename or after.
-
-    A unit takes six commits and is done anew if cut short: some lives bring nothing.
-    """
+def test_kills_at_every_commit(made, tmp_path):
+    """A unit takes six commits and is done anew if cut short: some lives bring nothing."""
     out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out)
-    kills = 0
-    while True:
-        status = run_killed_at(arguments, 1 + kills % 8, before=kills // 8 % 2 == 0)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-        assert (not (out / "manifest.json").exists()) or not list(verify(out))
-        kills += 1
-    assert kills >= 24
-    assert main(arguments) == 0
+
+    def damages() -> int:
+        return (out / "manifest.json").exists() and len(list(verify(out)))
+
+    kills, worst = killed_until_done(run_arguments(made.text, made.tokenizer, out), damages)
+    assert kills >= 24 and worst == 0
     assert tree(out) == tree(made.data), "and no temporary file stays"
-    capfd.readouterr()
-
-
-def descendants(pid: int) -> set[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child) for child in children}
 
 
 def complete_units(out: Path) -> int:
@@ -95,14 +82,11 @@ def test_kills_at_random_moments_with_two_workers(tmp_path):
         while complete_units(out) < enough and process.poll() is None:
             time.sleep(0.002)
         time.sleep(rng.random() * 0.02)
-        orphans |= descendants(process.pid)
+        orphans |= {*children_of(process.pid)}
         process.kill()
         assert process.wait() == -signal.SIGKILL
     assert len(orphans) >= 6
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-        time.sleep(0.05)
+    assert_gone(orphans)
     assert subprocess.run(command, cwd=ROOT, stdout=-3, stderr=-3).returncode == 0
     assert tree(out) == tree(whole)
 

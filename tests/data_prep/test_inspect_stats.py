@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -22,6 +20,8 @@ from data_prep.stats import stats
 from optimus.errors import ConfigError, DataError
 from tests.data_prep.corpus import CONTEXT, documents, run_arguments, train_arguments
 from tests.data_prep.test_shards import shards
+from tests.helpers.damage import flip
+from tests.helpers.programs import python
 
 
 @pytest.mark.parametrize("part", ["", "eval"])
@@ -101,12 +101,10 @@ def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
 def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, command):
     data = tmp_path / "data"
     shutil.copytree(made.data, data)
-    content = bytearray((data / name).read_bytes())
     if name.endswith(".npy"):
-        content.pop()
+        os.truncate(data / name, (data / name).stat().st_size - 1)
     else:
-        content[len(content) // 2] ^= 1
-    (data / name).write_bytes(content)
+        flip(data / name, 0.5)
     more = ["--to", str(tmp_path / "new")] if command[0] == "shuffle" else []
     assert main([command[0], str(data), *command[1:], *more]) == 1
     assert name in capsys.readouterr().err.splitlines()[-1]
@@ -119,15 +117,9 @@ def test_a_name_that_standard_output_cannot_say(made, tmp_path):
         file.write(b"the cat sat " * 200)
     assert main(run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "data")) == 0
     inspect = ["inspect", str(tmp_path / "data"), "0"]
-    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
-    strict["PYTHONPATH"] = os.pathsep.join(sys.path)
     for more in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "data_prep.cli", *inspect, *more],
-            env=strict,
-            capture_output=True,
-            text=True,
-        )
+        words = ["-m", "data_prep.cli", *inspect, *more]
+        done = python(*words, PYTHONIOENCODING="utf-8:strict")
         assert done.returncode == 0, done.stderr
         assert "caf\\udce9.txt" in done.stdout
 
@@ -136,9 +128,7 @@ def test_a_name_that_standard_output_cannot_say(made, tmp_path):
 def test_stats_of_a_flipped_id(made, tmp_path, capsys, part):
     shutil.copytree(made.data, tmp_path / "data")
     path = tmp_path / "data" / part / "shards" / "shard-00000.npy"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 128
-    path.write_bytes(data)
+    flip(path, -1, 128)
     assert main(["stats", str(tmp_path / "data")]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "outside its vocabulary of 400; optimus-data verify" in told

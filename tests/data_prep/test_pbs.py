@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.pbs import install
+from tests.helpers import pbs
+from tests.helpers.programs import ROOT, install
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB_SCRIPT = ROOT / "scripts" / "pbs" / "data.sh"
 
 
@@ -22,11 +20,8 @@ JOB_SCRIPT = ROOT / "scripts" / "pbs" / "data.sh"
 )
 def test_jobs_write_the_same(made, tmp_path, how, world):
     """With relative names too: PBS starts a job in the home, not where it was submitted."""
-    install(tmp_path / "bin")
-    program = tmp_path / "bin" / "optimus-data"
-    python = shlex.join([sys.executable, "-m", "data_prep.cli"])
-    program.write_text(f'#!/bin/bash\nPYTHONPATH={shlex.quote(str(ROOT))} exec {python} "$@"\n')
-    program.chmod(0o755)
+    pbs.install(tmp_path / "bin")
+    program = install(tmp_path / "bin" / "optimus-data", "data_prep.cli")
     given = ["--account", "A", "--queue", "debug", "--filesystems", "home", *how]
     done = subprocess.run(
         [str(JOB_SCRIPT), *given, "--", *run_arguments(made.text, made.tokenizer, Path("data"))],

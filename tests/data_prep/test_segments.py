@@ -21,7 +21,7 @@ from data_prep.token_arrays import TokenArrayWriter
 from data_prep.tokenizer import Encoder
 from data_prep.unit_writer import UnitWriter
 from optimus import files
-from tests.data_prep.corpus import run_arguments, run_killed_at, tree, words
+from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_at, tree, words
 
 
 @pytest.fixture
@@ -48,21 +48,16 @@ def parts(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "tokens").glob("*.part-*"))
 
 
-def test_kills_at_every_commit_change_no_byte(made, text, tmp_path, capfd):
+def test_kills_at_every_commit_change_no_byte(made, text, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(arguments(text, made, whole)) == 0
     assert not parts(whole)
-    given, kills, most = arguments(text, made, out), 0, 0
-    while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
-        kills += 1
-        most = max(most, len(parts(out)))
+    kills, most = killed_until_done(arguments(text, made, out), lambda: len(parts(out)))
     assert kills > 20 and most >= 5
-    assert main(given) == 0
     assert tree(out) == tree(whole)
-    capfd.readouterr()
 
 
-def test_what_stands_is_not_encoded_again(made, text, tmp_path, monkeypatch, capfd):
+def test_what_stands_is_not_encoded_again(made, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     given = arguments(text, made, out)
     assert run_killed_at(given, 12, before=False) == -signal.SIGKILL
@@ -77,7 +72,6 @@ def test_what_stands_is_not_encoded_again(made, text, tmp_path, monkeypatch, cap
     lines = (text / "a.jsonl").read_text().splitlines()
     first = [json.loads(line)["text"] for line in lines[:10]]
     assert not set(first) & set(encoded[:20])
-    capfd.readouterr()
 
 
 def test_an_input_changed_behind_a_checkpoint_is_refused(made, text, tmp_path, capfd):
@@ -179,7 +173,7 @@ def test_an_earlier_input_of_the_unit_changed_behind_a_checkpoint(
     assert "a.txt: changed since" in capfd.readouterr().err
 
 
-def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkeypatch, capfd):
+def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkeypatch):
     """Killed at every commit; what stands is not encoded again."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -194,23 +188,22 @@ def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkey
     assert parquet.ParquetFile(folder / "a.parquet").num_row_groups == 4
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(arguments(folder, made, whole)) == 0
-    given, kills, stood = arguments(folder, made, out), 0, set()
-    while run_killed_at(given, 1 + kills % 8, before=kills // 8 % 2 == 0) == -signal.SIGKILL:
-        kills += 1
+    stood = set()
+
+    def look() -> int:
         for checkpoint in (out / "tokens").glob("*.part-*"):
             data = checkpoint.read_bytes()
             head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             stood.add(head["state"]["start"]["offset"])
-    assert len(stood) > 5 and any(row % 90 for row in stood), "behind rows within a group"
-    assert main(given) == 0
+        return len(stood)
+
+    assert killed_until_done(arguments(folder, made, out), look)[1] > 5
+    assert any(row % 90 for row in stood), "behind rows within a group"
     assert tree(out) == tree(whole)
-    capfd.readouterr()
 
 
 @pytest.mark.parametrize("blobs_each", [2, 3])
-def test_checkpoints_of_an_earlier_version_count_as_absent(
-    made, text, tmp_path, monkeypatch, capfd, blobs_each
-):
+def test_checkpoints_of_an_earlier_version_count_as_absent(made, text, tmp_path, blobs_each):
     """Version 1 had no hashes of ids; with a held-out part, its blobs are in other places."""
     out = tmp_path / "out"
     given = arguments(text, made, out)
@@ -234,10 +227,9 @@ def test_checkpoints_of_an_earlier_version_count_as_absent(
     assert main(given) == 0
     assert main(arguments(text, made, tmp_path / "whole")) == 0
     assert tree(out) == tree(tmp_path / "whole")
-    capfd.readouterr()
 
 
-def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path, monkeypatch, capfd):
+def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path):
     """Each life makes as many commits, far fewer than the unit has checkpoints."""
     lines = [json.loads(line) for line in (text / "a.jsonl").read_text().splitlines()]
     lines = [{**line, "id": number % (len(lines) - 1)} for number, line in enumerate(lines)]
@@ -253,4 +245,3 @@ def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path, 
         assert life < 30, "no progress"
     assert life > 3
     assert tree(out) == tree(tmp_path / "whole")
-    capfd.readouterr()

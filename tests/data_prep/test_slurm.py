@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.corpus import run_arguments, tree
+from tests.helpers.programs import ROOT, install, started
 
-ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "scripts" / "drills" / "slurm.sh"
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian has the daemons
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun")
@@ -113,19 +113,15 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 def test_the_job_script_without_slurm(made, tmp_path):
     """What it would submit, and the script as the job runs it, with an srun that sets what
     Slurm's does."""
-    out, program = tmp_path / "data", tmp_path / "optimus data"
-    program.write_text(f'#!/bin/bash\nexec "{sys.executable}" -m data_prep.cli "$@"\n')
+    out, program = tmp_path / "data", install(tmp_path / "optimus data", "data_prep.cli")
     (tmp_path / "srun").write_text(SRUN)
-    for path in (program, tmp_path / "srun"):
-        path.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environ |= {"OPTIMUS_DATA": str(program), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "srun").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS_DATA": str(program)}
     command = [str(ROOT / "scripts" / "slurm" / "data.sh")]
     words = run_arguments(made.text, made.tokenizer, out)
 
     def script(*how: str) -> subprocess.CompletedProcess:
-        given = [*command, *how, "--", *words]
-        return subprocess.run(given, env=environ, capture_output=True, text=True)
+        return started([*command, *how, "--", *words], **environ)
 
     dry = script("--dry-run", "--nodes", "2")
     assert dry.returncode == 0 and "srun" in dry.stdout and "optimus\\ data run" in dry.stdout

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from optimus.dist import collectives
-from optimus.dist.collectives import Group, group_of
+from optimus.dist.collectives import Group
 from optimus.errors import LostPeerError
-
-
-def everyone() -> Group:
-    distributed = torch.distributed
-    return group_of(distributed.group.WORLD)
+from tests.helpers.rank_pool import RanksFailed
+from tests.helpers.worlds import everyone
 
 
 def run_all(dtype: torch.dtype) -> dict:
@@ -22,9 +21,10 @@ def run_all(dtype: torch.dtype) -> dict:
     collectives.broadcast(sent, group)
     gathered = torch.empty(group.size, dtype=dtype)
     collectives.all_gather(gathered, own, group)
-    exchanged = torch.empty(group.size, dtype=dtype)
+    exchanged, part = torch.empty(group.size, dtype=dtype), torch.empty(1, dtype=dtype)
     pieces = torch.arange(group.size, dtype=dtype) + 10 * group.rank
     collectives.all_to_all(exchanged, pieces, group)
+    collectives.reduce_scatter_sum(part, pieces, group)
     objects = collectives.all_gather_objects(f"rank {group.rank}", group)
     told = collectives.broadcast_object(objects[-1] if group.rank == 0 else None, group)
     collectives.barrier(group)
@@ -34,6 +34,7 @@ def run_all(dtype: torch.dtype) -> dict:
         "broadcast": sent.item(),
         "gathered": gathered.tolist(),
         "exchanged": exchanged.tolist(),
+        "part": part.item(),
         "objects": objects,
         "told": told,
     }
@@ -45,6 +46,7 @@ def test_collectives_over_three_ranks(ranks, dtype):
         assert seen["sum"] == 6 and seen["max"] == 3 and seen["broadcast"] == 1
         assert seen["gathered"] == [1, 2, 3]
         assert seen["exchanged"] == [rank, 10 + rank, 20 + rank]
+        assert seen["part"] == 30 + 3 * rank
         assert seen["objects"] == ["rank 0", "rank 1", "rank 2"]
         assert seen["told"] == "rank 2"
 
@@ -95,48 +97,26 @@ def test_begun_alone_they_are_done():
     assert all(one.is_done() and one.wait().item() == 3 for one in begun)
 
 
-def begin_with_a_dead_peer() -> str:
+def wait_for_a_dead_peer(begun: bool) -> str:
     group = everyone()
     if group.rank == 1:
-        import os
-
         os._exit(0)
     try:
-        collectives.begin_all_gather(torch.ones(2), torch.ones(1), group).wait()
+        if begun:
+            collectives.begin_all_gather(torch.ones(2), torch.ones(1), group).wait()
+        else:
+            collectives.all_reduce_sum(torch.ones(1), group)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_a_dead_peer_is_named_while_waiting(ranks):
-    from tests.helpers.rank_pool import RanksFailed
-
+@pytest.mark.parametrize(("begun", "what"), [(True, "all_gather"), (False, "all_reduce_sum")])
+def test_a_dead_peer_is_named_as_such(ranks, begun, what):
     with pytest.raises(RanksFailed) as failed:
-        ranks(2, begin_with_a_dead_peer)
+        ranks(2, wait_for_a_dead_peer, begun)
     word = failed.value.outcomes[0].value()
-    assert "LostPeerError: " in word and "all_gather over all ranks did not complete" in word
-
-
-def wait_for_a_dead_peer() -> str:
-    group = everyone()
-    if group.rank == 1:
-        import os
-
-        os._exit(0)
-    try:
-        collectives.all_reduce_sum(torch.ones(1), group)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_a_dead_peer_is_named_as_such(ranks):
-    from tests.helpers.rank_pool import RanksFailed
-
-    with pytest.raises(RanksFailed) as failed:
-        ranks(2, wait_for_a_dead_peer)
-    word = failed.value.outcomes[0].value()
-    assert word.startswith("LostPeerError: all_reduce_sum over all ranks did not complete")
+    assert word.startswith(f"LostPeerError: {what} over all ranks did not complete")
 
 
 def do_wrong(what: str) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from optimus.dist.mesh import Mesh
 from optimus.dist.world import World
 from optimus.errors import LostPeerError
 from optimus.launch_env import LaunchEnv
+from tests.helpers.worlds import everyone, fake_world
 
 NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
 
@@ -35,9 +35,8 @@ def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
 
 def make_world(timeout_s: float) -> World:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everyone = collectives.group_of(torch.distributed.group.WORLD)
     launch = LaunchEnv(rank, size, rank, size, "env://")
-    return World(launch, torch.device("cpu"), "gloo", everyone, timeout_s)
+    return World(launch, torch.device("cpu"), "gloo", everyone(), timeout_s)
 
 
 def stay_away(when: str) -> str:
@@ -76,8 +75,8 @@ def test_each_group_holds_the_ranks_of_its_axes(ranks):
 
 def pass_along() -> list[float]:
     """Two messages to the next rank, in order, both under way at once."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    group = collectives.group_of(torch.distributed.group.WORLD)
+    group = everyone()
+    rank, size = group.rank, group.size
     before, after = (rank - 1) % size, (rank + 1) % size
     asked = [collectives.receive(torch.empty(1), group, before) for _ in range(2)]
     sent = [collectives.send(torch.tensor([rank + n / 10]), group, after) for n in range(2)]
@@ -148,31 +147,12 @@ def test_groups_may_be_made_again(ranks, sizes):
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 
-def reduce_scatter() -> float:
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    group = collectives.group_of(torch.distributed.group.WORLD)
-    out = torch.empty(1)
-    collectives.reduce_scatter_sum(out, torch.arange(size) + 10.0 * rank, group)
-    return out.item()
-
-
-def test_reduce_scatter_gives_each_rank_its_part(ranks):
-    assert ranks(3, reduce_scatter) == [10.0 * 3 + 3 * part for part in range(3)]
-
-
 def build_at_scale(size: int, rank: int) -> tuple[int, ...]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed = torch.distributed
-    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    launch = LaunchEnv(rank, size, 0, 12, "env://")
-    everyone = collectives.group_of(torch.distributed.group.WORLD)
-    world = World(launch, torch.device("cpu"), "fake", everyone)
-    groups = join_groups(Mesh(8, 128, 12, 1), world)
+    groups = join_groups(Mesh(8, 128, 12, 1), fake_world(rank, size))
     for name in NAMES:
         group = getattr(groups, name)
         if group.size > 1:
-            members = distributed.get_process_group_ranks(group.handle())
+            members = torch.distributed.get_process_group_ranks(group.handle())
             assert members[group.rank] == rank, (name, members)
     return tuple(getattr(groups, name).size for name in NAMES)
 
@@ -181,10 +161,3 @@ def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
     for rank in (0, 777, 12_287):
         (sizes,) = ranks(1, build_at_scale, 12_288, rank, start_world=False)
         assert sizes == (8, 128, 12, 1, 1536, 96, 2 if rank in (0, 777, 12_287) else 1)
-
-
-def test_places_partition_every_layout_of_eight():
-    for sizes in itertools.product((1, 2, 4, 8), repeat=4):
-        mesh = Mesh(*sizes)
-        if mesh.world_size == 8:
-            assert sorted(mesh.rank_at(mesh.place(rank)) for rank in range(8)) == list(range(8))

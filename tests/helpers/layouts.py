@@ -16,19 +16,14 @@ import torch
 from torch import Tensor
 
 from optimus.chunks.engine import ChunkEngine
-from optimus.config import ModelConfig, make_config
-from optimus.data.loader import Microbatch
+from optimus.config import ModelConfig
 from optimus.dist.collectives import all_gather_objects
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
 from optimus.dist.world import World, start_world
-from optimus.model.init import initialise_
 from optimus.model.router import Router
-from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from optimus.train.whole import WholeModel
-from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
+from tests.helpers.updates import make_updater, own_batch
 
 STEPS = 5
 NEAR_TIE = 1e-6
@@ -207,23 +202,14 @@ def run_several(trees: Sequence[dict[str, Any]], poison: Sequence[bool]) -> list
 
 def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome | None:
     """`poison`: what is freed of chunks becomes NaN instead."""
-    torch.set_num_threads(1)
-    config = make_config(tree)
-    parallel = config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
-    groups = join_groups(mesh, world, parallel.virtual_stages)
-    plan = plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
+    config, _, groups, plan, shard, states, updater = make_updater(tree, world, poison)
     routes = _Routes(shard, groups.data.rank, groups.data.size)
-    states = shard.make_states(poison)
-    updater = Updater(config, groups, shard, states, plan, world.device)
     whole = WholeModel(config, shard.layout, groups)
     initial = _digests(whole.gather(states.whole("master")))
     gradients, metrics = _before_clipping(states, whole), []
     for step in range(1, STEPS + 1):
-        numbers = range(groups.data.rank, plan.num_microbatches, groups.data.size)
-        own = [Microbatch(_tokens(step * plan.num_microbatches + number)) for number in numbers]
+        count = plan.num_microbatches
+        own = own_batch(groups, count, step * count, config.train.seq_len)
         routes.step = step
         result = updater.run(step, own)
         metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
@@ -231,10 +217,6 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
     shared = all_gather_objects(routes.found if groups.place.tp == 0 else {}, world.everyone)
     found = {place: route for part in shared for place, route in part.items()}
     return Outcome(metrics, initial, final, gradients, found)
-
-
-def _tokens(number: int) -> Tensor:
-    return torch.randint(0, VOCAB, (1, CONTEXT), generator=torch.Generator().manual_seed(number))
 
 
 def _digests(whole: dict[str, Tensor]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.load import read_whole
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
+from optimus.errors import OptimusError
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
@@ -20,6 +23,23 @@ TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
 
 def run_tree(tree: dict) -> None:
     train(make_config(tree), read_launch_env())
+
+
+def run_and_catch(tree: dict) -> tuple[int, str]:
+    """A run's exit status and what it raised."""
+    try:
+        run_tree(tree)
+    except OptimusError as error:
+        assert error.on_every_rank
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def told_by(tree: dict) -> str:
+    """What a run says on standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run_tree(tree)
+    return told.getvalue()
 
 
 def train_on(ranks, size: int, tree: dict) -> None:

@@ -38,6 +38,16 @@ def make_tiny_data(directory: Path, documents: int = 120, tokenizer: Path | None
     return out
 
 
+def reshuffled(source: Path, to: Path, *more: str, context: int = CONTEXT) -> Path:
+    """The data set `source` in another order, or of other instances."""
+    from data_prep.cli import main as optimus_data
+
+    shuffle = ["shuffle", str(source), "--to", str(to), "--context", str(context), *more]
+    assert optimus_data(shuffle) == 0
+    assert optimus_data(["shard", str(to), "--workers", "1"]) == 0
+    return to
+
+
 def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[str, Any]:
     """The configuration of a tiny OLMoE run; override as `section__key=value`."""
     tree: dict[str, Any] = {

@@ -185,6 +185,20 @@ def _train(case: Case, world: Group) -> Outcome:
     return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)
 
 
+def fetches_of_passes(cases: Sequence[Case], passes: int) -> list[int]:
+    """How often a chunk is gathered by so many forward passes outside of a training step."""
+    world, found = start_world(device="cpu").everyone, []
+    for case in cases:
+        tower = Tower(case.n)
+        make_engine(tower, case, world)
+        traffic.clear()
+        with torch.no_grad():
+            for number in range(passes):
+                tower(batch(number, case.dtype))
+        found.append(traffic["dp", "all_gather"][0])
+    return found
+
+
 def use_with_silent_triggers(
     case: Case, silent: Sequence[tuple[int, bool]]
 ) -> list[tuple[bool, bool]]:

@@ -8,6 +8,7 @@ import torch
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, make_config
+from optimus.data.loader import Microbatch
 from optimus.dist.groups import Groups, join_groups
 from optimus.dist.mesh import make_mesh
 from optimus.dist.world import World, start_world
@@ -15,6 +16,21 @@ from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan, plan_batch
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
+from tests.helpers.tiny import CONTEXT, VOCAB
+
+
+def numbered(number: int, length: int = CONTEXT) -> Microbatch:
+    """One instance of tokens made from their number."""
+    generator = torch.Generator().manual_seed(number)
+    return Microbatch(torch.randint(0, VOCAB, (1, length), generator=generator))
+
+
+def own_batch(
+    groups: Groups, count: int = 8, first: int = 0, length: int = CONTEXT
+) -> list[Microbatch]:
+    """This data rank's microbatches of a global batch of `count`, numbered from `first` on."""
+    numbers = range(groups.data.rank, count, groups.data.size)
+    return [numbered(first + number, length) for number in numbers]
 
 
 class MadeShard(NamedTuple):
@@ -49,9 +65,9 @@ def make_shard(tree: dict[str, Any], world: World | None = None) -> MadeShard:
     return MadeShard(config, world, groups, plan, shard)
 
 
-def make_updater(tree: dict[str, Any], world: World | None = None) -> Made:
-    """The same with what updates it."""
+def make_updater(tree: dict[str, Any], world: World | None = None, poison: bool = False) -> Made:
+    """The same with what updates it; `poison` as in `Shard.make_states`."""
     made = make_shard(tree, world)
-    states = made.shard.make_states()
+    states = made.shard.make_states(poison)
     updater = Updater(made.config, made.groups, made.shard, states, made.plan, made.world.device)
     return Made(*made, states, updater)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from optimus_kernels import backend, build, cache
 from optimus_kernels.cache import KernelError
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HELD = """#!/bin/sh
@@ -49,17 +49,10 @@ def start() -> BaseProcess:
     return process
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_one_of_many_compiles_and_all_load(held_compiler):
     hold, log = held_compiler
     processes = [start() for _ in range(4)]
-    wait_for(log.read_text)
+    wait_until(log.read_text, within_s=60)
     hold.unlink()
     for process in processes:
         process.join(60)
@@ -70,11 +63,11 @@ def test_one_of_many_compiles_and_all_load(held_compiler):
 def test_after_a_killed_builder_the_next_one_builds(held_compiler):
     hold, log = held_compiler
     killed = start()
-    wait_for(log.read_text)
+    wait_until(log.read_text, within_s=60)
     second = start()
     os.kill(killed.pid, signal.SIGKILL)
     killed.join(10)
-    wait_for(lambda: log.read_text() == "x\nx\n")
+    wait_until(lambda: log.read_text() == "x\nx\n", within_s=60)
     assert cache.entries("cpu") == []
     hold.unlink()
     second.join(60)

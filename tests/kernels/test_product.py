@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 
 from optimus_kernels import product as products
 from optimus_kernels.product import fastest_library, onednn, own, product
+from tests.helpers.programs import python
 
 SIZES = [(1, 1, 1), (3, 5, 7), (33, 17, 65), (64, 96, 128), (600, 48, 2048), (40, 700, 1100)]
 
@@ -146,13 +145,8 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 """
     found = {}
     for intel in (False, True):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(intel=intel)],
-            env={**os.environ, "ONEDNN_VERBOSE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = python("-c", code.format(intel=intel), ONEDNN_VERBOSE="1")
+        assert done.returncode == 0, done.stderr
         _, _, log = done.stdout.partition("= within\n")
         within, _, after = log.partition("= after\n")
         found[intel] = within.count(",matmul,")

@@ -6,15 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.dist.collectives import Group, group_of
 from optimus.parallel import exchange
+from tests.helpers.worlds import everyone
 
 SIZE = 2
-
-
-def everyone() -> Group:
-    distributed = torch.distributed
-    return group_of(distributed.group.WORLD)
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

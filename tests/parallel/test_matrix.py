@@ -5,6 +5,8 @@ A sample in which every two choices meet; `scripts/drills/layouts.py` runs all o
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,8 +25,12 @@ SAMPLE = pairwise(all_cases())
 _known: dict[str, Outcome] = {}
 
 
-def agreement_of(ranks, case: Case) -> Agreement:
-    """The run of one process is made once for each model, dtype and batch."""
+def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
+    """The run of one process is made once for each model, dtype and batch; `train`: settings that
+    it does not share."""
+
+    def many(size: int, tree: dict) -> Outcome:
+        return run(size, tree | {"train": tree["train"] | train})
 
     def run(size: int, tree: dict) -> Outcome:
         return ranks(size, run_case, tree, start_world=False, timeout_s=120)[0]
@@ -35,12 +41,22 @@ def agreement_of(ranks, case: Case) -> Agreement:
             _known[key] = run(1, tree)
         return _known[key]
 
-    return agree(case, run, alone)
+    return agree(case, many, alone)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_layout_trains_the_model_of_one_process(ranks, case):
     agreement = agreement_of(ranks, case)
+    assert not agreement.broken, f"{agreement}"
+
+
+OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
+
+
+@pytest.mark.parametrize("case", OF_EACH_MESH.values(), ids=str)
+def test_without_the_mode_it_is_as_near(ranks, case):
+    """Where gradients add up in place and leave while backward goes on."""
+    agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from optimus.config import make_config
-from optimus.dist.collectives import Group, group_of
 from optimus.model.layers import Embedding, RMSNorm
 from optimus.parallel.placement import share
 from optimus.parallel.tensor import (
@@ -17,13 +16,9 @@ from optimus.parallel.tensor import (
     vocabulary_parallel_cross_entropy,
 )
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.worlds import everyone
 
 V, D, N = 11, 8, 6  # V divided unevenly
-
-
-def everyone() -> Group:
-    distributed = torch.distributed
-    return group_of(distributed.group.WORLD)
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

@@ -12,13 +12,12 @@ import torch
 from optimus.checkpoint.save import FullSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
-from optimus.data.loader import Microbatch
 from optimus.dist.mesh import Mesh, Place
 from optimus.errors import ConfigError
 from optimus.planner.plan import format_plan, plan
 from optimus.planner.states import plan_rank, plan_ranks, states_of_rank
-from tests.helpers.tiny import VOCAB, tiny_tree
-from tests.helpers.updates import make_shard, make_updater
+from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_shard, make_updater, numbered
 from tests.planner.test_plan import CONFIGS
 
 FAST = {"train__deterministic": False}
@@ -56,15 +55,10 @@ def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     updates."""
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
-        updater.run(step, [one(step) for _ in range(batch.microbatches_per_rank)])
+        updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
     found = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
     planned = plan_rank(config, groups.mesh, groups.place).engine.bytes_held()
     return planned, states.bytes_held(), found
-
-
-def one(seed: int) -> Microbatch:
-    generator = torch.Generator().manual_seed(seed)
-    return Microbatch(torch.randint(0, VOCAB, (1, 32), generator=generator))
 
 
 TIED = {"model__tie_embeddings": True}

@@ -16,6 +16,7 @@ from optimus.checkpoint import manager
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
+from tests.helpers.disks import small_disk
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.saves import (
     BOTH,
@@ -75,28 +76,21 @@ def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A file system of 3 MB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "optimus-test", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", "3m"):
+        yield tmp_path / "disk"
 
 
 @BOTH
-def test_a_full_disk_harms_nothing_and_is_used_again(
-    ranks, tiny_data, tmp_path, small_disk, beside
-):
+def test_a_full_disk_harms_nothing_and_is_used_again(ranks, tiny_data, tmp_path, disk, beside):
     """Not even metrics find room; they are written later."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
-    run = small_disk / "run"
+    run = disk / "run"
     tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_on_a_full_disk, tree, str(small_disk), start_world=False)
+    ended = ranks(2, run_on_a_full_disk, tree, str(disk), start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2, ended
     told = warnings(ended[0])
     for step in (10, 15):
@@ -112,15 +106,13 @@ def test_a_full_disk_harms_nothing_and_is_used_again(
 
 
 @BOTH
-def test_a_directory_that_takes_nothing_harms_nothing(
-    ranks, tiny_data, tmp_path, small_disk, beside
-):
+def test_a_directory_that_takes_nothing_harms_nothing(ranks, tiny_data, tmp_path, disk, beside):
     settings = {"train__max_steps": 24, "checkpoint__interval": 6, "checkpoint__async_save": beside}
     run = tmp_path / "run"
     run.mkdir()
-    (run / "checkpoints").symlink_to(small_disk)
+    (run / "checkpoints").symlink_to(disk)
     tree = tiny_tree(tiny_data, run, **settings)
-    ended = ranks(2, run_on_a_read_only_disk, tree, str(small_disk), start_world=False)
+    ended = ranks(2, run_on_a_read_only_disk, tree, str(disk), start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2, ended
     told = warnings(ended[0])
     assert len(told) == 2 and all("Read-only file system" in line for line in told), told

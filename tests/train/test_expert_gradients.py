@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from optimus.chunks import gradients as gradients_module
-from optimus.data.loader import Microbatch
 from optimus.dist.world import World, start_world
 from optimus.errors import NonFiniteError
 from optimus.train.shard import Shard
 from optimus_kernels import experts_loop
-from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.tiny import CONTEXT, tiny_tree
+from tests.helpers.updates import make_updater, own_batch
 
 BATCH, STEPS = 8, 2
 
@@ -57,12 +56,9 @@ def watch(tree: dict, world: World, made: list[int]) -> Seen:
     config, _, groups, _, shard, states, updater = make_updater(tree, world)
     if config.train.compile:
         shard.model.compile_blocks()
-    generator = torch.Generator().manual_seed(7)
-    tokens = [torch.randint(0, VOCAB, (1, CONTEXT), generator=generator) for _ in range(BATCH)]
-    own = [Microbatch(one) for one in tokens[groups.data.rank :: groups.data.size]]
     results = []
     for step in range(1, STEPS + 1):
-        result = updater.run(step, own)
+        result = updater.run(step, own_batch(groups, BATCH))
         results.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
     whole = {f"{kind} {n}": t for kind in ("grad", "master") for n, t in states.whole(kind).items()}
     digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}

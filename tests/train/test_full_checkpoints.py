@@ -6,9 +6,7 @@ import errno
 import math
 import os
 import random
-import resource
 import shutil
-import signal
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +22,13 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import ShardReader
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
-from optimus.errors import CheckpointError, OptimusError
+from optimus.errors import CheckpointError
+from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import states_of_rank
 from optimus.train.shard import Shard
+from tests.helpers.damage import flip
 from tests.helpers.kill_points import save_full
-from tests.helpers.runs import assert_same_run, run_tree, train_on
+from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
@@ -158,15 +158,9 @@ def test_each_byte_is_read_once_by_the_whole_job(
     assert max(one["bytes"] for one in read) < 1.1 * sum(one["bytes"] for one in read) / size
 
 
-def flip(path: Path, at: float) -> None:
-    """One bit of a file, `at` a share of its length."""
-    content = bytearray(path.read_bytes())
-    content[int(at * len(content))] ^= 16
-    path.write_bytes(content)
-
-
 def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tmp_path):
-    """On one rank of two; the reason is told, and the run is that without damage."""
+    """On one rank of two; the step behind the other is done again, stands once in the curve, and
+    the run is that without damage."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -176,6 +170,8 @@ def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tm
     assert_same_run(tmp_path / "unbroken", run)
     aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
     assert len(aside) == 1 and aside[0].startswith("step-00000003")
+    (cut,) = (run / "log").glob("metrics-cut-*.jsonl")
+    assert [line["step"] for line in read_json_lines(cut)] == [3]
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:
@@ -217,15 +213,6 @@ def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_pa
     assert_same_run(run, fresh)
 
 
-def refused(tree: dict[str, Any]) -> tuple[int, str]:
-    try:
-        run_tree(tree)
-    except OptimusError as error:
-        assert error.on_every_rank
-        return error.exit_code, str(error)
-    return 0, ""
-
-
 def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
@@ -233,29 +220,10 @@ def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_
         flip(manager.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     longer = tree | {"train": tree["train"] | {"stop_at_step": 3}}
-    words = ranks(2, refused, longer, start_world=False)
+    words = ranks(2, run_and_catch, longer, start_world=False)
     assert words[0] == words[1] and words[0][0] == 2
     assert "none of 2 full checkpoints is valid" in words[0][1]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
-
-
-def save_on_a_full_disk(tree: dict[str, Any], final: str) -> str:
-    """The second rank cannot write its file; what this rank is told."""
-    built = build(tree)
-    if built.states.groups.everyone.rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-    with pytest.raises(OptimusError) as failed:
-        save_full(built.states, Path(final), step=1)
-    assert failed.value.on_every_rank
-    return str(failed.value)
-
-
-def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path):
-    tree = tiny_tree("d", "r", optim__sharding="so")
-    words = ranks(2, save_on_a_full_disk, tree, str(tmp_path / "step-1"), start_world=False)
-    assert words == ["step-1/shard-00001.bin not written: File too large"] * 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_reaches_all_ranks_by_either_way(ranks, tiny_data, tmp_path):

@@ -194,25 +194,6 @@ def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, cap
     assert "kernels" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"kernels__grouped_gemm": "torch"}, "train.deterministic takes 'loop'"),
-        ({**DENSE, "kernels__grouped_gemm": "loop"}, "architecture 'olmo' has no experts"),
-        ({"train__compile": True}, "train.deterministic needs train.compile = false"),
-        ({**FAST, "train__compile": True, "parallel__tp": 2}, "with parallel.tp = 2 ranks talk"),
-        ({**FAST, "train__compile": True, "parallel__ep": 4}, "use parallel.ep = 1 or train.comp"),
-        (
-            {**FAST, "train__compile": True, "data__document_mask": True},
-            "use data.document_mask = false",
-        ),
-    ],
-)
-def test_settings_that_cannot_go_together(settings, match):
-    with pytest.raises(ConfigError, match=match):
-        tiny_config("data", "run", **settings)
-
-
 @needs_torch_form
 def test_sizes_that_torchs_form_cannot_take_end_in_one_line_or_in_the_loop(
     tiny_data, tmp_path, capfd

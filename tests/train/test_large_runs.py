@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from optimus.config import load_config
-from optimus.dist.collectives import group_of
 from optimus.dist.groups import join_groups
-from optimus.dist.world import World
-from optimus.launch_env import LaunchEnv
 from optimus.planner.plan import plan
 from optimus.train.preflight import divide
 from optimus.train.shard import Shard
+from tests.helpers.worlds import fake_world
 from tests.planner.test_plan import CONFIGS
 from tests.planner.test_states import LARGE
 
@@ -23,24 +21,17 @@ META = torch.device("meta")
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
     """Of the first rank of each stage: bytes of its states, and how many elements of experts and of
     other parameters it holds."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed = torch.distributed
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     found = []
     for stage in range(mesh.pp):
-        rank = stage * (WORLD // mesh.pp)
-        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-        everyone = group_of(distributed.group.WORLD)
-        cpu = torch.device("cpu")  # torch 2.8 sends nothing from meta
-        world = World(LaunchEnv(rank, WORLD, 0, 12, "env://"), cpu, "fake", everyone)
+        world = fake_world(stage * (WORLD // mesh.pp), WORLD)
         shard = Shard(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if "experts" in name)
         states = shard.make_states()
         found.append((states.bytes_held(), experts, sum(sizes.values()) - experts))
-        distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
     return found
 
 

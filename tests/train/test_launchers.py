@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,25 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.test_slurm import needs_slurm, under_slurm
-from tests.helpers.pbs import install
+from tests.helpers import pbs as pbs_stand_ins
+from tests.helpers.programs import ROOT, install, mpiexec, started
 from tests.helpers.runs import metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.train.test_spawn import write_config
 
-ROOT = Path(__file__).resolve().parents[2]
 PBS, SLURM = (ROOT / "scripts" / system / "train.sh" for system in ("pbs", "slurm"))
-MPIEXEC = {
-    "openmpi": ["mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
-    "mpich": ["mpiexec.mpich"],
-}
-PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
+KINDS = ("openmpi", "mpich")
 TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
-
-
-def mpiexec(kind: str, ranks: int) -> list[str]:
-    if shutil.which(MPIEXEC[kind][0]) is None:
-        pytest.skip(f"no {MPIEXEC[kind][0]} (Debian: apt-get install {PACKAGES[kind]})")
-    return [*MPIEXEC[kind], "-n", str(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +30,6 @@ def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
     return write_config(base / "run.toml", tree)
-
-
-def started(words: list[str], **more: str) -> subprocess.CompletedProcess:
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels"} | more
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240)
 
 
 def train_by(launcher: list[str], config: Path, *settings: str, **more: str):
@@ -73,7 +56,7 @@ def test_ranks_of_a_real_mpiexec_train_to_the_same_bits(config, tmp_path, kind, 
     assert metrics_of(tmp_path) == metrics_of(config.parent / "one")
 
 
-@pytest.mark.parametrize("kind", MPIEXEC)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
     run = f"train.run_dir={tmp_path}"
     done = train_by(mpiexec(kind, 3), config, run, "parallel.pp=2")
@@ -88,7 +71,7 @@ def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
 
 
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
-@pytest.mark.parametrize("kind", MPIEXEC)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, setting):
     """MPICH ends nobody when a rank does: ranks agree on who speaks, and all end alike."""
     port = {"MASTER_PORT": free_port()}
@@ -101,14 +84,8 @@ def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, se
 @pytest.fixture
 def optimus(tmp_path) -> Path:
     """The command, and stand-ins for qsub and the mpiexec of PALS in the same folder."""
-    install(tmp_path / "bin")
-    program = tmp_path / "bin" / "optimus"
-    python = shlex.join([sys.executable, "-m", "optimus.cli"])
-    program.write_text(
-        f'#!/bin/bash\nPYTHONPATH={shlex.quote(f"{ROOT}:{ROOT}/kernels")} exec {python} "$@"\n'
-    )
-    program.chmod(0o755)
-    return program
+    pbs_stand_ins.install(tmp_path / "bin")
+    return install(tmp_path / "bin" / "optimus", "optimus.cli")
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):

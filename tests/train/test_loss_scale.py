@@ -7,21 +7,17 @@ import math
 import pytest
 import torch
 
-from optimus.data.loader import Microbatch
 from optimus.dist.world import start_world
 from optimus.errors import NonFiniteError
 from optimus.train import half
 from optimus.train.loss_scale import LossScale
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
-from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
+from tests.helpers.updates import make_updater, own_batch
 
 HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
 STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}
-MICROBATCHES = [
-    torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(n)) for n in range(8)
-]
 
 
 def half_tree(**overrides) -> dict:
@@ -72,7 +68,7 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
     By step: the result and the masters of this rank, as told after it.
     """
     _, world, groups, _, shard, states, updater = make_updater(tree)
-    own = [Microbatch(tokens) for tokens in MICROBATCHES[groups.data.rank :: groups.data.size]]
+    own = own_batch(groups)
     told = {}
     for step in range(1, steps + 1):
         handle = None

@@ -16,7 +16,7 @@ from optimus.launch_env import read_launch_env
 from optimus.train.loop import train
 from optimus.train.preflight import doubts, preflight, with_start
 from optimus.train.run_dir import RunDirectory
-from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
+from tests.helpers.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
 from tests.train.test_run import train_on
 
 MIX = [{"path": "/nowhere", "weight": 1}]
@@ -190,10 +190,7 @@ def test_instances_that_a_change_skips_are_told(tiny_data, stopped_run, tmp_path
     change |= {"checkpoint__allow_change": ["train.global_batch_tokens", "data.identity"]}
     (told,) = _of_the_data(check(tiny_data, stopped_run, **change))
     assert told.endswith(f" (checkpoint of step 2: {8 * CONTEXT}); instances 16 to 32 are skipped")
-    other = tmp_path / "other"
-    shuffle = ["shuffle", str(tiny_data), "--to", str(other), "--context", str(CONTEXT)]
-    assert optimus_data([*shuffle, "--seed", "8"]) == 0
-    assert optimus_data(["shard", str(other), "--workers", "1"]) == 0
+    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
     change["train__global_batch_tokens"] = 8 * CONTEXT
     (told,) = _of_the_data(check(other, stopped_run, **change))
     assert told.startswith("data.identity = ") and told.endswith("; instances 0 to 16 are skipped")
@@ -226,9 +223,7 @@ def test_a_read_only_directory(tiny_data, tmp_path):
 
 
 def test_a_held_out_part_is_not_trained_on(tiny_data, tmp_path):
-    again = tmp_path / "again"
-    shuffle = ["shuffle", str(tiny_data / "eval"), "--to", str(again), "--context", str(CONTEXT)]
-    assert optimus_data(shuffle) == optimus_data(["shard", str(again), "--workers", "1"]) == 0
+    again = reshuffled(tiny_data / "eval", tmp_path / "again")
     for path, own in ((tiny_data / "eval", f"give {tiny_data}, "), (again, "that it came with")):
         mix = [{"path": str(path), "weight": 1}]
         for key, data in (
@@ -243,10 +238,7 @@ def test_a_held_out_part_is_not_trained_on(tiny_data, tmp_path):
 
 
 def test_a_mix_is_evaluated_on_the_held_out_parts_mixed_alike(tiny_data, tmp_path):
-    other = tmp_path / "other"
-    shuffle = ["shuffle", str(tiny_data), "--to", str(other), "--context", str(CONTEXT)]
-    assert optimus_data([*shuffle, "--seed", "8"]) == 0
-    assert optimus_data(["shard", str(other), "--workers", "1"]) == 0
+    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
     parts = [TokenDataset(path / "eval") for path in (tiny_data, other)]
 
     def held_out(*paths, **overrides):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -11,12 +9,11 @@ from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
-from optimus.errors import CheckpointError, OptimusError, Stopped
+from optimus.errors import CheckpointError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.observe.metrics import read_json_lines
 from optimus.train.preflight import preflight, with_start
-from tests.helpers.changed_runs import make_run, poison
-from tests.helpers.runs import assert_same_run, metrics_of, run_tree, train_on
+from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
 
@@ -24,8 +21,6 @@ from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
     "variant",
     [
         pytest.param({}, id="moe"),
-        pytest.param({"model__tie_embeddings": True}, id="moe-tied"),
-        pytest.param({"train__dtype": "bf16"}, id="moe-bf16"),
         pytest.param({"data__document_mask": True}, id="moe-document-mask"),
         pytest.param(
             DENSE | {"model__tie_embeddings": True, "train__microbatch_size": 2}, id="dense"
@@ -33,9 +28,10 @@ from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
     ],
 )
 def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path, variant):
+    variant = variant | {"train__max_steps": 8}
     for size in (1, 2, 4):
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / str(size), **variant))
-    assert len(metrics_of(tmp_path / "1")) == 20
+    assert len(metrics_of(tmp_path / "1")) == 8
     assert_same_run(tmp_path / "1", tmp_path / "2")
     assert_same_run(tmp_path / "1", tmp_path / "4")
     evaluations = [(tmp_path / str(size) / "eval.jsonl").read_text() for size in (1, 2, 4)]
@@ -99,73 +95,6 @@ def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):
     assert bf16[-1]["loss"] != fast[-1]["loss"]
 
 
-def test_stopping_early_and_going_on_under_another_layout_changes_no_bit(
-    ranks, tiny_data, tmp_path
-):
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken"))
-    pieces = tmp_path / "pieces"
-    train_on(ranks, 2, tiny_tree(tiny_data, pieces, train__stop_at_step=7))
-    train_on(ranks, 4, tiny_tree(tiny_data, pieces, train__stop_at_step=8))
-    train_on(ranks, 1, tiny_tree(tiny_data, pieces))
-    assert_same_run(tmp_path / "unbroken", pieces)
-
-
-def test_steps_behind_the_checkpoint_are_done_again_and_stand_once(ranks, tiny_data, tmp_path):
-    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken"))
-    run_dir = tmp_path / "killed"
-    train_on(ranks, 1, tiny_tree(tiny_data, run_dir, train__stop_at_step=16))
-    damaged = manager.full_path(run_dir, 16) / "shard-00000.bin"
-    content = damaged.read_bytes()  # back to the one before
-    damaged.write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
-    assert manager.newest_valid(run_dir).step == 12
-    train_on(ranks, 1, tiny_tree(tiny_data, run_dir))
-    assert_same_run(tmp_path / "unbroken", run_dir)
-    cut = list((run_dir / "log").glob("metrics-cut-*.jsonl"))
-    assert [json.loads(line)["step"] for line in cut[0].read_text().splitlines()][-1] == 16
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("what", ["parameter", "gradient"])
-def test_nan_on_one_rank_is_found_before_reduction(ranks, tiny_data, tmp_path, what, deterministic):
-    tree = tiny_tree(
-        tiny_data, tmp_path, train__deterministic=deterministic, checkpoint__interval=1
-    )
-    words = ranks(2, poison, tree, 1, what, "final_norm", start_world=False)
-    assert words[0] == words[1]
-    name, message = words[0].split("|")
-    for part in ("rank 1", "step 3", what, name):
-        assert part in message
-    assert manager.newest_valid(tmp_path).step == 2  # nothing was saved with NaN in it
-    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
-    assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
-
-
-def stop_by_signal(tree: dict) -> str:
-    import os
-    import signal
-
-    run = make_run(tree)
-    plain_update = run.update
-
-    def update(step: int) -> None:
-        if step == 5 and run.world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        plain_update(step)
-
-    run.update = update
-    try:
-        run.go()
-    except Stopped as stopped:
-        return f"{stopped.exit_code} {stopped}"
-    return "ran to its end"
-
-
-def test_a_signal_on_one_rank_ends_all_after_a_checkpoint(ranks, tiny_data, tmp_path):
-    words = ranks(2, stop_by_signal, tiny_tree(tiny_data, tmp_path), start_world=False)
-    assert words[0] == words[1] and words[0].startswith("3 received SIGTERM")
-    assert manager.newest_valid(tmp_path).step == 5
-
-
 def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
     settings = {"checkpoint__model_interval": 5, "checkpoint__keep_models": 2}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings))
@@ -178,19 +107,12 @@ def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
     assert manager.newest_valid(tmp_path).updates == 5
 
 
-def run_and_catch(tree: dict) -> str:
-    try:
-        run_tree(tree)
-    except OptimusError as error:
-        return f"{error.exit_code} {error}"
-    return "0"
-
-
 def test_an_update_that_overflows_is_never_saved(ranks, tiny_data, tmp_path):
     wild = {"optim__lr": 1e38, "optim__warmup_steps": 0, "checkpoint__interval": 1}
     tree = tiny_tree(tiny_data, tmp_path, **wild)
     words = ranks(2, run_and_catch, tree, start_world=False)
-    assert words[0] == words[1] and words[0].startswith("4 step 1: the update made parameter ")
+    assert words[0] == words[1] and words[0][0] == 4
+    assert words[0][1].startswith("step 1: the update made parameter ")
     assert manager.newest_valid(tmp_path) is None
 
 
@@ -206,12 +128,12 @@ def test_weights_of_another_model_are_refused_before_anything_changes(
         model__num_layers=3,
         checkpoint__load=str(tmp_path / "hf"),
     )
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert word.startswith("2 model.num_layers = 3")
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and word.startswith("model.num_layers = 3")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"truncated")
     tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(tmp_path / "hf"))
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert word.startswith("2 ") and "model.safetensors" in word
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and "model.safetensors" in word
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
 
 
@@ -219,10 +141,8 @@ def test_a_model_that_cannot_be_exported_is_refused_at_the_start(ranks, tiny_dat
     tree = tiny_tree(
         tiny_data, tmp_path, **DENSE, model__norm_eps=1e-6, checkpoint__model_interval=2
     )
-    (word,) = ranks(1, run_and_catch, tree, start_world=False)
-    assert (
-        word.startswith("2 ") and "norm_eps" in word and not (tmp_path / "metrics.jsonl").exists()
-    )
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and "norm_eps" in word and not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_run_may_become_deterministic(ranks, tiny_data, tmp_path):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tomllib
 
 from optimus.train import settle
-from tests.helpers.runs import metrics_of, run_tree
+from tests.helpers.runs import metrics_of, told_by
 from tests.helpers.tiny import tiny_tree
 
 EP2 = {
@@ -35,12 +33,6 @@ def first_run(tree: dict) -> str:
 def later_run(tree: dict) -> str:
     settle.measure_dispatches = None  # nothing is to be measured
     return told_by(tree)
-
-
-def told_by(tree: dict) -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        run_tree(tree)
-    return told.getvalue()
 
 
 def chosen_in(run_dir) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers import layouts
+from tests.helpers import layouts, updates
 from tests.helpers.layouts import WIDE, Outcome
-from tests.helpers.tiny import VOCAB, tiny_tree
+from tests.helpers.tiny import tiny_tree
 
 CLIPPED = {"model__clip_qkv": 0.02, "model__num_key_value_heads": 2}
 SHORT = {
@@ -21,11 +21,7 @@ SHORT = {
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
     """One update; with a seed, of parameters rounded otherwise: times 1 + 6e-8 * normal."""
-    layouts.STEPS, length, plain = 1, tree["train"]["seq_len"], layouts.initialise_
-
-    def tokens(number: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randint(0, VOCAB, (1, length), generator=generator)
+    plain = updates.initialise_
 
     def initialise_(model, *rest) -> None:
         plain(model, *rest)
@@ -35,7 +31,7 @@ def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
                 for parameter in model.parameters():
                     parameter.mul_(1 + 6e-8 * torch.randn(parameter.shape, generator=generator))
 
-    layouts._tokens, layouts.initialise_ = tokens, initialise_  # in this forked rank alone
+    layouts.STEPS, updates.initialise_ = 1, initialise_  # in this forked rank alone
     return layouts.run_case(tree)
 
 

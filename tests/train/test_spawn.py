@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from optimus.config import dump_toml, make_config
 from optimus.train.spawn import _verdict
+from tests.helpers.processes import assert_gone, children_of, wait_until
 from tests.helpers.tiny import tiny_tree
 from tests.train.test_run import assert_same_run, metrics_of
 
@@ -28,34 +27,14 @@ def start(config: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in listed.split()]
-
-
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
     metrics = run_dir / "metrics.jsonl"
-    for _ in range(1200):
-        if metrics.exists() and metrics.read_text().count("\n") >= steps:
-            return
+
+    def are_done() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError(f"no {steps} steps within 60 s")
+        return metrics.exists() and metrics.read_text().count("\n") >= steps
 
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def assert_gone(pids: list[int]) -> None:
-    for _ in range(200):
-        if not any(is_running(pid) for pid in pids):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"still running: {[pid for pid in pids if is_running(pid)]}")
+    wait_until(are_done, within_s=60)
 
 
 def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path):
@@ -129,23 +108,3 @@ def test_a_finding_counts_more_than_a_lost_peer():
     assert _verdict([-9, 5]) == 5
     assert _verdict([5, 1]) == 1
     assert _verdict([3, 3]) == 3
-
-
-def limit_files_to_30_kb() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-
-def test_a_full_disk_is_told_and_leaves_no_half_checkpoint(tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__interval=2)
-    config = write_config(tmp_path / "run.toml", tree)
-    command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=limit_files_to_30_kb, timeout=60
-    )
-    assert ended.returncode == 1
-    told = [line for line in ended.stderr.splitlines() if "not written: File too large" in line]
-    assert len(told) == 3 and "error: step 6 is not saved: step-00000006/shard-00000" in told[-1]
-    assert "Traceback" not in ended.stderr
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-    assert len(metrics_of(tmp_path / "run")) == 6

@@ -10,8 +10,8 @@ import torch
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import traffic
 from optimus.train.whole import WholeModel
-from tests.helpers.tiny import VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_updater, numbered
 
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 
@@ -40,10 +40,7 @@ def train_on_one_token(tree: dict, token: int | None) -> dict | None:
 
 
 def batch(token: int | None, seed: int) -> Microbatch:
-    if token is not None:
-        return Microbatch(torch.full((1, 32), token))
-    generator = torch.Generator().manual_seed(seed)
-    return Microbatch(torch.randint(0, VOCAB, (1, 32), generator=generator))
+    return numbered(seed) if token is None else Microbatch(torch.full((1, 32), token))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

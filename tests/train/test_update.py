@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.data.loader import Microbatch
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.tiny import VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_updater, numbered, own_batch
 
 TREE = tiny_tree(
     "d",
@@ -23,9 +22,7 @@ TREE = tiny_tree(
     optim__schedule="constant",
     optim__betas=[0.8, 0.9],
 )
-MICROBATCHES = [
-    torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(n)) for n in range(8)
-]
+MICROBATCHES = [numbered(n) for n in range(8)]
 
 
 def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -42,7 +39,7 @@ def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
         weight_decay=optim.weight_decay,
     )
     ce, aux, z = [], [], []
-    for tokens in MICROBATCHES:
+    for tokens, _ in MICROBATCHES:
         terms = model.losses(tokens)
         ce.append(terms.ce_sum / (len(MICROBATCHES) * 31))
         aux.append(terms.aux)
@@ -57,9 +54,8 @@ def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
 
 
 def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
-    _, world, _, _, shard, _, updater = make_updater(tree)
-    own = [Microbatch(tokens) for tokens in MICROBATCHES[world.rank :: world.size]]
-    result = updater.run(1, own)
+    _, _, groups, _, shard, _, updater = make_updater(tree)
+    result = updater.run(1, own_batch(groups))
     weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     return weights, result.loss, result.grad_norm
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
 
-from optimus.config import make_config
-from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import start_world
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+from tests.helpers.tiny import CONTEXT, tiny_tree
+from tests.helpers.updates import make_shard, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
     """What runs within `last_backward` on a pipeline rank; whether its late gradients are told of,
     and are those of its own linear layers."""
-    torch.set_num_threads(1)
-    config, world = make_config(tree), start_world(device="cpu")
-    groups = join_groups(Mesh(pp=2), world, config.parallel.virtual_stages)
-    shard = Shard(config, groups, plan_batch(config, 1), world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    found = []
+    shard, found = make_shard(tree).shard, []
 
     @contextlib.contextmanager
     def last_backward(stage: int, late):
@@ -37,7 +24,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
         right = late is not None and own <= set(map(id, late))
         found.append((place, late is not None, right))
 
-    own = [Microbatch(torch.randint(VOCAB, (1, CONTEXT))) for _ in range(3)]
+    own = [numbered(n) for n in range(3)]
     shard.executor.run(own, lambda *_: None, lambda: None, last_backward=last_backward)
     trace = shard.executor.trace
     return [(str(trace[place].action), late, right) for place, late, right in found]

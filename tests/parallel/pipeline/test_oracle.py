@@ -11,14 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.config import make_config
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
-from optimus.model.init import initialise_
-from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
-from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
+from tests.helpers.updates import make_shard, numbered
 
 MICROBATCHES = 4
 TOLERANCE = 1e-6
@@ -41,23 +36,14 @@ class Part(nn.Module):
 
 def both_ways(schedule: str) -> tuple[Result, Result]:
     """One batch on two ranks: by our executor into chunks, and by torch's package."""
-    torch.set_num_threads(1)
-    world = start_world(device="cpu")
-    layout = {"parallel__pp": world.size, "parallel__schedule": schedule}
+    layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT}
-    config = make_config(tiny_tree("d", "r", **DENSE, **layout, **batch))
-    groups = join_groups(make_mesh(world.size, world.size, 1, 1, 1), world)
-    plan = plan_batch(config, 1)
-    tokens = torch.randint(
-        0, VOCAB, (MICROBATCHES, CONTEXT), generator=torch.Generator().manual_seed(3)
-    )
-
-    def make() -> Shard:
-        shard = Shard(config, groups, plan, world.device)
-        initialise_(shard.model, 0, shard.layout.placements)
-        return shard
-
-    return ours(make(), tokens, plan.targets), theirs(make(), schedule, tokens, plan.targets)
+    tree = tiny_tree("d", "r", **DENSE, **layout, **batch)
+    one = make_shard(tree)
+    other = make_shard(tree, one.world)
+    tokens = torch.cat([numbered(n).tokens for n in range(MICROBATCHES)])
+    mine = ours(one.shard, tokens, one.plan.targets)
+    return mine, theirs(other.shard, schedule, tokens, one.plan.targets)
 
 
 def ours(shard: Shard, tokens: Tensor, targets: int) -> Result:

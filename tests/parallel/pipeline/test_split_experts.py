@@ -9,19 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.config import make_config
-from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import start_world
-from optimus.model.init import initialise_
 from optimus.parallel.pipeline.actions import Kind, Schedule
-from optimus.train.batch import plan_batch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 from optimus_kernels import experts_loop
 from tests.helpers.schedule_proof import validate
-from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+from tests.helpers.tiny import CONTEXT, tiny_tree
+from tests.helpers.updates import make_updater, own_batch
 
 MICROBATCHES, EXPERTS = 6, 4
 
@@ -43,27 +35,16 @@ class Seen(NamedTuple):
 
 def watch_updates(schedule: str) -> Seen:
     """Two updates on this rank, watched."""
-    torch.set_num_threads(1)
-    world = start_world(device="cpu")
-    layout = {"parallel__pp": world.size, "parallel__schedule": schedule}
+    layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
-    config = make_config(tiny_tree("d", "r", **layout, **batch, train__dtype="bf16"))
-    groups = join_groups(make_mesh(world.size, world.size, 1, 1, 1), world)
-    plan = plan_batch(config, 1)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    updater = Updater(config, groups, shard, shard.make_states(), plan, world.device)
-    generator = torch.Generator().manual_seed(5)
-    own = [
-        Microbatch(torch.randint(0, VOCAB, (1, CONTEXT), generator=generator))
-        for _ in range(MICROBATCHES)
-    ]
+    tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
+    _, _, groups, _, shard, _, updater = make_updater(tree)
     times, alive = [], [0]
     _watch(times, alive)
     losses, products = [], dict.fromkeys(Kind, 0)
     for step in (1, 2):
         times.clear()
-        result = updater.run(step, own)
+        result = updater.run(step, own_batch(groups, MICROBATCHES))
         losses.append((result.loss, result.grad_norm))
         for event in shard.executor.trace:
             inside = [event.start_ns <= at <= event.end_ns for at in times]

@@ -1,0 +1,26 @@
+"""A file system of its own, to be full or read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """A tmpfs at `place`, and what changes its options; skips where this user may not mount."""
+    place.mkdir()
+
+    def mount(*options: str) -> bool:
+        command = ["mount", *options, str(place)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    if not shutil.which("mount") or not mount("-t", "tmpfs", "-o", f"size={size}", "optimus-test"):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield lambda options: mount("-o", f"remount,{options}") or pytest.fail("cannot remount")
+    subprocess.run(["umount", "-l", str(place)], check=True)

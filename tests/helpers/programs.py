@@ -1,0 +1,45 @@
+"""Commands in processes of their own, as a shell or a launcher starts them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = f"{ROOT}:{ROOT}/kernels"
+_MPIEXEC = {
+    "openmpi": ["mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
+    "mpich": ["mpiexec.mpich"],
+}
+_PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
+
+
+def started(words: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    """What became of a command that finds this checkout's packages."""
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH} | environ
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+
+
+def python(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return started([sys.executable, *words], **environ)
+
+
+def mpiexec(kind: str, ranks: int) -> list[str]:
+    """Skips where there is none of this kind."""
+    if shutil.which(_MPIEXEC[kind][0]) is None:
+        pytest.skip(f"no {_MPIEXEC[kind][0]} (Debian: apt-get install {_PACKAGES[kind]})")
+    return [*_MPIEXEC[kind], "-n", str(ranks)]
+
+
+def install(program: Path, module: str) -> Path:
+    """A program that runs a module of this checkout, from wherever it is called."""
+    python = shlex.join([sys.executable, "-m", module])
+    program.write_text(f'#!/bin/bash\nPYTHONPATH={shlex.quote(PYTHONPATH)} exec {python} "$@"\n')
+    program.chmod(0o755)
+    return program
