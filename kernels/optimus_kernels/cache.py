@@ -73,11 +73,11 @@ def key_of(fields: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def entries(backend: str, root: Path | None = None) -> list[Entry]:
+def entries(backend: str) -> list[Entry]:
     """Whole entries of a backend, newest first; in an order that all ranks share."""
     found = []
     with contextlib.suppress(OSError):
-        for path in (root or cache_dir()).glob(f"{backend}-*"):
+        for path in cache_dir().glob(f"{backend}-*"):
             entry = read_entry(path)
             if entry is not None:
                 found.append(entry)

@@ -22,6 +22,8 @@ FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
 """What torch's grouped_mm wants strides to be a multiple of."""
 _form = "auto"
+torch_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+"""torch.nn.functional's since 2.10, before that the private op of the same meaning."""
 
 
 def set_form(name: str) -> None:
@@ -93,11 +95,11 @@ def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    return _torch_grouped_mm()(rows, weights, offs=offsets[1:])
+    return torch_grouped_mm(rows, weights, offs=offsets[1:])
 
 
 def _torch_weight_products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return _torch_grouped_mm()(a.t(), b, offs=offsets[1:])
+    return torch_grouped_mm(a.t(), b, offs=offsets[1:])
 
 
 def _loop_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -124,16 +126,9 @@ _products = {"torch": _torch_products, "loop": _loop_products}
 _weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_products}
 
 
-def _torch_grouped_mm():
-    """torch.nn.functional's since 2.10, before that the private op of the same meaning."""
-    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-
-
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
     """Whether torch has it for this device and dtype: the only sure way is to try both products."""
-    if _torch_grouped_mm() is None:
-        return False
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

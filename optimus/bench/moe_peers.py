@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.bench.meters import Absent
-from optimus_kernels.grouped_mm import torch_form_works
+from optimus_kernels.grouped_mm import torch_form_works, torch_grouped_mm
 
 
 class Peer(nn.Module):
@@ -77,19 +77,13 @@ class ThreeGrouped(Peer):
         ends = torch.bincount(slots, minlength=len(self.down)).cumsum(0, dtype=torch.int32)
         token = order // self.top_k
         copies = x[token]
-        gate = _grouped_mm(copies, self.gate, ends)
-        hidden = F.silu(gate) * _grouped_mm(copies, self.up, ends)
-        out = _grouped_mm(hidden, self.down, ends) * weights.flatten()[order, None]
+        gate = torch_grouped_mm(copies, self.gate.mT, offs=ends)
+        hidden = F.silu(gate) * torch_grouped_mm(copies, self.up.mT, offs=ends)
+        out = torch_grouped_mm(hidden, self.down.mT, offs=ends) * weights.flatten()[order, None]
         return torch.zeros_like(x).index_add_(0, token, out)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         return torch.cat([self.gate.grad, self.up.grad], 1), self.down.grad
-
-
-def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """rows [N, A] x weight [E, B, A] -> [N, B]; expert e has the rows up to ends[e]."""
-    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    return product(rows, weight.transpose(1, 2), offs=ends)
 
 
 class HuggingFace(Peer):

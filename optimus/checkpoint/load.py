@@ -14,7 +14,7 @@ from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, Span, spans_to_read
 from optimus.checkpoint.rank_states import RankStates, as_bytes
 from optimus.checkpoint.transfer import Want, read_wants
-from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
+from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
 from optimus.errors import CheckpointError
 
 HOST_BYTES = 1 << 30
@@ -55,9 +55,7 @@ def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
 def _first_told(problem: str, states: RankStates) -> str:
     """The first rank's problem of those that have one."""
     everyone = states.groups.everyone
-    flag = torch.tensor([int(bool(problem))], device=states.device)
-    all_reduce_max(flag, everyone)
-    if not flag.item():
+    if not greatest(int(bool(problem)), everyone, states.device):
         return ""
     return next(one for one in all_gather_objects(problem, everyone) if one)
 

@@ -187,16 +187,10 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST}: not readable: {one_line(error)}") from None
 
 
-def seal(
-    path: str | os.PathLike,
-    write_files: Callable[[Path], None],
-    *,
-    needed_bytes: int = 0,
-    **facts: Any,
-) -> Manifest:
+def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:
     """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
     the `facts` that `finish` takes."""
-    temporary = begin(path, needed_bytes)
+    temporary = begin(path)
     try:
         write_files(temporary)
         return finish(temporary, path, **facts)

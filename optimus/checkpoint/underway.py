@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from optimus.checkpoint.threads import Stop, Task
-from optimus.dist.collectives import Group, all_gather_objects, all_reduce_max, gather_objects
+from optimus.dist.collectives import Group, all_gather_objects, gather_objects, greatest
 from optimus.errors import NonFiniteError, OptimusError
 
 _DONE, _SEALED, _BUSY, _FAILED = range(4)
@@ -125,9 +125,7 @@ class Underway:
         self._stop.set()
 
     def _worst_of_all(self) -> int:
-        flag = torch.tensor([self._state()], device=self._device)
-        all_reduce_max(flag, self._group)
-        self._worst = int(flag)
+        self._worst = greatest(self._state(), self._group, self._device)
         return self._worst
 
     def _state(self) -> int:

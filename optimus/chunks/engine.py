@@ -5,7 +5,7 @@ Serves any torch module: it is given parameters by name and told whose their gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -192,10 +192,6 @@ class ChunkEngine:
         """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
         To be asked for each time."""
         return self._view(name, "grads")
-
-    def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """What backward has added for a stage on this rank, by name, before any reduction."""
-        return self._gradients.gradients_of(stage)
 
     def before_backward(self, stage: int) -> None:
         """Before a backward of the stage on this rank, or its part that gives weight gradients."""

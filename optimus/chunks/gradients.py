@@ -43,7 +43,7 @@ class Gradients:
     ) -> None:
         """`named`: trained parameters in order of first use, views of `chunks`. `in_pieces`: whole
         for one backward only, which waits for `follow`. The rest as for ChunkEngine."""
-        self._chunks, self._memory, self._deterministic = list(chunks), memory, deterministic
+        self._chunks, self._deterministic = list(chunks), deterministic
         self._grad_dtype = grad_dtype
         self._by_name: dict[str, tuple[ChunkStates, Slot]] = {
             slot.name: (one, slot) for one in chunks for slot in one.chunk.slots
@@ -150,16 +150,6 @@ class Gradients:
             use.start()
         if self._follower is not None:
             self._follower.start()
-
-    def gradients_of(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """What backward has added for a stage on this rank, by name, before any reduction."""
-        for one in self._held(stage):
-            yield from one.named_grads()
-
-    def _held(self, stage: int) -> list[Buffer]:
-        """Gradients of a stage that have memory."""
-        every: list[Buffer] = [*self._chunks, *self._uses]
-        return [one for one in every if one.home.stage == stage and self._memory.holds(one.grads)]
 
     def last_backward(
         self, stage: int, late: Collection[Tensor] | None = None

@@ -177,6 +177,13 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.handle())
 
 
+def greatest(value: int, group: Group, device: torch.device) -> int:
+    """The greatest of all ranks' integers; `device`: where collectives of the group take place."""
+    flag = torch.tensor([value], device=device)
+    all_reduce_max(flag, group)
+    return int(flag)
+
+
 @_collective
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
     """Fill `out` [size * n, ...] with every rank's `shard` [n, ...], in rank order."""

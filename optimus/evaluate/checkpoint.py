@@ -61,7 +61,8 @@ def evaluate_checkpoint(
 def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
-    """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights."""
+    """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights; up to
+    the first of `model.eos_token_ids`."""
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     if not 0 <= seed < 1 << 63:
@@ -84,5 +85,6 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
+        stop_tokens=model.config.eos_token_ids,
     )
     return tokenizer.decode([*ids, *new.tolist()])

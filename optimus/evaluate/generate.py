@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +18,10 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> Tensor:
-    """Continue `prompt` (int64 [n], n >= 1) by up to `new_tokens`; returns the new tokens alone.
+    """Continue `prompt` (int64 [n], n >= 1) by `new_tokens`, or up to the first of `stop_tokens`;
+    returns the new tokens alone.
 
     Temperature 0 takes the likeliest token; `top_k` 0 samples from the whole vocabulary. The model
     sees at most the last `context` tokens. The draw depends on `seed` alone.
@@ -32,7 +35,7 @@ def generate(
         logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
         following = _draw(logits, temperature, top_k, generator)
         tokens = torch.cat([tokens, torch.tensor([following], device=tokens.device)])
-        if following == stop_token:
+        if following in stop_tokens:
             break
     model.train(was_training)
     return tokens[prompt.numel() :]

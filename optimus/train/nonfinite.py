@@ -13,7 +13,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.pieces import Buffer
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_gather_objects, all_reduce_max, looking_at_what_is_sent
+from optimus.dist.collectives import all_gather_objects, greatest, looking_at_what_is_sent
 from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
@@ -60,9 +60,7 @@ class Watch:
 
     def anyone_in_trouble(self) -> bool:
         """Whether any rank found anything: the same answer everywhere."""
-        flag = torch.tensor([int(self._in_trouble())], device=self._device)
-        all_reduce_max(flag, self._groups.everyone)
-        return bool(flag.item())
+        return bool(greatest(int(self._in_trouble()), self._groups.everyone, self._device))
 
     def _in_trouble(self) -> bool:
         return bool(self._bad_gradient) or not self._losses_are_finite()

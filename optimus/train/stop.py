@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from optimus.dist.collectives import Group, all_reduce_max
+from optimus.dist.collectives import Group, greatest
 from optimus.launch_env import STARTED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -33,9 +33,7 @@ class StopRequest:
         reason = self._reason
         if not reason and self._end is not None and time.monotonic() >= self._end:
             reason = -1
-        flag = torch.tensor([abs(reason) if reason > 0 else int(reason < 0)], device=device)
-        all_reduce_max(flag, group)
-        code = int(flag)
+        code = greatest(abs(reason) if reason > 0 else int(reason < 0), group, device)
         if code == 0:
             return None
         return "the deadline has passed" if code == 1 else f"received {signal.Signals(code).name}"

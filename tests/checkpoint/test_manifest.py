@@ -9,7 +9,7 @@ import pytest
 
 from optimus import files
 from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
+from optimus.checkpoint.manifest import MANIFEST, begin, read_manifest, seal
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers.damage import flip
@@ -90,15 +90,14 @@ def test_of_format_1_models_alone_are_read(tmp_path, kind):
 
 
 def test_a_seal_needs_room(tmp_path):
-    with pytest.raises(
-        OptimusError, match=r"c not written: .* GB free, but it needs 1000000000.000"
-    ):
-        seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
+    needs = r"c not written: .* GB free, but it needs 1000000000.000"
+    with pytest.raises(OptimusError, match=needs):
+        begin(tmp_path / "c", needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "set-aside" / "old").mkdir(parents=True)
     (tmp_path / "set-aside" / "old" / "data").write_bytes(bytes(2_000_000))
     with pytest.raises(OptimusError, match=r"make room, say in set-aside/: 0.002 GB that no start"):
-        seal(tmp_path / "c", write_two_files, kind="model", needed_bytes=10**18)
+        begin(tmp_path / "c", needed_bytes=10**18)
 
 
 def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypatch):

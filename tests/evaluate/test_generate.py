@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import shutil
+
 import torch
 
+from optimus.data.tokenizer import tokenizer_beside
+from optimus.evaluate.checkpoint import continue_text
 from optimus.evaluate.generate import generate
+from optimus.model.hf import write_hf
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_config
@@ -35,5 +40,19 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
 def test_it_ends_at_the_stop_token():
     model, prompt = make_model(), torch.tensor([3])
     first = int(generate(model, prompt, 1, context=8, temperature=0))
-    new = generate(model, prompt, 9, context=8, temperature=0, stop_token=first)
+    new = generate(model, prompt, 9, context=8, temperature=0, stop_tokens=(first,))
     assert new.tolist() == [first]
+
+
+def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
+    model = make_model()
+    ends = {"none": (), "every": tuple(range(model.config.vocab_size))}
+    for name, tokens in ends.items():
+        config = model.config.model_copy(update={"eos_token_ids": tokens})
+        write_hf(tmp_path / name, config, model.state_dict())
+        shutil.copy(tokenizer_beside(tiny_data), tmp_path / name)
+
+    def go_on(name: str, tokens: int) -> str:
+        return continue_text(str(tmp_path / name), "abc", tokens, temperature=0, top_k=0, seed=0)
+
+    assert go_on("every", 5) == go_on("none", 1) != go_on("none", 5)

@@ -36,18 +36,14 @@ class _Source(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-def load_hf_model(
-    path: str | os.PathLike,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> Transformer:
-    """The model of a Hugging Face directory, in `dtype` or each parameter in its own."""
+def load_hf_model(path: str | os.PathLike) -> Transformer:
+    """The model of a Hugging Face directory, each parameter in its own dtype."""
     files = _TensorFiles(Path(path))
     with torch.device("meta"):
         model = Transformer(read_hf_config(path))
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype or files.dtype(name, parameter))
-    model.to_empty(device=device)
+        parameter.data = parameter.data.to(files.dtype(name, parameter))
+    model.to_empty(device="cpu")
     load_hf_weights(model, path)
     return model
 
