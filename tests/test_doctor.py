@@ -75,14 +75,7 @@ def test_an_unknown_choice_is_told(monkeypatch, capsys):
     assert told in capsys.readouterr().out
 
 
-def test_doctor_works_without_a_home(monkeypatch, capsys):
-    for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def no_entry(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr("pwd.getpwuid", no_entry)
+def test_doctor_works_without_a_home(homeless, capsys):
     assert main(["doctor"]) == 0
     assert "this user has no home directory; set OPTIMUS_KERNELS_CACHE" in capsys.readouterr().out
 

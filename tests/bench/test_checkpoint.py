@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from optimus.cli import main
 
 
@@ -23,16 +21,3 @@ def test_all_ways_take_turns_and_nothing_is_left(tmp_path, capfd):
     # Two blocks of 4 MiB and little beside: no copy of all (of 40 MB, as torch.load makes one).
     assert max(found["peak_bytes"]["ours"].values()) < 0.3 * found["bytes_of_a_rank"]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hidden", "100"], "multiple of 64"),
-        (["--ranks", "0"], "begin at 1"),
-        (["--dir", "/nowhere"], "no such directory"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, words, capsys):
-    assert main(["bench", "checkpoint", *arguments]) == 2
-    assert words in capsys.readouterr().err

@@ -91,21 +91,6 @@ def test_the_command_gives_json_and_leaves_threads_alone(capsys, monkeypatch):
     assert 0 < ours["non_gemm_share"] < 1 and ours["saved_bytes_per_token"] >= 64 * 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--case", "tiny-fp32"], "--case tiny-fp32 must be SHAPE-fp32"),
-        (["--case", "small-fp64"], "SHAPE-bf16 with SHAPE one of small, mula-7b-a1b"),
-        (["--peers", "loop,megablocks"], "--peers megablocks: known are"),
-        (["--rounds", "0"], "--rounds and --threads must be at least 1"),
-        (["--tokens", "-1", "--case", "small-fp32"], "--tokens -1 must be at least 1"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(capsys, arguments, message):
-    assert main(["bench", "moe", *arguments, "--device", "cpu"]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_case_that_does_not_fit_is_skipped(monkeypatch):
     monkeypatch.setattr(moe, "free_bytes", lambda device: 10**9)
     result = moe.bench_moe(["mula-220b-a10b-bf16"], threads=(1,), rounds=1, device="cpu")

@@ -37,22 +37,9 @@ def test_on_ranks(capfd):
     assert 0 < found["peak"]["parts"]["activations"] < found["peak"]["formula"]
 
 
-@pytest.mark.parametrize("wrong", ["--ranks=3", "--hidden=100"])
-def test_wrong_ranks_are_refused(wrong, capsys):
-    arguments = ["bench", "optimizer", "--size", "4096", "--threads", "1", "--rounds", "1"]
-    assert main([*arguments, "--peers", "torch", wrong]) == 2
-    assert "--ranks are even numbers" in capsys.readouterr().err
-
-
 def test_a_wrong_step_ends_it():
     def wrong(chunk):
         return lambda: chunk.master.mul_(1.5)
 
     with pytest.raises(OptimusError, match="mine is off by"):
         optimizer._check("mine", wrong, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("wrong", ["--peers sgd", "--rounds 0", "--size 3", "--threads 0"])
-def test_wrong_options_are_named(wrong, capsys):
-    assert main(["bench", "optimizer", *wrong.split()]) == 2
-    assert wrong.split()[0] in capsys.readouterr().err

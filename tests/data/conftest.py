@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_prep import reader
 from data_prep.cli import main
 from tests.helpers.tiny import CONTEXT, reshuffled
-
-
-def stored(path: Path) -> np.ndarray:
-    """All rows of a data set's shards, int64 [N, C], without our reader."""
-    names = sorted((path / "shards").glob("*.npy"))
-    return np.concatenate([np.load(name) for name in names]).astype(np.int64)
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,13 @@ from data_prep.permutation import Permutation
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DamageError, DataError
-from tests.data.conftest import stored
+from tests.data_prep.corpus import shards
 from tests.helpers.tiny import CONTEXT, VOCAB, reshuffled
 
 
 def test_what_a_data_set_tells(tiny_data):
     dataset = TokenDataset(str(tiny_data))
-    rows = stored(tiny_data)
+    rows = shards(tiny_data)
     assert (dataset.num_instances, dataset.context) == rows.shape == (len(rows), CONTEXT)
     assert dataset.vocab_size == VOCAB and rows.max() < VOCAB
     assert os.path.isfile(dataset.tokenizer_file)
@@ -34,7 +34,7 @@ def test_what_a_data_set_tells(tiny_data):
 
 
 def test_epoch_zero_is_the_order_of_the_shards(many_shards):
-    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    dataset, rows = TokenDataset(many_shards), shards(many_shards)
     found = dataset.read(0, len(rows))
     assert found.dtype == np.int64 and found.flags.writeable and np.array_equal(found, rows)
     assert np.array_equal(dataset.read(5, 17), rows[5:17])
@@ -43,7 +43,7 @@ def test_epoch_zero_is_the_order_of_the_shards(many_shards):
 
 @pytest.mark.parametrize("epoch", [1, 2, 1000])
 def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
-    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    dataset, rows = TokenDataset(many_shards), shards(many_shards)
     order = Permutation(len(rows), 8, epoch).apply(np.arange(len(rows)))
     start = epoch * len(rows)
     assert np.array_equal(dataset.read(start, start + len(rows)), rows[order])
@@ -51,7 +51,7 @@ def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
 
 
 def test_a_reading_may_span_epochs(many_shards):
-    dataset, n = TokenDataset(many_shards), len(stored(many_shards))
+    dataset, n = TokenDataset(many_shards), len(shards(many_shards))
     single = np.concatenate([dataset.read(i, i + 1) for i in range(n - 4, 2 * n + 3)])
     assert np.array_equal(TokenDataset(many_shards).read(n - 4, 2 * n + 3), single)
 
@@ -68,7 +68,7 @@ def test_files_and_memory_stay_bounded(many_shards):
 
 
 def test_threads_may_share_it(many_shards):
-    dataset, rows = TokenDataset(many_shards), stored(many_shards)
+    dataset, rows = TokenDataset(many_shards), shards(many_shards)
     wrong = []
 
     def read(seed: int) -> None:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from data_prep.cli import main
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +162,12 @@ def killed_until_done(
         kills, most = kills + 1, max(most, look())
     assert main(arguments) == 0
     return kills, most
+
+
+def shards(dataset: Path) -> np.ndarray:
+    """All rows of a data set's shards, [N, C], without our reader."""
+    names = sorted((dataset / "shards").glob("*.npy"))
+    return np.concatenate([np.load(name, mmap_mode="r") for name in names])
 
 
 def documents(folder: Path) -> Iterator[tuple[str, int, str]]:

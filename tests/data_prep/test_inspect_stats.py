@@ -18,8 +18,7 @@ from data_prep.inspect import inspect
 from data_prep.permutation import Permutation
 from data_prep.stats import stats
 from optimus.errors import ConfigError, DataError
-from tests.data_prep.corpus import CONTEXT, documents, run_arguments, train_arguments
-from tests.data_prep.test_shards import shards
+from tests.data_prep.corpus import CONTEXT, documents, run_arguments, shards, train_arguments
 from tests.helpers.damage import flip
 from tests.helpers.programs import python
 

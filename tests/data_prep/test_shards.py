@@ -21,7 +21,7 @@ from data_prep.shuffle import default_shard_bytes, read_order
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError, DataError
-from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, tree
+from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, shards, tree
 
 
 def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
@@ -32,11 +32,6 @@ def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndar
         parts.append(tokens if carry else tokens[: len(tokens) // context * context])
     flat = np.concatenate(parts)
     return flat[: len(flat) // context * context].reshape(-1, context)
-
-
-def shards(dataset: Path) -> np.ndarray:
-    names = sorted((dataset / "shards").glob("*.npy"))
-    return np.concatenate([np.load(name, mmap_mode="r") for name in names])
 
 
 @pytest.mark.parametrize(("part", "carry"), [("", False), ("eval", True)])

@@ -184,6 +184,16 @@ def check_reduce_backward(routing: Routing, size: int, dtype: torch.dtype, devic
         assert_close(actual[1], exact[1], terms, roundings=2 + size.bit_length())
 
 
+def check_rows(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
+    """All ops that are done row by row."""
+    check_gather(routing, size, dtype, device)
+    check_reduce(routing, size, dtype, True, device)
+    check_reduce(routing, size, dtype, False, device)
+    check_reduce_backward(routing, size, dtype, device)
+    check_swiglu(routing.tokens, size, dtype, device)
+    check_swiglu_backward(routing, size, dtype, device)
+
+
 def experts_step(routing: Routing, dtype: torch.dtype, like: torch.dtype, device: str):
     """A function of no argument: the experts' output and the gradients of x, weights, gate_up and
     down, in `dtype`, of numbers that are exact in `like`. Its inputs are on the device before."""

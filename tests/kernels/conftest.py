@@ -46,6 +46,7 @@ def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
 def filled() -> Iterator[None]:
     """New tensors hold NaN, so that what a kernel leaves out is not there by chance."""
     torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
 

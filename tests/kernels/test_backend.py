@@ -80,18 +80,6 @@ def test_every_launchers_number_of_ranks_counts(small_csrc, monkeypatch, launche
     assert "none is built" in backend.active("cpu").why_not
 
 
-@pytest.fixture
-def homeless(monkeypatch):
-    """A container's number that no account has, and no HOME."""
-    for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def no_entry(uid):
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr("pwd.getpwuid", no_entry)
-
-
 def test_without_a_home_auto_takes_torch_and_a_name_is_refused(small_csrc, homeless, monkeypatch):
     found = backend.active("cpu")
     assert found.name == "torch" and "set OPTIMUS_KERNELS_CACHE" in found.why_not

@@ -102,7 +102,7 @@ def test_rows_in_fibers(emulated, monkeypatch, dtype):
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     for routing in SMALL:
         for size in (1, 136, 521):
-            run_rows(routing, size, dtype, "cpu")
+            checks.check_rows(routing, size, dtype, "cpu")
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
@@ -142,15 +142,6 @@ def test_a_planted_bug_is_found(emulated, monkeypatch, tmp_path, bug):
 # ---- run on a GPU --------------------------------------------------------------------------------
 
 
-def run_rows(routing: checks.Routing, size: int, dtype: torch.dtype, device: str) -> None:
-    checks.check_gather(routing, size, dtype, device)
-    checks.check_reduce(routing, size, dtype, True, device)
-    checks.check_reduce(routing, size, dtype, False, device)
-    checks.check_reduce_backward(routing, size, dtype, device)
-    checks.check_swiglu(routing.tokens, size, dtype, device)
-    checks.check_swiglu_backward(routing, size, dtype, device)
-
-
 @pytest.fixture
 def gpu(built, monkeypatch) -> str:
     """Ops of tensors on this device run the library that was just built."""
@@ -176,7 +167,7 @@ def test_numbers_from_elsewhere_and_not_finite_on_a_gpu(gpu):
 @pytest.mark.parametrize("size", (*checks.SIZES, 2048))
 def test_rows_on_a_gpu(gpu, size, dtype):
     for routing in checks.ROUTINGS:
-        run_rows(routing, size, dtype, gpu)
+        checks.check_rows(routing, size, dtype, gpu)
 
 
 @needs_gpu
@@ -227,4 +218,4 @@ def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_work_goes_to_the_tensors_device(gpu):
     checks.check_route(checks.ROUTINGS[1], "cuda:1")
-    run_rows(checks.ROUTINGS[1], 136, torch.bfloat16, "cuda:1")
+    checks.check_rows(checks.ROUTINGS[1], 136, torch.bfloat16, "cuda:1")

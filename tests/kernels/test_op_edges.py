@@ -15,18 +15,9 @@ from tests.kernels.test_ops import ERRORS, TWINS, arguments, as_tuple
 ops = torch.ops.optimus
 
 
-@pytest.fixture
-def nan_in_fresh_memory():
-    """torch.empty and its like then give NaN, and the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("shape", ["odd sizes, some held", "none held", "all held"])
 @pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("grouped")])
-def test_nothing_is_left_to_what_lay_in_memory(name, shape, nan_in_fresh_memory):
+def test_nothing_is_left_to_what_lay_in_memory(name, shape, filled):
     """Rows of no slot, slots of no row."""
     given = arguments(shape, torch.float32)[name]
     ours, twin = getattr(ops, name)(*given), TWINS[name](*given)
@@ -36,7 +27,7 @@ def test_nothing_is_left_to_what_lay_in_memory(name, shape, nan_in_fresh_memory)
 
 @pytest.mark.parametrize("shape", ["odd sizes, some held", "none held"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_leave_nothing_to_what_lay_in_memory(shape, dtype, nan_in_fresh_memory):
+def test_experts_leave_nothing_to_what_lay_in_memory(shape, dtype, filled):
     *saved, _ = arguments(shape, dtype)["experts"]
     out, h = ops.experts(*saved, True)
     grads = ops.experts_backward(saved[0], *saved, h, True)

@@ -20,7 +20,7 @@ from optimus_kernels.reduction import reference_backward as reduce_backward_twin
 from optimus_kernels.route import reference as route_twin
 from optimus_kernels.swiglu import reference as swiglu_twin
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
-from tests.helpers.forms import needs_torch_form
+from tests.helpers.forms import in_form, needs_torch_form
 
 ops = torch.ops.optimus
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,9 +86,8 @@ def arguments(name, dtype) -> dict[str, tuple]:
 
 @pytest.fixture
 def torch_form():
-    kernels.set_form("torch")
-    yield
-    kernels.set_form("auto")
+    with in_form("torch"):
+        yield
 
 
 NAMES = tuple(arguments("all held", torch.float32))
@@ -276,19 +275,16 @@ def test_torch_and_loop_forms_give_the_same_products():
     given = arguments("all held", torch.bfloat16)
     results = []
     for taken in ("torch", "loop"):
-        kernels.set_form(taken)
-        results.append([kernels.grouped_mm(*given["grouped_mm"])])
-        results[-1].append(kernels.grouped_mm_weight(*given["grouped_mm_weight"]))
-    kernels.set_form("auto")
+        with in_form(taken):
+            results.append([kernels.grouped_mm(*given["grouped_mm"])])
+            results[-1].append(kernels.grouped_mm_weight(*given["grouped_mm_weight"]))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
 def test_a_form_that_torch_lacks_is_refused():
-    kernels.set_form("torch")
-    with pytest.raises(ValueError, match="float64"):
+    with in_form("torch"), pytest.raises(ValueError, match="float64"):
         kernels.grouped_mm(torch.zeros(2, 4).double(), torch.zeros(1, 4, 4).double(), offsets(2))
-    kernels.set_form("auto")
     with pytest.raises(ValueError, match="auto, torch, loop"):
         kernels.set_form("fast")
 
@@ -309,11 +305,8 @@ def test_experts_pass_opcheck_in_torchs_form(name, dtype, torch_form):
 @pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
 def test_experts_give_no_preactivation_unless_asked(taken):
     *saved, _ = arguments("all held", torch.float32)["experts"]
-    kernels.set_form(taken)
-    try:
+    with in_form(taken):
         kept, none = (ops.experts(*saved, keep) for keep in (True, False))
-    finally:
-        kernels.set_form("auto")
     assert torch.equal(none[0], kept[0])
     assert none[1].shape == (0,) and len(kept[1]) == len(saved[5])
 
@@ -376,13 +369,10 @@ def test_experts_equal_their_twin(shape, dtype, taken, kept, with_weights):
     if taken == "torch" and (dtype is torch.float16 or shape in ("odd sizes, some held", "many")):
         pytest.skip("torch has no grouped product for it")
     last = int(saved[4][-1])
-    kernels.set_form(taken)
-    try:
+    with in_form(taken):
         out, h = ops.experts(*saved, True)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
         ours = ops.experts_backward(grad, *saved, h if kept else None, with_weights)
-    finally:
-        kernels.set_form("auto")
     their_out, their_h = experts_twin(*saved)
     theirs = experts_backward_twin(grad, *saved, their_h if kept else None, with_weights)
     assert h.shape == their_h.shape

@@ -55,11 +55,7 @@ def test_route_leaves_numbers_from_elsewhere_alone(lanes):
 @pytest.mark.parametrize("size", checks.SIZES)
 def test_rows_of_every_size(lanes, size, dtype):
     for routing in SMALL:
-        checks.check_gather(routing, size, dtype, "cpu")
-        checks.check_reduce(routing, size, dtype, True, "cpu")
-        checks.check_reduce(routing, size, dtype, False, "cpu")
-        checks.check_reduce_backward(routing, size, dtype, "cpu")
-        checks.check_swiglu_backward(routing, size, dtype, "cpu")
+        checks.check_rows(routing, size, dtype, "cpu")
     for rows in (0, 1, 131):
         checks.check_swiglu(rows, size, dtype, "cpu")
 

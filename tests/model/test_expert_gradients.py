@@ -10,7 +10,7 @@ import optimus_kernels as kernels
 from optimus.model import late_gradients
 from optimus.model.moe import Experts
 from optimus_kernels import experts_loop
-from tests.helpers.forms import FORMS
+from tests.helpers.forms import FORMS, in_form
 from tests.model.small import small_config
 
 # 480 rows an expert: from 385 on MKL adds a product to a sum in another order than at its end.
@@ -65,9 +65,8 @@ def straight(experts: Experts) -> list[Tensor]:
 
 @pytest.fixture(params=FORMS)
 def form(request):
-    kernels.set_form(request.param)
-    yield request.param
-    kernels.set_form("auto")
+    with in_form(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=[True, False], ids=["own-products", "torch-products"])

@@ -105,11 +105,3 @@ def test_training_works_after_evaluating_in_inference_mode():
     with torch.inference_mode():
         model(some_tokens())
     model.losses(some_tokens()).ce_sum.backward()
-
-
-def test_dynamic_stretching_starts_beyond_the_longest_context():
-    plain = small_config()
-    config = small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
-    usual, _ = inverse_frequencies(plain, 64)
-    assert torch.equal(inverse_frequencies(config, 64)[0], usual)
-    assert (inverse_frequencies(config, 128)[0][1:] < usual[1:]).all()

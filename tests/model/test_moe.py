@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import optimus_kernels as kernels
 from optimus.model.moe import Experts, FastSparseMoE
-from tests.helpers.forms import FORMS
+from tests.helpers.forms import FORMS, in_form
 from tests.model.small import relative, small_config
 
 D, INNER, E = 32, 24, 5
@@ -63,9 +63,8 @@ def run(experts, x, weights, chosen, function):
 @pytest.fixture(params=FORMS)
 def form(request):
     """Both forms of the products of all experts, where this torch has both."""
-    kernels.set_form(request.param)
-    yield request.param
-    kernels.set_form("auto")
+    with in_form(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -246,15 +245,6 @@ def test_second_derivatives_are_refused():
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(out, x, create_graph=True)
     assert torch.autograd.grad(out, x)[0].abs().max() > 0
-
-
-def test_nan_in_one_token_stays_with_it():
-    experts = make_experts(torch.float32)
-    x, weights = torch.randn(6, D), torch.rand(6, 1)
-    chosen = torch.arange(6).remainder(E).unsqueeze(1)
-    x[2] = torch.nan
-    bad = experts(x, weights, chosen).isnan().any(dim=1)
-    assert bad.tolist() == [False, False, True, False, False, False]
 
 
 def test_block_accepts_no_token_at_all():

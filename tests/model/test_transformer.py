@@ -140,15 +140,6 @@ def test_runs_where_torch_forbids_what_is_not_deterministic(architecture):
         torch.set_deterministic_debug_mode(before)
 
 
-@BOTH
-def test_heads_may_be_of_any_width(architecture):
-    model = small_model(
-        architecture, num_attention_heads=3, head_dim=6, num_key_value_heads=1, num_layers=1
-    )
-    assert model(some_tokens()).shape == (3, 16, 61)
-    assert model.blocks["0"].attention.q_proj.weight.shape == (18, 32)
-
-
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (5, 3), (0, 4)])
 def test_any_batch_of_tokens(shape):
     terms = small_model().losses(torch.ones(shape, dtype=torch.int64))

@@ -20,7 +20,7 @@ from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
-from tests.helpers.forms import FORMS
+from tests.helpers.forms import FORMS, in_form
 from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
 
 FAST = {"train__deterministic": False, "train__threads": 1, "optim__warmup_steps": 1}
@@ -54,14 +54,9 @@ def assert_compiles_to_the_same(config) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_compile_to_one_graph_with_the_same_gradients(without_a_compiler, form):
-    from optimus_kernels.grouped_mm import set_form
-
     torch.compiler.reset()
-    set_form(form)
-    try:
+    with in_form(form):
         assert_compiles_to_the_same(tiny_config("", "", model__num_experts=[0, 4]).model)
-    finally:
-        set_form("auto")
 
 
 @pytest.mark.skipif("OPTIMUS_TEST_COMPILE" not in os.environ, reason="takes a minute of compiling")

@@ -67,45 +67,44 @@ LAYOUTS = {
 }
 """Ranks, settings, and the fewest slots that so and epso do with. What is recomputed, is so only
 where states are divided."""
-DIVISIONS = (
-    {"optim__sharding": "none", "optim__resident": "parameters"},
-    {"optim__sharding": "so", "optim__resident": "cache", "optim__cache_chunks": 3},
-    {"optim__sharding": "epso", "optim__resident": "cache", "optim__cache_chunks": 3},
-    {"optim__sharding": "epso", "optim__resident": "parameters"},
-    {"optim__sharding": "so"},
-    {"optim__sharding": "epso"},
-)
 
 
-ALONE = {"start_world": False, "timeout_s": 120}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_divided_chunks_train_to_the_same_bits(ranks, layout):
-    size, run, (so, epso) = LAYOUTS[layout]
-    divisions = [
+def divisions(so: int, epso: int) -> list[dict]:
+    """With so many slots; whole states first."""
+    return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
         for sharding, resident, slots in (
             ("none", "all", 0),
             ("none", "parameters", 0),
             ("so", "cache", so),
             ("epso", "cache", epso),
+            ("epso", "parameters", 0),
             ("so", "all", 0),
             ("epso", "all", 0),
         )
     ]
-    trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in divisions]
+
+
+DIVISIONS = divisions(3, 3)
+ALONE = {"start_world": False, "timeout_s": 120}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_divided_chunks_train_to_the_same_bits(ranks, layout):
+    size, run, (so, epso) = LAYOUTS[layout]
+    ways = divisions(so, epso)
+    trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in ways]
     trees[0].pop("recompute", None)
-    poison = [division["optim__sharding"] == "so" for division in divisions]
+    poison = [division["optim__sharding"] == "so" for division in ways]
     whole, *divided = ranks(size, run_several, trees, poison, **ALONE)[0]
-    for division, one in zip(divisions[1:], divided, strict=True):
+    for division, one in zip(ways[1:], divided, strict=True):
         assert one.metrics == whole.metrics, division
         assert one.final == whole.final, division
 
 
 def test_without_the_mode_losses_agree(ranks):
     fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
-    trees = [tiny_tree("d", "r", **SMALL, **fast, **division) for division in ({}, *DIVISIONS)]
+    trees = [tiny_tree("d", "r", **SMALL, **fast, **division) for division in DIVISIONS]
     whole, *divided = ranks(4, run_several, trees, [False] * len(trees), **ALONE)[0]
     for one in divided:
         for ours, theirs in zip(one.metrics, whole.metrics, strict=True):
@@ -122,7 +121,7 @@ def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data,
     }
     one, many, stop, told = tmp_path / "one", tmp_path / "many", 0, ""
     (expected,) = ranks(1, told_by, tiny_tree(tiny_data, one, **run), **ALONE)
-    for division in DIVISIONS[1:4]:
+    for division in DIVISIONS[2:5]:
         stop += 2
         tree = tiny_tree(tiny_data, many, **run, **division, train__stop_at_step=stop)
         told += ranks(2, told_by, tree, **ALONE)[0]
@@ -143,7 +142,7 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
         "optim__warmup_steps": 0,
         "optim__chunk_length": 2000,
     }
-    for name, division in (("all", {}), ("cache", DIVISIONS[1])):
+    for name, division in (("all", {}), ("cache", DIVISIONS[2])):
         train_on(ranks, 4, tiny_tree(tiny_data, tmp_path / name, **run, **division))
     ours, theirs = (metrics_of(tmp_path / name) for name in ("cache", "all"))
     for a, b in zip(ours, theirs, strict=True):
@@ -165,7 +164,7 @@ def spoil_a_shard(tree: dict) -> str:
 
 
 def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **DIVISIONS[1], train__dtype="bf16")
+    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **DIVISIONS[2], train__dtype="bf16")
     told = ranks(2, spoil_a_shard, tree, **ALONE)
     assert told[0] == told[1]
     name = re.search(r"on rank 1 .* at step 2: parameter (\S+) is non-finite", told[0])[1]
@@ -197,7 +196,7 @@ def count_step(tree: dict) -> dict:
     ids=["dp2", "pp2-1f1b", "pp2-gpipe"],
 )
 def test_any_run_fetches_what_is_planned(ranks, size, run):
-    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[2], train__dtype="bf16")
+    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[3], train__dtype="bf16")
     for one in ranks(size, count_step, tree, start_world=False):
         calls, total = one["traffic"]["all_gather"]
         assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
@@ -228,7 +227,7 @@ def test_too_few_slots_are_refused_by_plan(layout):
 
 
 def test_too_few_slots_are_refused_before_ranks_meet(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **DIVISIONS[1])
+    tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **DIVISIONS[2])
     tree["optim"]["cache_chunks"] = 1
     with pytest.raises(RanksFailed, match="ConfigError: optim.cache_chunks = 1: some block"):
         train_on(ranks, 2, tree)
