@@ -37,6 +37,7 @@ from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
 from optimus.train.whole import WholeModel
+from optimus_kernels.product import fastest_library
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -275,6 +276,7 @@ class Run:
 
     def _find_peak(self) -> float:
         dtype = platform.dtype_of(self.config.train.dtype)
-        flops, name = platform.peak_flops(self.world.device, dtype)
+        with fastest_library(torch.empty(0, dtype=dtype, device=self.world.device)):
+            flops, name = platform.peak_flops(self.world.device, dtype)
         self.directory.say(f"MFU refers to {flops / 1e12:.2f} TFLOP/s a device ({name})")
         return flops
