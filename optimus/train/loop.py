@@ -66,7 +66,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
         start_up.done("meeting")
         fix_arithmetic(config, world)
         config, flight = settle_kernels(config, world, flight)
-        start_up.done("kernels")
+        start_up.done("settling")
         check_half(config, world)
         if world.is_first:
             say_start(flight, doubts(config, flight.mesh, launch.local_world_size))

@@ -15,8 +15,8 @@ def test_its_parts_are_the_whole(monkeypatch, launch):
     if launch:
         monkeypatch.setenv(COMMAND_STARTED, str(STARTED - launch))
     start_up = StartUp()
-    start_up.done("kernels")
+    start_up.done("settling")
     told = start_up.told()
-    whole, *parts = map(float, re.findall(r"(?:up|launch|imports|kernels) ([\d.]+)", told))
+    whole, *parts = map(float, re.findall(r"(?:up|launch|imports|settling) ([\d.]+)", told))
     assert whole == pytest.approx(sum(parts), abs=0.02) and len(parts) == 2 + bool(launch)
     assert ("launch 2.50" in told) == bool(launch)
