@@ -99,6 +99,8 @@ _LAUNCHERS = (
 
 STARTED = time.monotonic()
 """Nearly the start of this process: what takes long to import comes later."""
+COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
+"""Set by our own spawner: its `STARTED`."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
 """Where a job's port lies: below the ports that systems give to connections."""

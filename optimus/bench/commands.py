@@ -34,6 +34,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="start N local ranks and tell time, bytes by axis and bubble instead",
     )
+    step.add_argument(
+        "--profile",
+        action="store_true",
+        help="tell instead where the time goes, by phase and part (one process, on a CPU)",
+    )
     moe = _add(parts, "moe", _bench_moe, "The MoE block against other MoE blocks.")
     moe.add_argument(
         "--case", action="append", default=[], metavar="SHAPE-DTYPE", help="such as small-bf16"
@@ -81,13 +86,20 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     except OptimusError as error:
         refuse_together(launch, error)
     nproc = ranks_to_start(args.nproc, launch.world_size)
-    if nproc:
+    if nproc and not args.profile:
         from optimus.train.preflight import divide
         from optimus.train.spawn import spawn_local
 
         divide(config, nproc)
         return spawn_local(arguments, nproc)
-    if launch.world_size == 1 and not args.nproc:
+    if args.profile:
+        from optimus.bench.profile import format_profile, profile_step
+
+        if launch.world_size > 1:
+            message = f"--profile is of one process, and {launch.world_size} were started"
+            raise ConfigError(message, on_every_rank=True)
+        result, text = profile_step(config, args.steps), format_profile
+    elif launch.world_size == 1 and not args.nproc:
         from optimus.bench.step import bench_step, format_result
 
         result, text = bench_step(config, args.steps), format_result

@@ -19,7 +19,7 @@ from optimus.data.loader import Microbatch
 from optimus.train.batch import BatchPlan
 from optimus_kernels import product
 
-_GEMMS = (
+GEMMS = (
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
@@ -130,11 +130,11 @@ def _share_of_others(events: Iterable, kind: str) -> float:
     ops = [event for event in events if event.device_type == on_cpu]
     if kind == "cpu":
         total = sum(event.self_cpu_time_total for event in ops)
-        products = sum(event.self_cpu_time_total for event in ops if event.key in _GEMMS)
+        products = sum(event.self_cpu_time_total for event in ops if event.key in GEMMS)
     else:
         rest = [event for event in events if event.device_type != on_cpu]
         total = sum(event.self_device_time_total for event in rest)
-        products = sum(event.self_device_time_total for event in ops if event.key in _GEMMS)
+        products = sum(event.self_device_time_total for event in ops if event.key in GEMMS)
     return 1 - products / total if total else float("nan")
 
 

@@ -6,7 +6,6 @@ machine disturbs both alike; the figure to quote is the median of the paired rat
 
 from __future__ import annotations
 
-import copy
 import functools
 import statistics
 from typing import Any
@@ -24,6 +23,7 @@ from optimus.dist.world import World, start_world
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan
+from optimus.train.loop import fix_arithmetic
 from optimus.train.preflight import divide
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
@@ -90,7 +90,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     """
     _, plan = divide(config, 1)
     world = start_world(SINGLE, device=config.train.device)
-    threads = platform.set_threads(config.train.threads, config.train.deterministic, 1)
+    threads = fix_arithmetic(config, world)
     ours, plain, microbatches = _contestants(config, world, plan)
     taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
     for step in range(1, steps + 1 + _WARMUP):
@@ -123,14 +123,22 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
 def _contestants(
     config: Config, world: World, plan: BatchPlan
 ) -> tuple[Updater, PlainLoop, list[Microbatch]]:
+    dtype = platform.dtype_of(config.train.dtype)
+    model = Shard(config, join_groups(Mesh(), world), plan, world.device).model
+    initialise_(model, config.train.seed)
+    ours, _, microbatches = make_ours(config, world, plan)
+    return ours, PlainLoop(config, model.to(dtype), plan, world.device), microbatches
+
+
+def make_ours(
+    config: Config, world: World, plan: BatchPlan
+) -> tuple[Updater, Shard, list[Microbatch]]:
+    """What updates a fresh model in one process, the model, and a batch of random tokens."""
     groups = join_groups(Mesh(), world)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed)
-    dtype = platform.dtype_of(config.train.dtype)
-    plain = PlainLoop(config, copy.deepcopy(shard.model).to(dtype), plan, world.device)
-    states = shard.make_states()
-    ours = Updater(config, groups, shard, states, plan, world.device)
-    return ours, plain, random_microbatches(config, plan, config.train.seed)
+    ours = Updater(config, groups, shard, shard.make_states(), plan, world.device)
+    return ours, shard, random_microbatches(config, plan, config.train.seed)
 
 
 def format_result(result: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.observe.start_up import StartUp
 from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
 from optimus.train.kernels import settle_kernels
@@ -36,6 +37,7 @@ from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
 from optimus.train.whole import WholeModel
+from optimus_kernels.product import fastest_library
 
 
 def train(config: Config, launch: LaunchEnv) -> None:
@@ -44,6 +46,7 @@ def train(config: Config, launch: LaunchEnv) -> None:
     Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
     a signal.
     """
+    start_up = StartUp()
     flight = directory = trouble = None
     try:
         platform.check_compile(config.train.compile)
@@ -60,12 +63,14 @@ def train(config: Config, launch: LaunchEnv) -> None:
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
     try:
         flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+        start_up.done("meeting")
         fix_arithmetic(config, world)
         config, flight = settle_kernels(config, world, flight)
+        start_up.done("settling")
         check_half(config, world)
         if world.is_first:
             say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
-        Run(config, world, flight, directory).go()
+        Run(config, world, flight, directory, start_up).go()
     except OptimusError as error:
         if isinstance(error, LostPeerError):
             error.told_by_another = not tells_first()
@@ -76,14 +81,18 @@ def train(config: Config, launch: LaunchEnv) -> None:
     end_world()
 
 
-def fix_arithmetic(config: Config, world: World) -> None:
-    """Thread count and kernels of this rank, before anything is computed."""
+def fix_arithmetic(config: Config, world: World) -> int:
+    """Threads, memory and kernels of this rank, before anything is computed; how many threads."""
     deterministic = config.train.deterministic
-    platform.set_threads(config.train.threads, deterministic, world.launch.local_world_size)
+    if config.optim.resident == "all":  # else chunks come and go to need less memory
+        platform.keep_freed_memory(world.device)
+    local = world.launch.local_world_size
+    threads = platform.set_threads(config.train.threads, deterministic, local)
     if deterministic:
         # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
         torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
+    return threads
 
 
 def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
@@ -105,7 +114,12 @@ class Run:
     """One rank of a run: the model with its states, the data, and where things are written."""
 
     def __init__(
-        self, config: Config, world: World, flight: Preflight, directory: RunDirectory | None
+        self,
+        config: Config,
+        world: World,
+        flight: Preflight,
+        directory: RunDirectory | None,
+        start_up: StartUp | None = None,
     ) -> None:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
@@ -149,6 +163,9 @@ class Run:
             flight.mesh.num_data_ranks,
             config.data.document_mask,
         )
+        self._start_up = start_up
+        if start_up is not None:
+            start_up.done("model and states")
 
     def go(self) -> None:
         """Update by update to the last step; evaluate, sample and save where they are due."""
@@ -191,8 +208,13 @@ class Run:
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
         seconds = time.perf_counter() - start
-        if self.directory is not None:
-            self.directory.metrics(self.record(result, seconds))
+        if self.directory is None:
+            return
+        self.directory.metrics(self.record(result, seconds))
+        if self._start_up is not None:
+            self._start_up.done("first update")
+            self.directory.say(self._start_up.told())
+            self._start_up = None
 
     def evaluate(self, step: int) -> None:
         """The held-out loss, every `train.eval_interval` updates and after the last."""
@@ -256,6 +278,7 @@ class Run:
 
     def _find_peak(self) -> float:
         dtype = platform.dtype_of(self.config.train.dtype)
-        flops, name = platform.peak_flops(self.world.device, dtype)
+        with fastest_library(torch.empty(0, dtype=dtype, device=self.world.device)):
+            flops, name = platform.peak_flops(self.world.device, dtype)
         self.directory.say(f"MFU refers to {flops / 1e12:.2f} TFLOP/s a device ({name})")
         return flops

@@ -14,6 +14,7 @@ from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.groups import Groups
 from optimus.model.late_gradients import put_off_whole
+from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model
@@ -98,12 +99,14 @@ class Shard:
             put_off_whole(leaf for leaf in leaves if leaf.requires_grad)
 
     def add_in_place(self, states: ChunkEngine) -> None:
-        """From now on experts add their weights' gradients to the chunks themselves, without a
-        buffer of their own and a pass to add it. Not to be undone: `torch.autograd.grad`, by which
-        layers are measured, would get none."""
+        """From now on experts and embeddings add their weights' gradients to the chunks themselves,
+        without a buffer of their own and a pass to add it. Not to be undone: `torch.autograd.grad`,
+        by which layers are measured, would get none."""
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.weight_grads = partial(_chunk_gradients, states, name)
+            elif isinstance(module, Embedding):
+                module.weight_grad = partial(states.gradient, f"{name}.weight")
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Tokens where the model is; document ids stay on the host, whose lengths it wants."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from optimus.launch_env import RENDEZVOUS, available_cores
+from optimus.launch_env import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -53,6 +53,7 @@ def _start(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(nproc),
         RENDEZVOUS: f"file://{directory}/rendezvous",
+        COMMAND_STARTED: str(STARTED),
     }
     command = [sys.executable, "-m", "optimus.cli", *arguments]
     # A session of its own keeps Ctrl-C from reaching ranks directly, in the middle of a step.

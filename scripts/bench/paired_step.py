@@ -19,8 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[2]
 
 
-def bench(checkout: Path, steps: int, overrides: list[str]) -> dict:
-    words = [sys.executable, "-m", "optimus.cli", "bench", "step", "configs/run/demo.toml"]
+def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dict:
+    words = [sys.executable, "-m", "optimus.cli", "bench", "step", str(config)]
     settings = ["train.dtype=fp32", "train.threads=1", "train.device=cpu", *overrides]
     command = [*words, *settings, "--steps", str(steps), "--json"]
     done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", type=Path, default=HERE / "configs/run/demo.toml")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
@@ -38,7 +39,8 @@ def main() -> None:
     for number in range(args.rounds):
         both = (HERE, args.other.resolve())
         order = both if number % 2 else both[::-1]
-        results = {checkout: bench(checkout, args.steps, args.overrides) for checkout in order}
+        settings = (args.config.resolve(), args.steps, args.overrides)
+        results = {checkout: bench(checkout, *settings) for checkout in order}
         for clock, values in ratios.items():
             here, other = (results[one][f"ours_{clock}_s"] for one in both)
             values.append(here / other)

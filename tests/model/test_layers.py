@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from optimus.model.late_gradients import WeightGradients
 from optimus.model.layers import Embedding, LayerNorm, RMSNorm
 from optimus.model.rope import Rotary, inverse_frequencies, rotate
 from tests.model.small import relative, small_config, small_model, some_tokens
@@ -105,3 +107,23 @@ def test_training_works_after_evaluating_in_inference_mode():
     with torch.inference_mode():
         model(some_tokens())
     model.losses(some_tokens()).ce_sum.backward()
+
+
+def test_an_embedding_adds_to_the_owners_gradient_what_autograd_would():
+    """To the bit, in the dtypes of training; put off, it goes by autograd."""
+    for dtype, into in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
+        embed = Embedding(small_config(pad_token_id=3)).to(dtype)
+        torch.nn.init.normal_(embed.weight)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(len(embed.weight), (4, 100), generator=generator)
+        slope = torch.randn(*tokens.shape, embed.weight.shape[1], generator=generator).to(dtype)
+        before = torch.randn(embed.weight.shape, generator=generator).to(into)
+        embed(tokens).backward(slope)
+        wanted, embed.weight.grad = before + embed.weight.grad, None
+        target = before.clone()
+        embed.weight_grad = partial(target.view_as, target)
+        embed(tokens).backward(slope)
+        assert embed.weight.grad is None and torch.equal(target, wanted)
+        with WeightGradients():
+            embed(tokens).backward(slope)
+        assert embed.weight.grad is not None and torch.equal(target, wanted)

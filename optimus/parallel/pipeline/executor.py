@@ -18,6 +18,7 @@ from optimus.model.late_gradients import WeightGradients
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
+from optimus_kernels.product import fastest_library
 
 Microbatch = tuple[Tensor, Tensor | None]
 """Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
@@ -143,12 +144,14 @@ class Executor:
         if torch.autograd._profiler_enabled():
             table = {kind: _in_a_range(do) for kind, do in table.items()}
         action = None
+        like = microbatches[0][0].new_empty(0, dtype=self._dtype)
         try:
-            for action in actions:
-                self._waited_ns = 0
-                start = clock()
-                table[action.kind](action)
-                note(Event(action, start, clock(), self._waited_ns))
+            with fastest_library(like):  # batches have few shapes, each of which it compiles
+                for action in actions:
+                    self._waited_ns = 0
+                    start = clock()
+                    table[action.kind](action)
+                    note(Event(action, start, clock(), self._waited_ns))
             while self._sent:
                 self._sent.popleft().wait()
         except LostPeerError as error:

@@ -11,6 +11,7 @@ from optimus.parallel.pipeline import executor as subject
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.stage import Output, Terms
+from optimus_kernels import product
 
 
 class OneNumber:
@@ -26,10 +27,11 @@ class OneNumber:
         return Output(None, loss, Terms(loss.detach(), loss, loss, []))
 
 
-def run() -> Executor:
+def run(stage: OneNumber | None = None) -> Executor:
     """A step of two microbatches on one stage."""
     schedule = make_schedule("1f1b", 1, 1, 2)
-    one = Executor(schedule, {0: OneNumber()}, Channels(), lambda tokens: (1,), torch.float32)
+    stages = {0: stage or OneNumber()}
+    one = Executor(schedule, stages, Channels(), lambda tokens: (1,), torch.float32)
     one.run([(torch.ones(3), None)] * 2, lambda stage, microbatch: None, lambda: None)
     return one
 
@@ -44,3 +46,19 @@ def test_a_profiler_sees_each_action_by_its_name():
 def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subject, "_in_a_range", None)  # what it would be called by
     assert len(run().trace) == 2 * 2 + 2
+
+
+@pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
+def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch):
+    settings, seen = torch.backends.mkldnn.matmul, []
+    before = settings.fp32_precision
+
+    class Watched(OneNumber):
+        def forward(self, *args) -> Output:
+            self.weight.register_hook(lambda grad: seen.append(settings.fp32_precision))
+            seen.append(settings.fp32_precision)
+            return super().forward(*args)
+
+    monkeypatch.setattr(product, "_onednn_is_better", lambda: True)
+    run(Watched())
+    assert set(seen) == {"bf16"} and len(seen) > 4 and settings.fp32_precision == before
