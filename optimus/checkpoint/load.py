@@ -12,10 +12,11 @@ from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_fa
 from optimus.checkpoint.index import ITEMSIZE, Index
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, Span, spans_to_read
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.transfer import Want, read_wants
 from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
 from optimus.errors import CheckpointError
+from optimus.model.tensor_files import as_bytes
 
 HOST_BYTES = 1 << 30
 """What loading may take of the host's memory for states on another device."""

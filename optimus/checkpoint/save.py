@@ -15,7 +15,7 @@ from optimus import platform
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.index import INDEX, Written, encode
 from optimus.checkpoint.pieces import Scatter, Span
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import Identity, shard_name
 from optimus.checkpoint.staging import Staging, share_of
 from optimus.checkpoint.threads import Stop, Task
@@ -23,6 +23,7 @@ from optimus.checkpoint.transfer import shard_size, write_shard
 from optimus.checkpoint.underway import Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError
+from optimus.model.tensor_files import as_bytes
 
 TIMEOUT_S = 1800.0
 BEGIN_S = 60.0

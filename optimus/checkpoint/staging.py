@@ -9,8 +9,9 @@ import torch
 from optimus import platform
 from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import aligned
+from optimus.model.tensor_files import as_bytes
 
 
 def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:

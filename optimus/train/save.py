@@ -296,7 +296,9 @@ class Saves:
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
-        write_hf(directory, self._config.model, weights, "bf16")
+        flat = ((name, 0, tensor.reshape(-1)) for name, tensor in weights.items())
+        dtypes = dict.fromkeys(weights, torch.bfloat16)
+        write_hf(directory, self._config.model, flat, dtypes)
         self._write_companions(directory)
 
     def _write_companions(self, directory: Path) -> None:

@@ -6,6 +6,7 @@ from optimus.model.hf.read import (
     load_hf_model,
     load_hf_state_dict,
     load_hf_weights,
+    places,
 )
 from optimus.model.hf.write import write_hf
 
@@ -17,6 +18,7 @@ __all__ = [
     "load_hf_model",
     "load_hf_state_dict",
     "load_hf_weights",
+    "places",
     "read_hf_config",
     "write_hf",
 ]

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.errors import CheckpointError, one_line
+from optimus.errors import CheckpointError
 from optimus.model.hf.config import read_hf_config
 from optimus.model.hf.names import hf_name, is_expert, pieces
 from optimus.model.identity import first_difference
+from optimus.model.tensor_files import TensorFiles
 from optimus.model.transformer import Transformer
 
 # What a checkpoint may hold without a place in the model: angles that version 4 once saved.
 _DERIVED = "rotary_emb.inv_freq"
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 
 
 class _Source(Protocol):
@@ -42,11 +33,11 @@ def load_hf_model(
     device: torch.device | str = "cpu",
 ) -> Transformer:
     """The model of a Hugging Face directory, in `dtype` or each parameter in its own."""
-    files = _TensorFiles(Path(path))
+    files = TensorFiles(Path(path))
     with torch.device("meta"):
         model = Transformer(read_hf_config(path))
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype or files.dtype(name, parameter))
+        parameter.data = parameter.data.to(dtype or stored_dtype(files, name, parameter))
     model.to_empty(device=device)
     load_hf_weights(model, path)
     return model
@@ -56,11 +47,12 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     """Refuse what `load_hf_weights` would refuse, from headers alone, before anything is built."""
     path = Path(path)
     _same_model(config, read_hf_config(path), path)
-    files = _TensorFiles(path)
+    files = TensorFiles(path)
     _no_strangers(files.names(), config, path)
     with torch.device("meta"):
         model = Transformer(config)
-    _fill(model, files.on_meta(), str(path))
+    known = {name: files.meta(name) for name in files.names() if not name.endswith(_DERIVED)}
+    _fill(model, known, str(path))
 
 
 def load_hf_weights(model: Transformer, path: str | os.PathLike) -> None:
@@ -72,7 +64,7 @@ def load_hf_weights(model: Transformer, path: str | os.PathLike) -> None:
     """
     path = Path(path)
     _same_model(model.config, read_hf_config(path), path)
-    files = _TensorFiles(path)
+    files = TensorFiles(path)
     _no_strangers(files.names(), model.config, path)
     _fill(model, files, str(path))
 
@@ -111,81 +103,32 @@ def _copy(target: Tensor, value: Tensor, name: str, where: str) -> None:
     target.copy_(value)
 
 
-class _TensorFiles:
-    """The tensors of model.safetensors, or of the shards its index names, read when asked for."""
+def places(config: ModelConfig, files: TensorFiles) -> Iterator[tuple[str, str, int]]:
+    """(name in `files`, our parameter, the element of it flattened with which that one begins) of
+    every tensor that a directory which `check_hf_weights` has passed has for the model."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        if is_expert(name) and hf_name(name) in files:
+            yield hf_name(name), name, 0
+            continue
+        for theirs, view in pieces(name, parameter):
+            yield theirs, name, view.storage_offset()
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._open: dict[str, safe_open] = {}
-        self._file_of = self._table()
 
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def dtype(self, name: str, parameter: Tensor) -> torch.dtype:
-        """The dtype of our parameter's tensors on disk; experts of a layer must share one."""
-        theirs = [theirs for theirs, _ in pieces(name, parameter)]
-        stored = [self.meta(t).dtype for t in ([hf_name(name), *theirs]) if t in self]
-        if not stored:
-            raise CheckpointError(f"{self.path}: tensor {theirs[0]} is missing")
-        if len(set(stored)) > 1:
-            raise CheckpointError(
-                f"{self.path}: the experts of one layer are of several types "
-                f"({', '.join(sorted({str(dtype) for dtype in stored}))}), such as {theirs[0]}; "
-                "bring them to one type first"
-            )
-        return stored[0]
-
-    def meta(self, name: str) -> Tensor:
-        """A tensor's shape and dtype, from the file's header."""
-        file = self._file_of[name]
-        try:
-            header = self._reader(file).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path / file}: {one_line(error)}") from None
-        stored = header.get_dtype()
-        if stored not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path / file}: tensor {name} is of {stored}, not one of {', '.join(_DTYPES)}"
-            )
-        return torch.empty(header.get_shape(), dtype=_DTYPES[stored], device="meta")
-
-    def on_meta(self) -> dict[str, Tensor]:
-        return {name: self.meta(name) for name in self._file_of if not name.endswith(_DERIVED)}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
-        file = self._file_of[name]
-        try:
-            return self._reader(file).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path / file}: {one_line(error)}") from None
-
-    def _table(self) -> dict[str, str]:
-        single, index = "model.safetensors", self.path / "model.safetensors.index.json"
-        if (self.path / single).is_file():
-            return dict.fromkeys(self._reader(single).keys(), single)
-        try:
-            return dict(json.loads(index.read_bytes())["weight_map"])
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.path}: neither model.safetensors nor {index.name} is there; other formats "
-                "of weights are not read"
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index}: not readable: {one_line(error)}") from None
-
-    def _reader(self, file: str) -> safe_open:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.path / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.path / file}: {one_line(error)}") from None
-        return self._open[file]
+def stored_dtype(files: TensorFiles, name: str, parameter: Tensor) -> torch.dtype:
+    """The dtype of our parameter's tensors on disk; experts of a layer must share one."""
+    theirs = [theirs for theirs, _ in pieces(name, parameter)]
+    stored = [files.meta(one).dtype for one in ([hf_name(name), *theirs]) if one in files]
+    if not stored:
+        raise CheckpointError(f"{files.path}: tensor {theirs[0]} is missing")
+    if len(set(stored)) > 1:
+        raise CheckpointError(
+            f"{files.path}: the experts of one layer are of several types "
+            f"({', '.join(sorted({str(dtype) for dtype in stored}))}), such as {theirs[0]}; "
+            "bring them to one type first"
+        )
+    return stored[0]
 
 
 def _no_strangers(names: set[str], config: ModelConfig, where: str | Path) -> None:
