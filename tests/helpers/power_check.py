@@ -22,8 +22,8 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.index import STATES
 from optimus.checkpoint.load import read_whole
 from optimus.checkpoint.manifest import Manifest, read_manifest
-from optimus.checkpoint.rank_states import as_bytes
 from optimus.errors import CheckpointError
+from optimus.model.tensor_files import as_bytes
 from tests.helpers.file_calls import Call
 from tests.helpers.power_loss import Disk, Tree
 
