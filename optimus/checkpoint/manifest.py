@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -244,15 +244,18 @@ def finish(
     origin: str = "none",
     settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
+    entries: Sequence[FileEntry] = (),
     loss_scale: Mapping[str, float] | None = None,
     ranks: Mapping[str, int] | None = None,
     stop: Stop | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes. Raises OptimusError
-    instead once `stop` is set, which it no longer can be behind that, and OSError."""
+    are files that their writers have made durable and that the index describes, `entries` such that
+    are described already. Raises OptimusError instead once `stop` is set, which it no longer can be
+    behind that, and OSError."""
     final = Path(path)
-    entries = _make_durable(temporary, shards)
+    known = {*shards, *(entry.name for entry in entries)}
+    entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
     manifest = {
         "format": FORMAT,
         "kind": kind,
@@ -282,15 +285,15 @@ def finish(
     return replace(sealed, path=final)
 
 
-def _make_durable(directory: Path, shards: Collection[str]) -> list[FileEntry]:
-    """fsync all that lies below but for `shards`, and describe the files."""
+def _make_durable(directory: Path, known: Collection[str]) -> list[FileEntry]:
+    """fsync all that lies below but for what is `known`, and describe the files."""
     entries = []
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
             files.fsync_dir(path)
             continue
         name = path.relative_to(directory).as_posix()
-        if name in shards:
+        if name in known:
             continue
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())

@@ -76,6 +76,7 @@ class FileWeights(Weights):
         with torch.device("meta"):
             model = Transformer(config)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
         own = [(name, name, 0) for name in self.shapes]
         is_hf = is_hf_directory(path)
         found = []
@@ -83,8 +84,7 @@ class FileWeights(Weights):
             file, stored = self._files.find(theirs)
             stop = begun + math.prod(stored.shape)
             for start in range(begun, stop, PIECE):
-                box = whole_box(self.shapes[ours])
-                piece = Piece(ours, box, start, min(start + PIECE, stop))
+                piece = Piece(ours, boxes[ours], start, min(start + PIECE, stop))
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize
                 found.append((file, at, DTYPES[stored.dtype], piece))
         self._found = sorted(found, key=lambda one: (one[0].path, one[1]))

@@ -16,16 +16,17 @@ from optimus.config import Config
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World
 from optimus.errors import CheckpointError
+from optimus.parallel.layout import Layout
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, with_start
-from optimus.train.whole import WholeModel
+from optimus.train.spread import spread
 
 
 def load_start(
     config: Config,
     world: World,
     flight: Preflight,
-    whole: WholeModel,
+    layout: Layout,
     states: ChunkEngine,
     rank_states: RankStates,
     loss_scale: LossScale,
@@ -56,7 +57,7 @@ def load_start(
             one.exp_avg.zero_()
             one.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, start.path)
-        whole.spread(partial(states.put, "master"), opening, world.device, how)
+        spread(layout, partial(states.put, "master"), opening, world, how)
     states.publish()
     return flight
 

@@ -27,8 +27,8 @@ from optimus.model.router import Router
 from optimus.train.batch import plan_batch
 from optimus.train.shard import Shard
 from optimus.train.update import Updater
-from optimus.train.whole import WholeModel
 from tests.helpers.tiny import CONTEXT, DENSE, VOCAB, tiny_tree
+from tests.helpers.whole import WholeModel
 
 STEPS = 5
 NEAR_TIE = 1e-6

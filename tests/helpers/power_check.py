@@ -20,12 +20,12 @@ import xxhash
 
 from optimus.checkpoint import manager
 from optimus.checkpoint.index import STATES
-from optimus.checkpoint.load import read_whole
 from optimus.checkpoint.manifest import Manifest, read_manifest
 from optimus.errors import CheckpointError
 from optimus.model.tensor_files import as_bytes
 from tests.helpers.file_calls import Call
 from tests.helpers.power_loss import Disk, Tree
+from tests.helpers.whole import read_whole
 
 RUN = "run"
 """The run directory's name, in a directory that is durable."""

@@ -14,18 +14,19 @@ from optimus.checkpoint import manager, shards, stream
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
 from optimus.config import make_config
-from optimus.dist.groups import plan_groups
 from optimus.dist.mesh import Mesh
+from optimus.dist.world import start_world
 from optimus.errors import CheckpointError
 from optimus.model import tensor_files
 from optimus.model.hf import write_hf
-from optimus.model.transformer import Transformer
 from optimus.parallel.layout import make_layout
-from optimus.train import whole as whole_module
-from optimus.train.whole import WholeModel
+from optimus.parallel.placement import whole_model
+from optimus.train import spread as spread_module
+from optimus.train.spread import spread
 from tests.helpers.runs import run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
+from tests.helpers.whole import WholeModel
 
 SIZES = {
     "tp2-ep2": {"parallel__tp": 2, "parallel__ep": 2},
@@ -35,25 +36,25 @@ SIZES = {
 
 
 def piecewise(size: int) -> None:
-    stream.PIECE = whole_module.PIECE = size
+    stream.PIECE = spread_module.PIECE = size
 
 
-def spread(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
+def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
     """What this rank read, and its whole masters."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
         parameter.data.fill_(torch.nan)
     states = shard.make_states()
-    whole = WholeModel(config, shard.layout, groups)
     for traffic in (tensor_files.traffic, shards.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
     how = config.checkpoint.distribute
-    whole.spread(partial(states.put, "master"), opening, world.device, how)
+    spread(shard.layout, partial(states.put, "master"), opening, world, how)
     read = {key: tensor_files.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
-    return read, {name: one.clone() for name, one in whole.gather(states.whole("master")).items()}
+    whole = WholeModel(config, shard.layout, groups).gather(states.whole("master"))
+    return read, {name: one.clone() for name, one in whole.items()}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_every_rank_gets_its_part_of_what_one_read_once(ranks, sources, kind, la
     settings = {"checkpoint__distribute": how, "optim__sharding": "so", "optim__chunk_length": 3000}
     tree = tiny_tree("d", "r", **SIZES[layout], **settings)
     path = sources[tree["model"].get("tie_embeddings", False)][kind]
-    given = ranks(4, spread, tree, str(path), size, start_world=False)
+    given = ranks(4, take, tree, str(path), size, start_world=False)
     assert [read for read, _ in given[1:]] == [{"opens": 0, "bytes": 0}] * 3
     read, masters = given[0]
     files = list(path.glob("*.safetensors" if kind != "full" else "shard-*"))
@@ -156,18 +157,19 @@ def test_a_file_that_ends_while_it_is_read_is_told_by_all_ranks(
 def peak_of_spreading(tree: dict[str, Any], path: str) -> int:
     """How much memory the process takes besides while a model is read and given away, in bytes."""
     config, mesh = make_config(tree), Mesh()
-    place = mesh.place(0)
-    whole = WholeModel(config, make_layout(config, mesh, place, 1), plan_groups(mesh, 0))
+    layout = make_layout(config, mesh, mesh.place(0), 1)
+    shapes = [p.shape for p in whole_model(config.model).parameters()]
     found = []
     piecewise(1 << 20)
     Path("/proc/self/clear_refs").write_text("5")  # the highest from here on
     before = memory_kb("VmRSS")
-    whole.spread(
+    spread(
+        layout,
         lambda name, part, start: found.append(part.numel()),
         partial(open_weights, config.model, Path(path)),
-        torch.device("cpu"),
+        start_world(device="cpu"),
     )
-    assert sum(found) == sum(map(math.prod, whole.shapes.values()))
+    assert sum(found) == sum(map(math.prod, shapes))
     return 1024 * (memory_kb("VmHWM") - before)
 
 
@@ -182,12 +184,11 @@ def test_the_first_rank_takes_memory_for_pieces_alone(ranks, tmp_path):
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")
     config = make_config(tree).model
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Transformer(config).named_parameters()}
+    shapes = {name: p.shape for name, p in whole_model(config).named_parameters()}
     zeros = ((name, 0, torch.zeros(math.prod(shape))) for name, shape in shapes.items())
     write_hf(tmp_path / "hf", config, zeros, dict.fromkeys(shapes, torch.float32))
     size = (tmp_path / "hf" / "model.safetensors").stat().st_size
     largest = 4 * max(map(math.prod, shapes.values()))
-    (peak,) = ranks(1, peak_of_spreading, tree, str(tmp_path / "hf"))
+    (peak,) = ranks(1, peak_of_spreading, tree, str(tmp_path / "hf"), start_world=False)
     told = f"{peak / 1e6:.1f} MB of a model of {size / 1e6:.1f}, its largest {largest / 1e6:.1f}"
     assert peak < largest / 2 < size / 8, told

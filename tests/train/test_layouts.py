@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from optimus.data.loader import Microbatch
-from optimus.train.whole import WholeModel
 from tests.helpers.tiny import DENSE, VOCAB, tiny_tree
 from tests.helpers.updates import make_updater
+from tests.helpers.whole import WholeModel
 
 MICROBATCHES = [
     torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(n)) for n in range(8)

@@ -8,7 +8,7 @@ from optimus.model.hf.read import (
     load_hf_weights,
     places,
 )
-from optimus.model.hf.write import write_hf
+from optimus.model.hf.write import plan_hf, write_hf, write_hf_json
 
 __all__ = [
     "check_hf_weights",
@@ -19,6 +19,8 @@ __all__ = [
     "load_hf_state_dict",
     "load_hf_weights",
     "places",
+    "plan_hf",
     "read_hf_config",
     "write_hf",
+    "write_hf_json",
 ]

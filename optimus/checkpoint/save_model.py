@@ -1,0 +1,123 @@
+"""Saving a model alone: every rank writes its part of the masters, in bf16, into common files.
+
+Where each parameter lies follows from the model; no rank holds more than its own part of it, and
+nothing is sent. The first rank reads the files once, for their hashes, and compares what lies there
+with what the writers say they wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+from torch import Tensor
+
+from optimus.checkpoint.manifest import FileEntry
+from optimus.checkpoint.pieces import Piece, Scatter, whole_box
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.reshard import runs_between
+from optimus.checkpoint.save import Generation, Saver
+from optimus.checkpoint.staging import share_of
+from optimus.checkpoint.stream import PIECE
+from optimus.checkpoint.threads import Stop
+from optimus.config import ModelConfig
+from optimus.errors import OptimusError
+from optimus.model.hf import plan_hf, write_hf_json
+from optimus.model.tensor_files import as_bytes
+from optimus.model.tensor_writer import TensorWriter
+
+DTYPE = torch.bfloat16
+_BLOCK_BYTES = 4 << 20
+
+
+def model_parts(states: RankStates, scatter: Scatter) -> list:
+    """Which masters of which spans this rank writes."""
+    return [one for one in share_of(states, scatter) if one[0] == "master"]
+
+
+class ModelSaver(Saver):
+    """Writes models alone, as Hugging Face directories."""
+
+    def __init__(
+        self,
+        states: RankStates,
+        config: ModelConfig,
+        scatter: Scatter,
+        *,
+        staged: bool,
+        limit_s: float,
+        begin_s: float,
+    ) -> None:
+        """Raises ConfigError if transformers cannot express the model."""
+        parts, limits = model_parts(states, scatter), {"limit_s": limit_s, "begin_s": begin_s}
+        super().__init__(states, parts, DTYPE, staged=staged, **limits)
+        self._config, self._plan = config, plan_hf(config, dict.fromkeys(states.shapes, DTYPE))
+        self.bytes = sum(self._plan.sizes.values())
+
+    def _name_of(self, rank: int) -> str:
+        return f"weights of rank {rank}"
+
+    def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> int:
+        total = 0
+        with TensorWriter(generation.directory, self._plan) as files:
+            for state, span in self._parts:
+                flat = states.memory(state, span)
+                if self._staging is not None:
+                    flat = self._staging.taken(state, span)
+                for piece, at in span.pieces:
+                    for start in range(piece.start, piece.stop, PIECE):
+                        if stop.is_set():
+                            raise OptimusError(f"model of step {step}: no longer wanted")
+                        one = piece._replace(start=start, stop=min(start + PIECE, piece.stop))
+                        low = at + start - piece.start
+                        values = flat[low : low + one.stop - one.start].to("cpu", DTYPE)
+                        _put(files, one, states.shapes[one.name], values)
+                        total += _sum(as_bytes(values))
+            files.finish()
+        return total
+
+    def _describe(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
+    ) -> dict[str, Any]:
+        directory = generation.directory
+        with TensorWriter(directory, self._plan) as files:
+            files.write_headers()
+            files.finish()
+        write_hf_json(directory, self._config, self._plan)
+        entries, total = [], -sum(one for one in reports if one is not None)
+        for name, size in self._plan.sizes.items():
+            entry, found = _look(directory / name, len(self._plan.headers[name]), stop)
+            total += found
+            if entry.size != size:
+                raise OptimusError(f"{name}: {entry.size} bytes, not {size} as written")
+            entries.append(entry)
+        if total % (1 << 64):
+            raise OptimusError(f"model of step {step}: its files do not hold what was written")
+        return {"kind": "model", "entries": entries}
+
+
+def _put(files: TensorWriter, piece: Piece, shape: tuple[int, ...], values: Tensor) -> None:
+    """Write a piece to where it lies in the whole parameter."""
+    for start, begun, length in runs_between(whole_box(shape), piece).tolist():
+        files.write(piece.name, start, values[begun : begun + length])
+
+
+def _sum(data: memoryview) -> int:
+    """Of 16-bit numbers; whoever adds what parts give finds the whole's."""
+    return int(numpy.frombuffer(data, numpy.uint16).sum(dtype=numpy.uint64))
+
+
+def _look(path: Path, begin: int, stop: Stop) -> tuple[FileEntry, int]:
+    """What a manifest says of a file, and the sum of its numbers from byte `begin` on."""
+    digest, size, total = xxhash.xxh3_64(), 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES if size else begin):
+            if stop.is_set():
+                raise OptimusError(f"{path.name}: no longer wanted")
+            digest.update(block)
+            total += _sum(memoryview(block)) if size else 0
+            size += len(block)
+    return FileEntry(path.name, size, digest.hexdigest()), total
