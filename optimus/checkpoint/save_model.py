@@ -7,6 +7,7 @@ with what the writers say they wrote.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from optimus.checkpoint.manifest import FileEntry
-from optimus.checkpoint.pieces import Piece, Scatter, whole_box
+from optimus.checkpoint.pieces import Piece, Scatter, Span, whole_box
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.save import Generation, Saver
@@ -33,7 +34,7 @@ DTYPE = torch.bfloat16
 _BLOCK_BYTES = 4 << 20
 
 
-def model_parts(states: RankStates, scatter: Scatter) -> list:
+def model_parts(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
     """Which masters of which spans this rank writes."""
     return [one for one in share_of(states, scatter) if one[0] == "master"]
 
@@ -61,21 +62,20 @@ class ModelSaver(Saver):
         return f"weights of rank {rank}"
 
     def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> int:
-        total = 0
+        total, memory = 0, torch.empty(PIECE, dtype=DTYPE) if self._staging is None else None
         with TensorWriter(generation.directory, self._plan) as files:
             for state, span in self._parts:
-                flat = states.memory(state, span)
-                if self._staging is not None:
-                    flat = self._staging.taken(state, span)
-                for piece, at in span.pieces:
-                    for start in range(piece.start, piece.stop, PIECE):
-                        if stop.is_set():
-                            raise OptimusError(f"model of step {step}: no longer wanted")
-                        one = piece._replace(start=start, stop=min(start + PIECE, piece.stop))
-                        low = at + start - piece.start
-                        values = flat[low : low + one.stop - one.start].to("cpu", DTYPE)
-                        _put(files, one, states.shapes[one.name], values)
-                        total += _sum(as_bytes(values))
+                for piece, at in _pieces(span):
+                    if stop.is_set():
+                        raise OptimusError(f"model of step {step}: no longer wanted")
+                    here = slice(at, at + piece.stop - piece.start)
+                    if memory is None:
+                        values = self._staging.taken(state, span)[here]
+                    else:
+                        values = memory[: piece.stop - piece.start]
+                        values.copy_(states.memory(state, span)[here])
+                    _put(files, piece, states.shapes[piece.name], values)
+                    total += _sum(as_bytes(values))
             files.finish()
         return total
 
@@ -97,6 +97,14 @@ class ModelSaver(Saver):
         if total % (1 << 64):
             raise OptimusError(f"model of step {step}: its files do not hold what was written")
         return {"kind": "model", "entries": entries}
+
+
+def _pieces(span: Span) -> Iterator[tuple[Piece, int]]:
+    """Those of a span, of PIECE elements at most, each with its place in the span."""
+    for piece, at in span.pieces:
+        for start in range(piece.start, piece.stop, PIECE):
+            one = piece._replace(start=start, stop=min(start + PIECE, piece.stop))
+            yield one, at + start - piece.start
 
 
 def _put(files: TensorWriter, piece: Piece, shape: tuple[int, ...], values: Tensor) -> None:

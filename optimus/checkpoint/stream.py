@@ -32,8 +32,9 @@ class Weights(ABC):
     """Weights in the order in which files hold them, piece by piece: little of them is in memory.
 
     A context in which files may be open, and an iterable of `pieces` with their values, flat on the
-    host as they are stored. What has a checksum is compared with it as it is read, at the latest
-    behind the last piece: until then nothing is certain. Both raise CheckpointError.
+    host as they are stored, until the next are asked for. What has a checksum is compared with it
+    as it is read, at the latest behind the last piece: until then nothing is certain. Both raise
+    CheckpointError.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -91,10 +92,11 @@ class FileWeights(Weights):
         self.pieces = [one[-1] for one in self._found]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        memory = torch.empty(PIECE, dtype=torch.float64)  # the widest
         for file, found in itertools.groupby(self._found, lambda one: one[0]):
             expected, seen = self._hashes.get(file.path.name), _Seen(file)
             for _, at, dtype, piece in found:
-                values = torch.empty(piece.stop - piece.start, dtype=dtype)
+                values = memory.view(dtype)[: piece.stop - piece.start]
                 if expected:
                     seen.pass_to(at)
                 seen.read(at, as_bytes(values))
@@ -155,10 +157,11 @@ class ShardWeights(Weights):
         self.pieces = [piece for _, _, piece in self._found]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        memory = torch.empty(PIECE)
         for number, found in itertools.groupby(self._found, lambda one: one[0]):
             with self._index.open(self._path, number) as file:
                 for _, at, piece in found:
-                    values = torch.empty(piece.stop - piece.start)
+                    values = memory[: piece.stop - piece.start]
                     run = numpy.array([[at, 0, 0, values.nbytes]])
                     file.read(run, [as_bytes(values)])
                     yield piece, values

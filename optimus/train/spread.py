@@ -45,9 +45,9 @@ def spread(
         pieces = weights.pieces if weights else []
         _refuse(problem, everyone)
         batches = [*_batches(broadcast_object(pieces, everyone)), []]  # [] ends the reading
-        given = iter(weights or ())
+        given, memory = iter(weights or ()), torch.empty(PIECE + 1, device=world.device)
         for batch in batches:
-            flat = torch.zeros(sum(map(_size, batch)) + 1, device=world.device)
+            flat = memory[: sum(map(_size, batch)) + 1].zero_()
             if everyone.rank == 0:
                 problem = _read(batch, given, flat)
                 flat[-1] = float(bool(problem))

@@ -23,6 +23,7 @@ from optimus.parallel.layout import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import spread as spread_module
 from optimus.train.spread import spread
+from tests.helpers.memory import peak_of
 from tests.helpers.runs import run_tree, train_on
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
@@ -161,21 +162,11 @@ def peak_of_spreading(tree: dict[str, Any], path: str) -> int:
     shapes = [p.shape for p in whole_model(config.model).parameters()]
     found = []
     piecewise(1 << 20)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest from here on
-    before = memory_kb("VmRSS")
-    spread(
-        layout,
-        lambda name, part, start: found.append(part.numel()),
-        partial(open_weights, config.model, Path(path)),
-        start_world(device="cpu"),
-    )
-    assert sum(found) == sum(map(math.prod, shapes))
-    return 1024 * (memory_kb("VmHWM") - before)
-
-
-def memory_kb(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
+    opening, world = partial(open_weights, config.model, Path(path)), start_world(device="cpu")
+    take = lambda name, part, start: found.append(part.numel())  # noqa: E731
+    peak = peak_of(lambda: spread(layout, take, opening, world))
+    assert sum(found) == 2 * sum(map(math.prod, shapes))  # taken twice
+    return peak
 
 
 def test_the_first_rank_takes_memory_for_pieces_alone(ranks, tmp_path):
