@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 import torch
 import xxhash
-from torch import Tensor
 
 from optimus.checkpoint.manifest import FileEntry
 from optimus.checkpoint.pieces import Piece, Scatter, Span, whole_box
@@ -74,8 +73,12 @@ class ModelSaver(Saver):
                     else:
                         values = memory[: piece.stop - piece.start]
                         values.copy_(states.memory(state, span)[here])
-                    _put(files, piece, states.shapes[piece.name], values)
-                    total += _sum(as_bytes(values))
+                    data = as_bytes(values)
+                    box = whole_box(states.shapes[piece.name])
+                    for start, begun, length in (2 * runs_between(box, piece)).tolist():
+                        part = data[begun : begun + length]
+                        files.write_bytes(piece.name, start // 2, part)
+                    total += _sum(data)
             files.finish()
         return total
 
@@ -105,12 +108,6 @@ def _pieces(span: Span) -> Iterator[tuple[Piece, int]]:
         for start in range(piece.start, piece.stop, PIECE):
             one = piece._replace(start=start, stop=min(start + PIECE, piece.stop))
             yield one, at + start - piece.start
-
-
-def _put(files: TensorWriter, piece: Piece, shape: tuple[int, ...], values: Tensor) -> None:
-    """Write a piece to where it lies in the whole parameter."""
-    for start, begun, length in runs_between(whole_box(shape), piece).tolist():
-        files.write(piece.name, start, values[begun : begun + length])
 
 
 def _sum(data: memoryview) -> int:

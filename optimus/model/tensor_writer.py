@@ -122,6 +122,7 @@ class TensorWriter:
         """All methods raise OSError."""
         self._directory, self._plan = directory, plan
         self._fds: dict[str, int] = {}
+        self._starts: dict[str, list[int]] = {}
 
     def write_headers(self) -> None:
         """For one of the writers to do."""
@@ -130,16 +131,20 @@ class TensorWriter:
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Elements `start` and on of our flattened parameter `name`, of any dtype and device."""
-        dtype, rows = self._plan.dtypes[name], self._plan.rows[name]
-        data = as_bytes(values.to("cpu", dtype).contiguous())
-        stop, size = start + values.numel(), dtype.itemsize
-        first = bisect_right(rows, start, key=lambda row: row.start) - 1
-        for row in rows[max(first, 0) :]:
-            low, high = max(start, row.start), min(stop, row.stop)
-            if low >= high:
-                break
-            part = data[(low - start) * size : (high - start) * size]
-            self._put(row.file, part, row.at + (low - row.start) * size)
+        values = values.to("cpu", self._plan.dtypes[name]).contiguous()
+        self.write_bytes(name, start, as_bytes(values))
+
+    def write_bytes(self, name: str, start: int, data: memoryview) -> None:
+        """The same of elements in the dtype of the plan."""
+        rows, size = self._plan.rows[name], self._plan.dtypes[name].itemsize
+        if name not in self._starts:
+            self._starts[name] = [row.start for row in rows]
+        number = bisect_right(self._starts[name], start) - 1
+        while data:
+            row = rows[number]
+            part = data[: (row.stop - start) * size]
+            self._put(row.file, part, row.at + (start - row.start) * size)
+            data, start, number = data[len(part) :], row.stop, number + 1
 
     def finish(self) -> None:
         """Make all that this one wrote durable."""

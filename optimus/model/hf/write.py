@@ -96,6 +96,8 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
                         f"weights to write: tensor {name} has no place in the model"
                     )
                 missing[name] -= values.numel()
+                if missing[name] < 0:
+                    break
                 files.write(name, start, values)
             files.finish()
         except OSError as error:
