@@ -62,6 +62,8 @@ class Manifest:
     """State of dynamic loss scaling (fp16); None without it."""
     ranks: Mapping[str, int] | None = None
     """Sizes of the mesh that wrote it, and `per_node`, how many ranks a node had."""
+    begun: int | None = None
+    """The step that its run was begun at; None where that was not noted."""
 
     @property
     def is_sharded(self) -> bool:
@@ -181,7 +183,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
-        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks")}
+        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks", "begun")}
         return Manifest(files=entries, path=path, **fields)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
@@ -247,6 +249,7 @@ def finish(
     entries: Sequence[FileEntry] = (),
     loss_scale: Mapping[str, float] | None = None,
     ranks: Mapping[str, int] | None = None,
+    begun: int | None = None,
     stop: Stop | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
@@ -266,9 +269,9 @@ def finish(
         "settings": dict(settings or {}),
         "files": [asdict(entry) for entry in entries],
     }
-    for key, value in (("loss_scale", loss_scale), ("ranks", ranks)):
+    for key, value in (("loss_scale", loss_scale), ("ranks", ranks), ("begun", begun)):
         if value is not None:
-            manifest[key] = dict(value)
+            manifest[key] = value
     files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
     sealed = read_manifest(temporary)
     sealed.check_shards()

@@ -251,6 +251,7 @@ class Saves:
             "tokens": flight.tokens_after(step),
             "updates": self._states.num_updates,
             "origin": flight.start.origin,
+            "begun": flight.start.begun,
             "settings": flight.settings,
             "loss_scale": self._loss_scale.state(),
             "ranks": self._ranks(),
