@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimus import files
 from optimus.checkpoint import manager, shards, stream
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
@@ -100,6 +101,35 @@ def test_every_rank_gets_its_part_of_what_one_read_once(ranks, sources, kind, la
             wanted[name].view(-1)[start : start + len(values)] = values
     assert masters.keys() == wanted.keys()
     assert all(torch.equal(masters[name], wanted[name]) for name in wanted)
+
+
+def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
+    """Bytes of weights that this rank read in a whole run, and the files that it hashed besides."""
+    plain, hashed = files.xxh3_file, []
+
+    def xxh3_file(path):
+        hashed.append(Path(path).name)
+        return plain(path)
+
+    files.xxh3_file = xxh3_file
+    tensor_files.traffic.update(opens=0, bytes=0)
+    run_tree(tree)
+    return tensor_files.traffic["bytes"], hashed
+
+
+@pytest.mark.parametrize("load", ["model@2", "path"])
+def test_a_run_reads_the_model_that_it_begins_with_once(ranks, tiny_data, tmp_path, load):
+    """Its hash is compared on the way; what finds and checks tensors reads the header, thrice."""
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
+    train_on(ranks, 1, tree)
+    path = manager.model_path(tmp_path, 2)
+    load, run = ("model@2", tmp_path) if load == "model@2" else (str(path), tmp_path / "other")
+    tree = tiny_tree(tiny_data, run, train__stop_at_step=3, checkpoint__load=load)
+    (read, hashed), (none, _) = ranks(2, run_and_count, tree, start_world=False)
+    content = (path / "model.safetensors").read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+    assert read == len(content) + 3 * head and none == 0
+    assert "model.safetensors" not in hashed and "config.json" in hashed
 
 
 def refused(tree: dict[str, Any]) -> str:
