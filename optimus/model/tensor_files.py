@@ -148,13 +148,6 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        file, stored = self.find(name)
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        file.read(stored.start, as_bytes(tensor))
-        return tensor
-
     def _table(self) -> dict[str, str]:
         if (self.path / MODEL).is_file():
             return dict.fromkeys(self._file(MODEL).tensors, MODEL)

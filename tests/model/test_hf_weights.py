@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError
 from optimus.model.hf import (
     config_from_hf,
-    load_hf_model,
     load_hf_state_dict,
-    load_hf_weights,
+    read_hf_config,
 )
 from optimus.model.hf import write_hf as write_stretches
 from optimus.model.hf.names import pieces
@@ -51,6 +51,18 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
     names = Transformer(config).state_dict()
     weights = ((name, 0, tensor.reshape(-1)) for name, tensor in state.items())
     write_stretches(path, config, weights, dict.fromkeys(names, wide), file_bytes)
+
+
+def load_hf_model(path, dtype=None) -> Transformer:
+    """In `dtype`, or each parameter in its own."""
+    config = read_hf_config(path)
+    model = Transformer(config)
+    with open_weights(config, path) as weights:
+        for name, own in weights.dtypes().items():
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype or own)
+    load_weights(model, path)
+    return model
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -131,26 +143,6 @@ def test_experts_may_be_merged_on_disk_or_in_a_state_dict(tmp_path):
 def on_disk_of(theirs, path):
     theirs.save_pretrained(path)
     return on_disk(path)
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_rank_reads_its_blocks_and_experts_only(merged, tmp_path):
-    theirs = their_directory(tmp_path)
-    if merged:
-        (tmp_path / "model.safetensors").unlink()
-        save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    whole = load_hf_model(tmp_path)
-    part = Transformer(whole.config)
-    del part.blocks["0"], part.embed
-    experts = part.blocks["1"].mlp.experts
-    experts.gate_up = torch.nn.Parameter(torch.empty(2, 48, 32))
-    experts.down = torch.nn.Parameter(torch.empty(2, 32, 24))
-    experts.first_expert = 2
-    load_hf_weights(part, tmp_path)
-    expected = whole.state_dict()
-    for name, value in part.state_dict().items():
-        wanted = expected[name][2:4] if "experts" in name else expected[name]
-        assert torch.equal(value, wanted), name
 
 
 def test_files_are_those_of_the_library_in_whatever_order_they_are_written(tmp_path):
@@ -235,9 +227,9 @@ def test_another_model_is_refused_by_its_field(tmp_path):
     write_hf(tmp_path / "out", model.config, model.state_dict(), "fp32")
     for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
         with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
-            load_hf_weights(small_model(**{key: value}), tmp_path / "out")
+            load_weights(small_model(**{key: value}), tmp_path / "out")
     # What does not change logits, or says the same in other words, may differ.
-    load_hf_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
+    load_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path):

@@ -1,20 +1,17 @@
-"""Weights of a Hugging Face directory into our model, tensor by tensor."""
+"""Weights of a Hugging Face directory: whether they fit our model, and which is which."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
-from optimus.model.hf.config import read_hf_config
 from optimus.model.hf.names import hf_name, is_expert, pieces
-from optimus.model.identity import first_difference
 from optimus.model.tensor_files import TensorFiles
 from optimus.model.transformer import Transformer
 
@@ -22,75 +19,36 @@ from optimus.model.transformer import Transformer
 _DERIVED = "rotary_emb.inv_freq"
 
 
-class _Source(Protocol):
-    def __contains__(self, name: str) -> bool: ...
-    def __getitem__(self, name: str) -> Tensor: ...
-
-
-def load_hf_model(
-    path: str | os.PathLike,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> Transformer:
-    """The model of a Hugging Face directory, in `dtype` or each parameter in its own."""
-    files = TensorFiles(Path(path))
-    with torch.device("meta"):
-        model = Transformer(read_hf_config(path))
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype or stored_dtype(files, name, parameter))
-    model.to_empty(device=device)
-    load_hf_weights(model, path)
-    return model
-
-
 def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
-    """Refuse what `load_hf_weights` would refuse, from headers alone, before anything is built."""
-    path = Path(path)
-    _same_model(config, read_hf_config(path), path)
-    files = TensorFiles(path)
-    _no_strangers(files.names(), config, path)
+    """Refuse, from headers alone, a directory that holds something else than the weights of this
+    model: CheckpointError if a tensor is missing, of another shape, not a floating-point one, or
+    without a place in the model, or a file cannot be read or is not complete."""
+    files = TensorFiles(Path(path))
     with torch.device("meta"):
         model = Transformer(config)
     known = {name: files.meta(name) for name in files.names() if not name.endswith(_DERIVED)}
+    files.close()
+    _no_strangers(set(known), model, path)
     _fill(model, known, str(path))
-
-
-def load_hf_weights(model: Transformer, path: str | os.PathLike) -> None:
-    """Copy the directory's tensors into `model`, casting to its dtype.
-
-    `model` may be a pipeline stage's part or hold some of the experts; only what it has is read.
-    Raises CheckpointError if the directory holds another model, or a tensor is missing, of another
-    shape, damaged, or without a place in the model.
-    """
-    path = Path(path)
-    _same_model(model.config, read_hf_config(path), path)
-    files = TensorFiles(path)
-    _no_strangers(files.names(), model.config, path)
-    _fill(model, files, str(path))
 
 
 def load_hf_state_dict(model: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy a transformers model's state_dict into `model`, its experts merged or not."""
-    _no_strangers(set(state), model.config, "state_dict")
+    _no_strangers(set(state), model, "state_dict")
     _fill(model, state, "state_dict")
 
 
 @torch.no_grad()
-def _fill(model: Transformer, source: _Source, where: str) -> None:
+def _fill(model: Transformer, source: Mapping[str, Tensor], where: str) -> None:
     for name, parameter in model.named_parameters():
-        if is_expert(name):
-            first = model.get_submodule(name.rpartition(".")[0]).first_expert
-            merged = hf_name(name)
-            if merged in source:
-                _copy(parameter, source[merged][first : first + len(parameter)], merged, where)
-                continue
-            parts = pieces(name, parameter, first)
-        else:
-            parts = pieces(name, parameter)
-        for their_name, view in parts:
-            if their_name not in source:
-                raise CheckpointError(f"{where}: tensor {their_name} is missing")
-            _copy(view, source[their_name], their_name, where)
+        merged = hf_name(name)
+        if is_expert(name) and merged in source:
+            _copy(parameter, source[merged], merged, where)
+            continue
+        for theirs, view in pieces(name, parameter):
+            if theirs not in source:
+                raise CheckpointError(f"{where}: tensor {theirs} is missing")
+            _copy(view, source[theirs], theirs, where)
 
 
 def _copy(target: Tensor, value: Tensor, name: str, where: str) -> None:
@@ -116,27 +74,10 @@ def places(config: ModelConfig, files: TensorFiles) -> Iterator[tuple[str, str, 
             yield theirs, name, view.storage_offset()
 
 
-def stored_dtype(files: TensorFiles, name: str, parameter: Tensor) -> torch.dtype:
-    """The dtype of our parameter's tensors on disk; experts of a layer must share one."""
-    theirs = [theirs for theirs, _ in pieces(name, parameter)]
-    stored = [files.meta(one).dtype for one in ([hf_name(name), *theirs]) if one in files]
-    if not stored:
-        raise CheckpointError(f"{files.path}: tensor {theirs[0]} is missing")
-    if len(set(stored)) > 1:
-        raise CheckpointError(
-            f"{files.path}: the experts of one layer are of several types "
-            f"({', '.join(sorted({str(dtype) for dtype in stored}))}), such as {theirs[0]}; "
-            "bring them to one type first"
-        )
-    return stored[0]
-
-
-def _no_strangers(names: set[str], config: ModelConfig, where: str | Path) -> None:
+def _no_strangers(names: Set[str], model: Transformer, where: str | os.PathLike) -> None:
     """Refuse tensors the configuration has no place for, such as biases it does not mention."""
-    with torch.device("meta"):
-        whole = Transformer(config)
     expected = {"lm_head.weight"}  # may be there although tied: transformers then ignores it
-    for name, parameter in whole.named_parameters():
+    for name, parameter in model.named_parameters():
         expected.add(hf_name(name))
         expected.update(theirs for theirs, _ in pieces(name, parameter))
     strangers = sorted(name for name in names - expected if not name.endswith(_DERIVED))
@@ -144,15 +85,4 @@ def _no_strangers(names: set[str], config: ModelConfig, where: str | Path) -> No
         raise CheckpointError(
             f"{where}: tensor {strangers[0]} ({len(strangers)} in all) has no place in the model "
             "that its configuration describes"
-        )
-
-
-def _same_model(wanted: ModelConfig, found: ModelConfig, path: Path) -> None:
-    """Refuse a directory whose model computes other logits than the configured one."""
-    difference = first_difference(wanted, found)
-    if difference is not None:
-        key, ours, theirs = difference
-        raise CheckpointError(
-            f"model.{key} = {ours!r}, but {path} holds a model with {theirs!r}; change the "
-            "configuration or load another directory"
         )
