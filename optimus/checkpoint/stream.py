@@ -147,6 +147,11 @@ class ShardWeights(Weights):
         self._found = []
         for name in self._index.shapes:
             stored = self._index.stored(name)
+            sizes = stored.rows[:, 3] - stored.rows[:, 2]
+            if sizes.sum() != math.prod(self.shapes[name]):
+                raise CheckpointError(
+                    f"{manifest.path}: the index holds only a part of parameter {name}"
+                )
             for row in stored.rows.tolist():
                 number, box, first, last = row[:4]
                 for start in range(first, last, PIECE):
