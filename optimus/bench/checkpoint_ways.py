@@ -20,11 +20,12 @@ from torch import Tensor
 from optimus import files
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import read_manifest
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.shards import BLOCK_BYTES
 from optimus.checkpoint.underway import Underway
 from optimus.dist.world import World
+from optimus.model.tensor_files import as_bytes
 
 STEP = "step-00000001"
 """The name of ours in its directory."""

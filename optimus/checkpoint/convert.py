@@ -7,16 +7,16 @@ import shutil
 import sys
 from pathlib import Path
 
-from torch import Tensor
-
 from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
-from optimus.checkpoint.tensors import MODEL, write_tensors
-from optimus.checkpoint.weights import CONFIG, model_config_of, weights_of
+from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
 from optimus.config import Config, dump_toml
 from optimus.errors import CheckpointError
-from optimus.model.hf import is_hf_directory, load_hf_model, read_hf_config, write_hf
+from optimus.model.hf import is_hf_directory, read_hf_config, write_hf
+from optimus.model.hf.write import write_all
+from optimus.model.tensor_writer import Planned, plan_files
+from optimus.platform import dtype_of
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model"),
@@ -31,49 +31,54 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         raise CheckpointError(
             f"{source}: not a Hugging Face directory (config.json and safetensors)"
         )
-    config, tensors = read_hf_config(source), load_hf_model(source).state_dict()
+    config = read_hf_config(source)
+    with open_weights(config, source) as weights:
+        dtypes = weights.dtypes()
+        tensors = (Planned(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
 
-    def write(directory: Path) -> None:
-        write_tensors(directory / MODEL, tensors)
-        (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
-        _copy_tokenizer(source, directory)
+        def write(directory: Path) -> None:
+            write_all(directory, plan_files(tensors), weights.stretches())
+            (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
+            _copy_tokenizer(source, directory)
 
-    seal(out, write, kind="model", origin=f"from-hf {source.name}")
+        seal(out, write, kind="model", origin=f"from-hf {source.name}")
 
 
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
     """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`; the
-    checkpoint that `source` meant. Raises CheckpointError where it is damaged; a run's newest full
-    one is passed over then."""
-    out = Path(out)
+    checkpoint that `source` meant. Every byte is read once and compared with its checksum. Raises
+    CheckpointError where it is damaged; a run's newest full one is passed over then."""
+    source, out = Path(source), Path(out)
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or choose another place")
-    source, weights = _read(Path(source))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.temporary_name(out)
-    try:
-        write_hf(temporary, model_config_of(source), weights, dtype)
-        _copy_tokenizer(source, temporary)
-        files.commit(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return source
-
-
-def _read(source: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint that `source` means and its weights; shard files are compared with their
-    checksums as they are read, once."""
     damaged: dict[Path, str] = {}
     while True:
         path = manager.resolve(source, thorough=False, but=damaged)
         try:
-            return path, weights_of(path)
+            _write_hf(path, out, dtype)
+            return path
         except CheckpointError as error:
             if path == source:
                 raise
             print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
             damaged[path] = str(error)
+
+
+def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
+    config = model_config_of(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = files.temporary_name(out)
+    try:
+        with open_weights(config, path) as weights:
+            dtypes = weights.dtypes()
+            if dtype is not None:
+                dtypes = dict.fromkeys(dtypes, dtype_of(dtype))
+            write_hf(temporary, config, weights.stretches(), dtypes)
+        _copy_tokenizer(path, temporary)
+        files.commit(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

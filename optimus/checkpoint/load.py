@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
 from optimus.checkpoint.index import ITEMSIZE, Index
 from optimus.checkpoint.manifest import Manifest
-from optimus.checkpoint.pieces import Piece, Span, spans_to_read
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.pieces import Span, spans_to_read
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.transfer import Want, read_wants
 from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
 from optimus.errors import CheckpointError
+from optimus.model.tensor_files import as_bytes
 
 HOST_BYTES = 1 << 30
 """What loading may take of the host's memory for states on another device."""
@@ -110,22 +110,3 @@ def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) 
                 f"{path}: parameter {name} has shape {list(index.shapes[name])}, this model's has "
                 f"{list(shape)}"
             )
-
-
-def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "master") -> None:
-    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process:
-    of all parameters, or, as those that are not trained have no moments, of some.
-
-    Raises CheckpointError if they are not the checkpoint's, by name or shape, or it is damaged.
-    """
-    index = manifest.index()
-    shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
-    if state != "master":
-        shapes = {name: index.shapes[name] for name in index.shapes} | shapes
-    check_shapes(manifest.path, index, shapes)
-    wants = []
-    for name, tensor in into.items():
-        assert tensor.dtype is torch.float32 and tensor.is_contiguous()
-        box = tuple(((0, size),) for size in tensor.shape)
-        wants.append(Want(state, [(Piece(name, box, 0, tensor.numel()), 0)], as_bytes(tensor)))
-    read_wants(manifest.path, index, wants)

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -81,7 +81,7 @@ def resolve(
 def _checked(path: Path, thorough: bool) -> Manifest:
     """The manifest of a checkpoint that is right; raises CheckpointError."""
     manifest = read_manifest(path)
-    manifest.verify() if thorough else manifest.check()
+    manifest.verify() if thorough else manifest.check(weights=False)
     return manifest
 
 
@@ -96,6 +96,8 @@ class Start:
     full: Manifest | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the run that made `step` updates."""
+    begun: int | None = 0
+    """The step at which this run was begun, from whatever `origin` was then; None: unknown."""
 
 
 def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] = NOTHING) -> Start:
@@ -110,7 +112,7 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
         return Start("none")
     own = newest_valid(run_dir, False, but)
     if own is not None and _led_to(load, own.path):
-        return Start(own.origin, own.step, own.tokens, own.path, own, own.settings)
+        return _start(own.origin, own, own.begun)
     if load.startswith("model@"):
         return _start_from_model(run_dir, load)
     path = None if load == "auto" else resolve(load, False, but)
@@ -123,7 +125,7 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
     if manifest is None:
         return Start(load, path=path)
     if is_full:
-        return Start(load, manifest.step, manifest.tokens, path, manifest, manifest.settings)
+        return _start(load, manifest, manifest.step)
     if _is_own(path, run_dir):
         raise CheckpointError(
             f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
@@ -163,9 +165,11 @@ def _is_late(model: Path, begun: int) -> bool:
     """Whether its run had a full checkpoint before this model: killed before that, a run begins
     anew without a question. The first may be under way until the second is due."""
     try:
-        interval = read_manifest(model).settings.get("checkpoint.interval", 0)
+        manifest = read_manifest(model)
     except CheckpointError:
         return True
+    interval = manifest.settings.get("checkpoint.interval", 0)
+    begun = begun if manifest.begun is None else manifest.begun  # its origin may have gone on
     return 0 < 2 * interval < _step_of(model) - begun
 
 
@@ -178,8 +182,14 @@ def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
             f"{', '.join(available) or '(none)'}"
         )
     manifest = read_manifest(model_path(run_dir, int(text)))
-    manifest.verify()
-    return Start(load, manifest.step, manifest.tokens, manifest.path, None, manifest.settings)
+    manifest.check(weights=False)
+    return replace(_start(load, manifest, manifest.step), full=None)
+
+
+def _start(origin: str, manifest: Manifest, begun: int | None) -> Start:
+    """At the step of a checkpoint, from its full state."""
+    step, tokens, path = manifest.step, manifest.tokens, manifest.path
+    return Start(origin, step, tokens, path, manifest, manifest.settings, begun)
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,18 +62,22 @@ class Manifest:
     """State of dynamic loss scaling (fp16); None without it."""
     ranks: Mapping[str, int] | None = None
     """Sizes of the mesh that wrote it, and `per_node`, how many ranks a node had."""
+    begun: int | None = None
+    """The step that its run was begun at; None where that was not noted."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether its states lie in shard files, as those of every full checkpoint do."""
         return any(entry.name == INDEX for entry in self.files)
 
-    def check(self, hashed_bytes: float = math.inf) -> None:
-        """Compare files with their hashes (larger ones than `hashed_bytes` with their sizes alone),
-        shard files with their sizes and headers: what can be done at once. The bytes of shard files
+    def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
+        """Compare files with their hashes (larger ones than `hashed_bytes`, and without `weights`
+        those of a model alone, with their sizes alone), shard files with their sizes and headers:
+        what can be done at once. The bytes of shard files, and of weights by whoever streams them,
         are compared when they are read. CheckpointError names the first that differs."""
         for entry in self.files:
-            compare = _read_checked if entry.size <= hashed_bytes else _check_size
+            is_later = not weights and entry.name.endswith(".safetensors")
+            compare = _read_checked if entry.size <= hashed_bytes and not is_later else _check_size
             compare(self.path / entry.name, entry)
         self.check_shards()
 
@@ -179,7 +183,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             )
         entries = tuple(FileEntry(**entry) for entry in raw["files"])
         fields = {key: raw[key] for key in _FIELDS}
-        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks")}
+        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks", "begun")}
         return Manifest(files=entries, path=path, **fields)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
@@ -236,15 +240,19 @@ def finish(
     origin: str = "none",
     settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
+    entries: Sequence[FileEntry] = (),
     loss_scale: Mapping[str, float] | None = None,
     ranks: Mapping[str, int] | None = None,
+    begun: int | None = None,
     stop: Stop | None = None,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes. Raises OptimusError
-    instead once `stop` is set, which it no longer can be behind that, and OSError."""
+    are files that their writers have made durable and that the index describes, `entries` such that
+    are described already. Raises OptimusError instead once `stop` is set, which it no longer can be
+    behind that, and OSError."""
     final = Path(path)
-    entries = _make_durable(temporary, shards)
+    known = {*shards, *(entry.name for entry in entries)}
+    entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
     manifest = {
         "format": FORMAT,
         "kind": kind,
@@ -255,9 +263,9 @@ def finish(
         "settings": dict(settings or {}),
         "files": [asdict(entry) for entry in entries],
     }
-    for key, value in (("loss_scale", loss_scale), ("ranks", ranks)):
+    for key, value in (("loss_scale", loss_scale), ("ranks", ranks), ("begun", begun)):
         if value is not None:
-            manifest[key] = dict(value)
+            manifest[key] = value
     files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
     sealed = read_manifest(temporary)
     sealed.check_shards()
@@ -274,15 +282,15 @@ def finish(
     return replace(sealed, path=final)
 
 
-def _make_durable(directory: Path, shards: Collection[str]) -> list[FileEntry]:
-    """fsync all that lies below but for `shards`, and describe the files."""
+def _make_durable(directory: Path, known: Collection[str]) -> list[FileEntry]:
+    """fsync all that lies below but for what is `known`, and describe the files."""
     entries = []
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
             files.fsync_dir(path)
             continue
         name = path.relative_to(directory).as_posix()
-        if name in shards:
+        if name in known:
             continue
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())

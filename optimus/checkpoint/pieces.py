@@ -34,6 +34,11 @@ class Piece(NamedTuple):
     stop: int
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a parameter."""
+    return tuple(((0, size),) for size in shape)
+
+
 @dataclass(frozen=True)
 class Span:
     """Elements [start, stop) of this rank's shard of a chunk (its number among those held)."""

@@ -44,8 +44,3 @@ class RankStates:
     def memory(self, state: str, span: Span) -> Tensor:
         """A state of a span, as it lies."""
         return self.shards[span.held].states[state][span.start : span.stop]
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, where they are."""
-    return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")

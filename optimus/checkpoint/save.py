@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from optimus import platform
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.index import INDEX, Written, encode
 from optimus.checkpoint.pieces import Scatter, Span
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import Identity, shard_name
 from optimus.checkpoint.staging import Staging, share_of
 from optimus.checkpoint.threads import Stop, Task
@@ -23,6 +24,7 @@ from optimus.checkpoint.transfer import shard_size, write_shard
 from optimus.checkpoint.underway import Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError
+from optimus.model.tensor_files import as_bytes
 
 TIMEOUT_S = 1800.0
 BEGIN_S = 60.0
@@ -30,31 +32,34 @@ BEGIN_S = 60.0
 _TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
 
 
-class FullSaver:
-    """Writes full checkpoints of states that stay where they are; one at a time."""
+class Generation(NamedTuple):
+    """One save, and the directory that it fills."""
+
+    name: str
+    directory: Path
+
+
+class Saver(ABC):
+    """Writes checkpoints of one kind, of states that stay where they are; one at a time."""
+
+    bytes: int
+    """Of all files of states together."""
 
     def __init__(
         self,
         states: RankStates,
-        scatter: Scatter,
+        parts: Sequence[tuple[str, Span]],
+        dtype: torch.dtype,
         *,
-        staged: bool = False,
-        limit_s: float = TIMEOUT_S,
-        begin_s: float = BEGIN_S,
-        direct: bool = True,
+        staged: bool,
+        limit_s: float,
+        begin_s: float,
     ) -> None:
-        """What each rank writes is planned here, once. `staged`: it is copied to host memory first,
-        taken here too, and checked there for what is not finite. `limit_s`: as for Underway;
-        `begin_s`: how long ranks wait for one another at most; `direct`: as for ShardWriter. A
-        collective of all ranks."""
-        self._parts, self._limit_s, self._direct = share_of(states, scatter), limit_s, direct
-        self._begin_s = min(limit_s, begin_s)
-        self._staging = Staging(self._parts, states.device) if staged else None
-        needed = shard_size(self._parts) if self._parts else 0
-        sizes = torch.tensor([needed], device=states.device)
-        all_reduce_sum(sizes, states.groups.everyone)
-        self.bytes = int(sizes)
-        """Of all shard files together."""
+        """This rank writes `parts`. `staged`: they are copied to host memory first, in `dtype`; it
+        is taken here. `limit_s`: as for Underway; `begin_s`: how long ranks wait for one another at
+        most."""
+        self._parts, self._limit_s, self._begin_s = parts, limit_s, min(limit_s, begin_s)
+        self._staging = Staging(parts, states.device, dtype) if staged else None
 
     def begin(
         self,
@@ -63,18 +68,20 @@ class FullSaver:
         write_companions: Callable[[Path], None],
         after_seal: Callable[[], None] = lambda: None,
         *,
+        beside: int = 0,
         step: int,
         **facts: Any,
     ) -> Underway:
         """Begin to write `final`. A collective of all ranks; no save of this one is under way.
 
-        The first rank makes a fresh directory, every rank writes its shard file there and makes it
-        durable, the first rank adds the index and `write_companions`, checks all files and seals
-        them; then it calls `after_seal`. Staged, the states may change at once; otherwise once the
-        save is over. Raises OptimusError on every rank if it cannot begin.
+        The first rank makes a fresh directory where there is room for this one and `beside` bytes
+        more, every rank writes its part there and makes it durable, the first rank adds what
+        describes it and `write_companions`, checks all files and seals them; then it calls
+        `after_seal`. Staged, the states may change at once; otherwise once the save is over. Raises
+        OptimusError on every rank if it cannot begin.
         """
-        everyone = states.groups.everyone
-        opening = Task(lambda: _begin(final, self.bytes)) if everyone.rank == 0 else None
+        everyone, needed = states.groups.everyone, self.bytes + beside
+        opening = Task(lambda: _begin(final, needed)) if everyone.rank == 0 else None
         if self._staging is not None:
             self._staging.fill(states)  # meanwhile
         else:
@@ -83,14 +90,22 @@ class FullSaver:
         opened = broadcast_object(opened, everyone)
         if isinstance(opened, str):
             raise OptimusError(opened, on_every_rank=True)
-        identity = Identity(opened.name, step, everyone.rank)
 
-        def write(stop: Stop) -> Written | None:
-            return self._write(states, final, opened.directory, identity, stop)
+        def write(stop: Stop) -> Any:
+            try:
+                return self._write(states, opened, step, stop) if self._parts else None
+            except OSError as error:
+                what = f"{final.name}/{self._name_of(everyone.rank)}"
+                raise OptimusError(f"{what} not written: {error.strerror}") from None
 
-        def seal(stop: Stop, reports: list[Written | None]) -> None:
-            about = {"step": step, "stop": stop, **facts}
-            _seal(reports, opened, final, states.shapes, write_companions, about)
+        def seal(stop: Stop, reports: list[Any]) -> None:
+            try:
+                shown = self._describe(states, opened, step, stop, reports)
+                write_companions(opened.directory)
+                manifests.finish(opened.directory, final, step=step, stop=stop, **shown, **facts)
+            except OSError as error:
+                where = error.filename or opened.directory
+                raise OptimusError(f"{final.name} not written: {where}: {error.strerror}") from None
 
         return Underway(
             final.name,
@@ -104,50 +119,79 @@ class FullSaver:
             clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
         )
 
-    def _opened(self, opening: Task, final: Path) -> _Generation | str:
+    def _opened(self, opening: Task, final: Path) -> Generation | str:
         """A new generation, or why there is none; soon, since all ranks wait for it."""
         opening.wait(self._begin_s)
         if opening.has_ended:
             return opening.value()
         return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
 
-    def _write(
+    @abstractmethod
+    def _name_of(self, rank: int) -> str:
+        """The file that a rank writes, for messages."""
+
+    @abstractmethod
+    def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Any:
+        """This rank's part; what the first rank is told of it. Raises OSError and OptimusError."""
+
+    @abstractmethod
+    def _describe(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
+    ) -> dict[str, Any]:
+        """The first rank's part once every rank has reported (None where it had no part): what to
+        tell `manifest.finish`. Raises as `_write`."""
+
+
+class FullSaver(Saver):
+    """Writes full checkpoints: a file of its own of every rank that has a part."""
+
+    def __init__(
         self,
         states: RankStates,
-        final: Path,
-        directory: Path,
-        identity: Identity,
-        stop: Stop,
-    ) -> Written | None:
-        """This rank's shard file; None if nothing falls to it. Raises OptimusError."""
-        if not self._parts:
-            return None
+        scatter: Scatter,
+        *,
+        staged: bool = False,
+        limit_s: float = TIMEOUT_S,
+        begin_s: float = BEGIN_S,
+        direct: bool = True,
+    ) -> None:
+        """What each rank writes is planned here, once; staged, it is looked through for what is not
+        finite. `direct`: as for ShardWriter. A collective of all ranks."""
+        parts, limits = share_of(states, scatter), {"limit_s": limit_s, "begin_s": begin_s}
+        super().__init__(states, parts, torch.float32, staged=staged, **limits)
+        self._direct = direct
+        sizes = torch.tensor([shard_size(parts) if parts else 0], device=states.device)
+        all_reduce_sum(sizes, states.groups.everyone)
+        self.bytes = int(sizes)
 
+    def _name_of(self, rank: int) -> str:
+        return shard_name(rank)
+
+    def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Written:
         def bytes_of(state: str, span: Span) -> memoryview:
             if self._staging is None:
                 return as_bytes(states.memory(state, span).to("cpu", torch.float32))
-            content = self._staging.bytes_of(state, span)
-            _refuse_nonfinite(content, state, span, identity.step)
+            content = as_bytes(self._staging.taken(state, span))
+            _refuse_nonfinite(content, state, span, step)
             return content
 
-        try:
-            return write_shard(directory, identity, self._parts, bytes_of, stop, self._direct)
-        except OSError as error:
-            shard = f"{final.name}/{shard_name(identity.writer)}"
-            raise OptimusError(f"{shard} not written: {error.strerror}") from None
+        identity = Identity(generation.name, step, states.groups.everyone.rank)
+        directory = generation.directory
+        return write_shard(directory, identity, self._parts, bytes_of, stop, self._direct)
+
+    def _describe(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
+    ) -> dict[str, Any]:
+        written = [one for one in reports if one is not None]
+        index = encode(generation.name, step, written, states.shapes)
+        (generation.directory / INDEX).write_bytes(index)
+        return {"kind": "full", "shards": {one.shard.name for one in written}}
 
 
-class _Generation(NamedTuple):
-    """One save, and the directory that it fills."""
-
-    name: str
-    directory: Path
-
-
-def _begin(final: Path, needed: int) -> _Generation | str:
+def _begin(final: Path, needed: int) -> Generation | str:
     """A new generation, or why there is none."""
     try:
-        return _Generation(uuid.uuid4().hex, manifests.begin(final, needed))
+        return Generation(uuid.uuid4().hex, manifests.begin(final, needed))
     except OSError as error:
         return f"{final.name} not written: {final.parent}: {error.strerror}"
     except OptimusError as error:
@@ -173,24 +217,3 @@ def _refuse_nonfinite(content: memoryview, state: str, span: Span, step: int) ->
     for piece, at in span.pieces:
         if not numpy.isfinite(flat[at : at + piece.stop - piece.start]).all():
             raise nonfinite_update(step, state, piece.name)
-
-
-def _seal(
-    reports: Iterable[Written | None],
-    generation: _Generation,
-    final: Path,
-    shapes: Mapping[str, Any],
-    write_companions: Callable[[Path], None],
-    facts: Mapping[str, Any],
-) -> None:
-    """The first rank's part once every writer has reported. Raises OptimusError."""
-    name, directory = generation
-    written = [one for one in reports if one is not None]
-    try:
-        (directory / INDEX).write_bytes(encode(name, facts["step"], written, shapes))
-        write_companions(directory)
-        names = {one.shard.name for one in written}
-        manifests.finish(directory, final, kind="full", shards=names, **facts)
-    except OSError as error:
-        where = error.filename or directory
-        raise OptimusError(f"{final.name} not written: {where}: {error.strerror}") from None

@@ -202,6 +202,7 @@ class ShardReader:
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
         traffic["opens"] += 1
+        self._scratch, self._kept = memoryview(b""), -1
         try:
             self._check_header(identity)
         except BaseException:
@@ -230,8 +231,10 @@ class ShardReader:
 
     def read(self, runs: numpy.ndarray, targets: Sequence[memoryview]) -> None:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset
-        there, length; in bytes, by ascending offset in the file. Raises CheckpointError."""
-        scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
+        there, length; in bytes, by ascending offset in the file. The last block that was not read
+        in whole is kept for the next call. Raises CheckpointError."""
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
         for block, parts in _by_block(runs, self._block_bytes):
             start = block * self._block_bytes
             size = min(self._block_bytes, self._shard.size - start)
@@ -240,8 +243,11 @@ class ShardReader:
                 _, number, at, _ = parts[0]
                 self._read_block(block, targets[number][at : at + size])
                 continue
-            data = scratch[:size]
-            self._read_block(block, data)
+            data = self._scratch[:size]
+            if block != self._kept:
+                self._kept = -1
+                self._read_block(block, data)
+                self._kept = block
             for offset, number, at, length in parts:
                 targets[number][at : at + length] = data[offset - start : offset - start + length]
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from optimus import platform
-from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
-from optimus.checkpoint.rank_states import RankStates, as_bytes
+from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import aligned
 
 
@@ -22,25 +21,30 @@ def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
     return states.parts(spans)
 
 
-def staging_bytes(parts: Sequence[tuple[str, Span]]) -> int:
+def staging_bytes(parts: Sequence[tuple[str, Span]], dtype: torch.dtype = torch.float32) -> int:
     """What a `Staging` of these states of spans takes."""
-    return sum(aligned((span.stop - span.start) * ITEMSIZE) for _, span in parts)
+    return sum(aligned((span.stop - span.start) * dtype.itemsize) for _, span in parts)
 
 
 class Staging:
-    """Memory for these states of spans as a checkpoint keeps them, fp32; made once, used again."""
+    """Memory for these states of spans as a checkpoint keeps them; made once, used again."""
 
-    def __init__(self, parts: Sequence[tuple[str, Span]], device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, Span]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """`device`: where the states lie. For another than the CPU the memory is pinned."""
-        size = staging_bytes(parts) // ITEMSIZE
-        self._flat = torch.empty(size, pin_memory=device.type != "cpu")
+        size = staging_bytes(parts, dtype) // dtype.itemsize
+        self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
         self._flat.zero_()  # its pages are there before the first copy
         self._places: dict[tuple[str, Span], torch.Tensor] = {}
         at = 0
         for state, span in parts:
             length = span.stop - span.start
             self._places[state, span] = self._flat[at : at + length]
-            at += aligned(length * ITEMSIZE) // ITEMSIZE
+            at += aligned(length * dtype.itemsize) // dtype.itemsize
 
     def fill(self, states: RankStates) -> None:
         """Take the states as they are now."""
@@ -48,6 +52,6 @@ class Staging:
             place.copy_(states.memory(state, span), non_blocking=True)
         platform.synchronize(states.device)
 
-    def bytes_of(self, state: str, span: Span) -> memoryview:
+    def taken(self, state: str, span: Span) -> torch.Tensor:
         """What `fill` took of a state of a span."""
-        return as_bytes(self._places[state, span])
+        return self._places[state, span]

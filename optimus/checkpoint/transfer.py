@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy
 
-from optimus.checkpoint.index import ITEMSIZE, STATES, Index, Written
+from optimus.checkpoint.index import ITEMSIZE, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardWriter, aligned
 from optimus.checkpoint.threads import Stop
+from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
 
 

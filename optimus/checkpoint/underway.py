@@ -60,24 +60,20 @@ class Underway:
         device: torch.device,
         limit_s: float,
         *,
-        write: Callable[[Stop], Any] | None,
+        write: Callable[[Stop], Any],
         seal: Callable[[Stop, list[Any]], None],
         clean: Callable[[], None],
         after_seal: Callable[[], None] = lambda: None,
     ) -> None:
-        """`name` is for messages, `device` where collectives of `group` take place; without `write`
-        all is the first rank's. `limit_s`: what writing may take, and sealing."""
+        """`name` is for messages, `device` where collectives of `group` take place. `limit_s`: what
+        writing may take, and sealing."""
         self.step = step
         self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
         self._seal, self._after_seal, self._clean, self._stop = seal, after_seal, clean, Stop()
         self._since, self._sealed = time.monotonic(), False
         self._phase, self._worst = "writing", _BUSY
-        self._task: Task | None = None
         self._found: Failure | None = None
-        if write is None:
-            self._begin_seal([])
-        else:
-            self._task = Task(lambda: pickle.dumps(write(self._stop)))
+        self._task: Task | None = Task(lambda: pickle.dumps(write(self._stop)))
 
     @property
     def is_over(self) -> bool:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optimus.checkpoint.load import check_shapes, read_whole
+from optimus.checkpoint.load import check_shapes
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
-from optimus.checkpoint.tensors import MODEL, check_tensors, read_all_tensors, read_tensors
+from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError
-from optimus.model.hf import (
-    check_hf_weights,
-    is_hf_directory,
-    load_hf_model,
-    load_hf_weights,
-    read_hf_config,
-)
+from optimus.model.hf import check_hf_weights, is_hf_directory, read_hf_config
 from optimus.model.identity import first_difference
+from optimus.model.tensor_files import MODEL, TensorFile
 from optimus.model.transformer import Transformer
 
 CONFIG = "config.toml"
@@ -53,32 +49,45 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     if full := _sharded(path):
         check_shapes(path, full.index(), {name: p.shape for name, p in expected.items()})
     else:
-        check_tensors(path / MODEL, expected)
+        _check_tensors(path / MODEL, expected)
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill the parameters of `model` from a directory that `check_weights` has passed."""
+def _check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Compare the names and shapes in the header of a file under our names with `expected`.
+
+    Raises CheckpointError naming the first tensor that is missing, superfluous or of another shape.
+    """
+    file = TensorFile(path)
+    file.close()
+    if odd := sorted(file.tensors.keys() ^ expected.keys()):
+        where = (
+            "is missing in"
+            if odd[0] not in file.tensors
+            else "has no place in this model, but is in"
+        )
+        raise CheckpointError(f"tensor {odd[0]} {where} {path}")
+    for name, tensor in expected.items():
+        shape = file.tensors[name].shape
+        if shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(shape)}, this model's has "
+                f"{list(tensor.shape)}"
+            )
+
+
+def load_weights(model: Transformer, path: Path) -> None:
+    """Fill the parameters of `model` from a directory, casting; raises CheckpointError."""
     parameters = dict(model.named_parameters())
-    if is_hf_directory(path):
-        load_hf_weights(model, path)
-    elif full := _sharded(path):
-        whole = {name: torch.empty(p.shape) for name, p in parameters.items()}
-        read_whole(full, whole)
-        for name, parameter in parameters.items():
-            parameter.data.copy_(whole.pop(name))
-    else:
-        read_tensors(path / MODEL, parameters)
+    with open_weights(model.config, path) as weights:
+        for name, start, values in weights.stretches():
+            parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
 
 
-def weights_of(path: Path) -> dict[str, Tensor]:
-    """Every weight of a directory, in its own dtype, masters of a full checkpoint in fp32."""
-    if is_hf_directory(path):
-        return load_hf_model(path).state_dict()
-    if full := _sharded(path):
-        whole = {name: torch.empty(shape) for name, shape in full.index().shapes.items()}
-        read_whole(full, whole)
-        return whole
-    return read_all_tensors(path / MODEL)
+def open_weights(config: ModelConfig, path: Path) -> Weights:
+    """What `check_weights` lets pass of a directory, to be read once; raises CheckpointError."""
+    check_weights(config, path)
+    full = _sharded(path)
+    return ShardWeights(full) if full else FileWeights(config, path)
 
 
 def _sharded(path: Path) -> Manifest | None:

@@ -269,18 +269,22 @@ class ChunkEngine:
             for one in self.chunks
         ] + list(self.frozen.shards())
 
-    def put(self, state: str, name: str, whole: Tensor) -> None:
-        """Set this rank's part of a state (of STATES) of a parameter from all of its elements; a
-        frozen one is its own master."""
+    def put(self, state: str, name: str, part: Tensor, start: int = 0) -> None:
+        """Set what this rank's shard has of elements `start` and on of a flattened parameter, for a
+        state of STATES; a frozen one is its own master."""
+        part = part.reshape(-1)
         if name in self.frozen:
             assert state == "master", f"{name} is frozen and has no {state}"
-            self.frozen.put(name, whole)
+            self.frozen.put(name, part, start)
             return
         slot = self.slots[name]
         one = self.chunks[slot.chunk]
-        here = one.piece_of(getattr(one, state), slot)
-        if here is not None:
-            here[0].copy_(whole.reshape(-1)[here[1]])
+        if (here := one.piece_of(getattr(one, state), slot)) is None:
+            return
+        own, where = here
+        low, high = max(where.start, start), min(where.stop, start + len(part))
+        if low < high:
+            own[low - where.start : high - where.start].copy_(part[low - start : high - start])
 
     def whole(self, state: str) -> dict[str, Tensor]:
         """A state of every parameter here, by name, put together over shards: a collective of their

@@ -43,11 +43,10 @@ class FrozenParameters:
     def __contains__(self, name: str) -> bool:
         return name in self._views
 
-    def put(self, name: str, whole: Tensor) -> None:
-        """Set a parameter from all of its elements."""
+    def put(self, name: str, part: Tensor, start: int) -> None:
+        """Set elements `start` and on of a flattened parameter."""
         self.settle()  # else what `shards` has told of it would count
-        view = self._views[name]
-        view.copy_(whole.view(view.shape))
+        self._views[name].view(-1)[start : start + len(part)].copy_(part)
 
     def parameters(self) -> dict[str, Tensor]:
         """Views of them, by name."""

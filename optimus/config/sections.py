@@ -237,7 +237,7 @@ class ParallelConfig(Section):
     """Divide norms along the sequence over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A wait for another rank that takes longer than this ends the run with exit status 5; also
-    one for a rank that still reads its part of a checkpoint, or the first one a whole model."""
+    one for a rank that still reads its part of a checkpoint."""
 
 
 class TrainConfig(Section):

@@ -6,7 +6,6 @@ this rank keeps. Initial weights, checkpoints and the planner all read this one 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -49,24 +48,6 @@ class Placement:
     def of_one(self) -> Placement:
         """The same for one entry of the first dim, such as an expert."""
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
-
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write this rank's part into its place in the whole parameter."""
-        assert tuple(part.shape) == self.local_shape, (part.shape, self)
-        for chosen in itertools.product(*map(_with_offsets, self.intervals)):
-            there, here = whole, part
-            for dim, (start, size, offset) in enumerate(chosen):
-                there, here = there.narrow(dim, start, size), here.narrow(dim, offset, size)
-            there.copy_(here)
-
-
-def _with_offsets(intervals: Intervals) -> list[tuple[int, int, int]]:
-    """(start in the whole, size, start in the part) of each interval."""
-    out, offset = [], 0
-    for start, stop in intervals:
-        out.append((start, stop - start, offset))
-        offset += stop - start
-    return out
 
 
 def whole_model(config: ModelConfig) -> Transformer:

@@ -18,8 +18,7 @@ def plan(config: Config) -> dict[str, Any]:
 
     Always `total_params`, `active_params`, `world`, and `memory`, the bytes of model states on the
     fullest rank, without activations, and `staging`, host memory for checkpoint.async_save that its
-    `total` leaves out; `ranks` has them by place, the same for all dp and ep. `gathered` is the
-    first rank's host memory for a model-only checkpoint, where it has to gather or copy one. With
+    `total` leaves out; `ranks` has them by place, the same for all dp and ep. With
     `train.seq_len` also `flops_per_token`, with a global batch `flops_per_step`, and with a number
     of steps `tokens` and `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and
     backward. Where `parallel.dp` is 0 the world is taken to hold one replica.
@@ -39,7 +38,6 @@ def plan(config: Config) -> dict[str, Any]:
         "sharding": config.optim.sharding,
         "memory": {key: size for key, size in fullest.items() if key not in ("pp", "tp")},
         "ranks": ranks,
-        "gathered": 2 * total if _gathers(config, mesh) else 0,
     }
     if not train.seq_len:
         return result
@@ -52,12 +50,6 @@ def plan(config: Config) -> dict[str, Any]:
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
-
-
-def _gathers(config: Config, mesh: Mesh) -> bool:
-    settings = config.checkpoint
-    divided = mesh.pp * mesh.ep * mesh.tp > 1
-    return bool(settings.model_interval) and (divided or settings.async_save)
 
 
 def format_plan(result: dict[str, Any]) -> str:
@@ -90,8 +82,6 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("  of it padding", _told(memory["padding"])))
     if memory["staging"]:
         lines.append(("host memory besides", f"{_told(memory['staging'])}, for checkpoints"))
-    if result["gathered"]:
-        lines.append(("host of the first rank", f"{_told(result['gathered'])}, for models"))
     if len(ranks) > 1:
         for rank in ranks:
             name = " ".join(f"{axis} {rank[axis]}" for axis in ("pp", "tp") if mesh[axis] > 1)

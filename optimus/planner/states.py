@@ -14,6 +14,8 @@ import torch
 
 from optimus.checkpoint.pieces import writer_in_paper
 from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save_model import DTYPE as MODEL_DTYPE
+from optimus.checkpoint.save_model import model_parts
 from optimus.checkpoint.staging import share_of, staging_bytes
 from optimus.chunks.engine import ChunkEngine, Use
 from optimus.chunks.optimizer import make_optimizer
@@ -182,4 +184,6 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
         if config.checkpoint.async_save:
             of_rank = states_of_rank(config, planned.layout, planned.groups, planned.engine)
             staging = staging_bytes(share_of(of_rank, scatter))
+            if config.checkpoint.model_interval:
+                staging += staging_bytes(model_parts(of_rank, scatter), MODEL_DTYPE)
         yield place, sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging}

@@ -8,31 +8,25 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.weights import load_weights
+from optimus.checkpoint.weights import open_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World
 from optimus.errors import CheckpointError
-from optimus.model.transformer import Transformer
+from optimus.parallel.layout import Layout
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, with_start
-from optimus.train.whole import WholeModel
-
-
-def _nothing(name: str) -> Tensor:
-    raise AssertionError(f"only the first rank reads {name}")
+from optimus.train.spread import spread
 
 
 def load_start(
     config: Config,
     world: World,
     flight: Preflight,
-    whole: WholeModel,
+    layout: Layout,
     states: ChunkEngine,
     rank_states: RankStates,
     loss_scale: LossScale,
@@ -59,16 +53,11 @@ def load_start(
         flight = _fall_back(config, world, flight, damaged)
     start = flight.start
     if full is None and start.path is not None:
-        weights = {}
         for one in states.chunks:  # a checkpoint that proved damaged may have been read in part
             one.exp_avg.zero_()
             one.exp_avg_sq.zero_()
-        if world.is_first:
-            model = Transformer(config.model)
-            load_weights(model, start.path)
-            weights = {name: p.detach() for name, p in model.named_parameters()}
-        source = weights.__getitem__ if world.is_first else _nothing
-        whole.spread(partial(states.put, "master"), source, world.device, how)
+        opening = partial(open_weights, config.model, start.path)
+        spread(layout, partial(states.put, "master"), opening, world, how)
     states.publish()
     return flight
 

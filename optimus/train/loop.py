@@ -36,7 +36,6 @@ from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
-from optimus.train.whole import WholeModel
 from optimus_kernels.product import fastest_library
 
 
@@ -134,15 +133,12 @@ class Run:
         config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
         self.config = config
         scaling = LossScale(config, flight.plan.num_microbatches)
-        whole = WholeModel(config, layout, self.groups, world.device)
         rank_states = states_of_rank(config, layout, self.groups, self.states)
         self.flight = flight = load_start(
-            config, world, flight, whole, self.states, rank_states, scaling
+            config, world, flight, layout, self.states, rank_states, scaling
         )
         sync_logs = directory.sync if directory is not None else lambda: None
-        self.saves = Saves(
-            config, world, flight, whole, self.states, rank_states, scaling, sync_logs
-        )
+        self.saves = Saves(config, world, flight, self.states, rank_states, scaling, sync_logs)
         news += recompute_news(config, self.groups, self.shard)
         self.peak_flops = float("nan")
         if directory is not None:

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from optimus.checkpoint import manager
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import BEGIN_S, FullSaver, nonfinite_update
-from optimus.checkpoint.threads import Stop, Task
+from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver, nonfinite_update
+from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.underway import Outcome, Underway
 from optimus.checkpoint.weights import CONFIG, check_weights
-from optimus.chunks.engine import STATES, ChunkEngine
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.layout import STATES
 from optimus.config import Config, dump_toml
 from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
 from optimus.dist.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError
-from optimus.model.hf import config_to_hf, write_hf
+from optimus.model.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight
-from optimus.train.whole import WholeModel
 
 
 def check_saves(config: Config, flight: Preflight) -> None:
@@ -66,14 +63,13 @@ class _Lane:
 
 
 class Saves:
-    """The run's checkpoints: full ones of all ranks' shards, models from gathered weights."""
+    """The run's checkpoints: full ones and models alone, of all ranks' shards."""
 
     def __init__(
         self,
         config: Config,
         world: World,
         flight: Preflight,
-        whole: WholeModel,
         states: ChunkEngine,
         rank_states: RankStates,
         loss_scale: LossScale,
@@ -81,23 +77,20 @@ class Saves:
     ) -> None:
         """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
         self._config, self._world, self._flight, self._states = config, world, flight, states
-        self._whole, self._loss_scale = whole, loss_scale
+        self._loss_scale = loss_scale
         self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
         self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
-        self._model_bytes = 2 * sum(map(math.prod, whole.shapes.values()))
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
-        self._begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
-        """How long ranks may wait for the first one's look at the disk; a save may have two."""
-        self._saver = FullSaver(
-            rank_states,
-            settings.scatter,
-            staged=settings.async_save,
-            limit_s=settings.timeout_s,
-            begin_s=self._begin_s,
-            direct=settings.direct_io,
-        )
+        # How long ranks may wait for the first one's look at the disk; a step may have two.
+        begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
+        limits: dict[str, Any] = {"limit_s": settings.timeout_s, "begin_s": begin_s}
+        limits["staged"], scatter = settings.async_save, settings.scatter
+        self._saver = FullSaver(rank_states, scatter, direct=settings.direct_io, **limits)
+        self._model_saver: ModelSaver | None = None
+        if settings.model_interval:
+            self._model_saver = ModelSaver(rank_states, config.model, scatter, **limits)
         states.frozen.settle()
 
     def make_up(self) -> None:
@@ -207,53 +200,26 @@ class Saves:
 
     def _begin_full(self, step: int) -> Underway:
         path = manager.full_path(self._config.train.run_dir, step)
+        return self._begin_with(self._saver, path, step, 0)
+
+    def _begin_model(self, step: int, beside: int = 0) -> Underway:
+        """It yields where there is no room for `beside` more: for the full one due with it."""
+        path = manager.model_path(self._config.train.run_dir, step)
+        return self._begin_with(self._model_saver, path, step, beside)
+
+    def _begin_with(self, saver: Saver, path: Path, step: int, beside: int) -> Underway:
         # Where states lie may have changed.
         states = replace(self._rank_states, shards=self._states.shards())
-        under_way = self._saver.begin(
-            states, path, self._write_companions, self._forget_old, **self._facts(step)
+        under_way = saver.begin(
+            states,
+            path,
+            self._write_companions,
+            self._forget_old,
+            beside=beside,
+            **self._facts(step),
         )
         self._states.frozen.settle()
         return under_way
-
-    def _begin_model(self, step: int, beside: int = 0) -> Underway:
-        """The first rank writes it alone; beside training, from a copy in bf16 that is made now. It
-        yields where there is no room for `beside` more: for the full one that is due with it."""
-        path, opening = manager.model_path(self._config.train.run_dir, step), None
-        if self._world.is_first:
-            opening = Task(lambda: manifests.begin(path, self._model_bytes + beside))
-        weights = self._whole.gather(self._states.whole("master"), dtype=torch.bfloat16)
-        if self._config.checkpoint.async_save:
-            names = list(weights)  # one by one, or the model would be there twice
-            weights = {name: weights.pop(name).to("cpu", torch.bfloat16) for name in names}
-        facts = self._facts(step)
-        if opening is not None:
-            opening.wait(self._begin_s)  # the full one takes its room behind this one's look
-
-        def seal(stop: Stop, reports: list[Any]) -> None:
-            opening.wait()
-            try:
-                directory = opening.value()
-                self._write_model(weights, directory)
-                manifests.finish(directory, path, kind="model", stop=stop, **facts)
-            except OSError as error:
-                where = error.filename or path.parent
-                raise OptimusError(f"{path.name} not written: {where}: {error.strerror}") from None
-
-        def clean() -> None:
-            with suppress(OptimusError, OSError):
-                shutil.rmtree(opening.value())
-
-        return Underway(
-            path.name,
-            step,
-            self._world.everyone,
-            self._world.device,
-            self._config.checkpoint.timeout_s,
-            write=None,
-            seal=seal,
-            after_seal=self._forget_old,
-            clean=clean,
-        )
 
     def _forget_old(self) -> None:
         """In a thread of the first rank, behind a seal; one that cannot be removed is only told."""
@@ -286,6 +252,7 @@ class Saves:
             "tokens": flight.tokens_after(step),
             "updates": self._states.num_updates,
             "origin": flight.start.origin,
+            "begun": flight.start.begun,
             "settings": flight.settings,
             "loss_scale": self._loss_scale.state(),
             "ranks": self._ranks(),
@@ -294,10 +261,6 @@ class Saves:
     def _ranks(self) -> dict[str, int]:
         sizes = self._flight.mesh.sizes._asdict()
         return sizes | {"per_node": self._world.launch.local_world_size}
-
-    def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
-        write_hf(directory, self._config.model, weights, "bf16")
-        self._write_companions(directory)
 
     def _write_companions(self, directory: Path) -> None:
         """What makes a checkpoint usable by itself, configuration and tokenizer; and before it is

@@ -32,10 +32,10 @@ from optimus.checkpoint import index as index_module  # noqa: E402
 from optimus.checkpoint import manager, manifest, shards  # noqa: E402
 from optimus.checkpoint.index import INDEX, encode  # noqa: E402
 from optimus.checkpoint.pieces import spans_to_write  # noqa: E402
-from optimus.checkpoint.rank_states import as_bytes  # noqa: E402
 from optimus.checkpoint.shards import Identity  # noqa: E402
 from optimus.checkpoint.transfer import write_shard  # noqa: E402
 from optimus.dist.collectives import Group  # noqa: E402
+from optimus.model.tensor_files import as_bytes  # noqa: E402
 from tests.checkpoint.test_corruption import load_as_a_run_does  # noqa: E402
 from tests.helpers import kill_points  # noqa: E402
 

@@ -82,15 +82,12 @@ def test_a_run_finds_its_way_from_all_that_a_power_cut_may_leave(recorded):
     assert summary.different >= 10
 
 
-@pytest.mark.parametrize("op", ["file", "directory"])
+@pytest.mark.parametrize("op", ["shard", "model", "directory"])
 def test_the_power_cuts_find_a_forgotten_fsync(recorded, op):
     """Of everything in a checkpoint's making that is made durable, one thing is not."""
     root, calls = recorded
-    of_directory = [
-        n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith("/checkpoints")
-    ]
-    of_file = [n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(".bin")]
-    forgotten = set(of_directory if op == "directory" else of_file)
+    end = {"shard": ".bin", "model": ".safetensors", "directory": "/checkpoints"}[op]
+    forgotten = {n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(end)}
     assert len(forgotten) >= 4
     left = [call for n, call in enumerate(calls) if n not in forgotten]
     assert replay(left, root, samples=0, max_faults=1).faults

@@ -11,11 +11,11 @@ from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
 
 
-def save(run_dir, step, kind="full", origin="none", interval=100):
+def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
     place = manager.full_path if kind == "full" else manager.model_path
     path = place(run_dir, step)
     write = lambda directory: (directory / "data").write_text(f"{step}")  # noqa: E731
-    facts = {"settings": {"checkpoint.interval": interval}, "origin": origin}
+    facts = {"settings": {"checkpoint.interval": interval}, "origin": origin, "begun": begun}
     return seal(path, write, kind=kind, step=step, tokens=step * 10, **facts)
 
 
@@ -278,6 +278,20 @@ def test_models_count_from_where_their_run_was_begun(tmp_path):
     save(run, 10_201, "model", origin=origin)
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
         manager.decide_start(run, origin)
+
+
+def test_a_model_remembers_where_its_run_was_begun(tmp_path):
+    """The run that it began from has gone on since: its newest is no measure any more."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    save(other, 10_000)
+    assert manager.decide_start(run, str(other)).begun == 10_000
+    save(run, 10_201, "model", origin=str(other), begun=10_000)
+    save(other, 10_150)
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
+        manager.decide_start(run, str(other))
+    save(run, 10_300, origin=str(other), begun=10_000)
+    assert manager.decide_start(run, str(other)).begun == 10_000
+    assert manager.decide_start(run, "model@10201").begun == 10_201
 
 
 def test_a_run_whose_only_full_checkpoint_is_its_last_begins_anew_before(tmp_path):

@@ -11,11 +11,12 @@ import numpy
 import pytest
 
 from optimus.checkpoint import shards
-from optimus.checkpoint.index import STATES, Written, decode, encode
+from optimus.checkpoint.index import Written, decode, encode
 from optimus.checkpoint.pieces import Piece, Span, spans_to_write
 from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.shards import ShardFile
 from optimus.checkpoint.transfer import plan_reads
+from optimus.chunks.layout import STATES
 from optimus.config import load_config
 from optimus.dist.mesh import Mesh
 from optimus.errors import CheckpointError

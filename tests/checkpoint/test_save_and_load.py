@@ -13,7 +13,7 @@ import torch
 
 from optimus.checkpoint import load, manager
 from optimus.checkpoint import save as save_module
-from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import begin, finish
 from optimus.checkpoint.pieces import Span
 from optimus.checkpoint.rank_states import RankStates
@@ -21,6 +21,7 @@ from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import kill_points
+from tests.helpers.whole import read_whole
 
 
 def with_a_master_alone(step: int) -> RankStates:

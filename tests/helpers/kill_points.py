@@ -20,7 +20,7 @@ import torch
 import torch.distributed as distributed
 
 from optimus.checkpoint import index, manager, shards
-from optimus.checkpoint.load import load_full, read_whole
+from optimus.checkpoint.load import load_full
 from optimus.checkpoint.pieces import Scatter
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
@@ -31,6 +31,7 @@ from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
 from optimus.errors import LostPeerError, OptimusError
 from tests.helpers.file_calls import Action, Breakage, arm
+from tests.helpers.whole import read_whole
 
 BLOCK_BYTES = 256
 """So that a shard file is some thirty writes."""

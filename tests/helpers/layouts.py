@@ -21,9 +21,9 @@ from optimus.dist.collectives import all_gather_objects
 from optimus.dist.world import World, start_world
 from optimus.model.router import Router
 from optimus.train.shard import Shard
-from optimus.train.whole import WholeModel
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
+from tests.helpers.whole import WholeModel
 
 STEPS = 5
 NEAR_TIE = 1e-6

@@ -19,13 +19,13 @@ import torch
 import xxhash
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.load import read_whole
 from optimus.checkpoint.manifest import Manifest, read_manifest
-from optimus.checkpoint.rank_states import as_bytes
 from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
+from optimus.model.tensor_files import as_bytes
 from tests.helpers.file_calls import Call
 from tests.helpers.power_loss import Disk, Tree
+from tests.helpers.whole import read_whole
 
 RUN = "run"
 """The run directory's name, in a directory that is durable."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.load import read_whole
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import OptimusError
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
+from tests.helpers.whole import read_whole
 
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
 """Of metrics.jsonl: what no two runs share."""

@@ -13,6 +13,7 @@ import pytest
 
 from optimus.checkpoint import manager
 from optimus.checkpoint import save as save_module
+from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
 from optimus.errors import LostPeerError, OptimusError
@@ -67,7 +68,14 @@ def hold_writes(until: dict[int, int]) -> Hook:
             assert gates[identity.step].wait(60)
         return plain(directory, identity, *rest)
 
-    save_module.write_shard = write_late
+    plain_model = ModelSaver._write
+
+    def write_model_late(saver, states, generation, step, stop):
+        if step in gates:
+            assert gates[step].wait(60)
+        return plain_model(saver, states, generation, step, stop)
+
+    save_module.write_shard, ModelSaver._write = write_late, write_model_late
 
     def before(step: int) -> None:
         for saved, gate in gates.items():
@@ -78,7 +86,7 @@ def hold_writes(until: dict[int, int]) -> Hook:
 
 
 def slots(run_dir: Path) -> dict[str, bytes]:
-    """The states in the run's full checkpoints, which are all valid and all there is."""
+    """The states in the run's full checkpoints; all are valid, and so is all that there is."""
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
         manager.read_manifest(path).verify()

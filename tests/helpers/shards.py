@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy
 
-from optimus.checkpoint.index import STATES, Index, decode, encode
+from optimus.checkpoint.index import Index, decode, encode
 from optimus.checkpoint.pieces import Piece, spans_to_read, spans_to_write
 from optimus.checkpoint.shards import Identity
 from optimus.checkpoint.transfer import Want, read_wants, write_shard
+from optimus.chunks.layout import STATES
 from tests.helpers.held import Holding, Holdings
 
 

@@ -11,6 +11,7 @@ from optimus.model.init import initialise_
 from optimus.parallel.layout import make_layout
 from optimus.parallel.placement import materialise, place_parameters, whole_model
 from tests.helpers.tiny import DENSE, tiny_tree
+from tests.helpers.whole import put
 
 MESHES = [Mesh(tp=2), Mesh(ep=4), Mesh(ep=2, tp=2), Mesh(pp=2), Mesh(pp=2, dp=2, ep=2, tp=2)]
 BIAS = {"model__attention_bias": True, "model__num_attention_heads": 4}
@@ -40,7 +41,7 @@ def test_the_ranks_of_one_model_hold_every_element_and_copies_agree(mesh, model)
             part = placement.take(numbers)
             assert tuple(part.shape) == placement.local_shape
             back = torch.full_like(numbers, -1)
-            placement.put(back, part)
+            put(placement, back, part)
             here = back >= 0
             assert torch.equal(back[here], numbers[here]), name
             copy = (not placement.kind.expert and place.ep > 0) or (

@@ -43,21 +43,6 @@ def test_tied_embeddings_have_two_gradients():
     assert memory["gradients"] == pytest.approx(4 * 1_176_764_416, rel=0.01)  # padding
 
 
-@pytest.mark.parametrize(
-    ("changes", "gathers"),
-    [
-        (["checkpoint.model_interval=0"], False),
-        (["checkpoint.model_interval=9", "parallel.ep=2"], True),
-        (["checkpoint.model_interval=9", "parallel.ep=1"], False),  # it is all there
-        (["checkpoint.model_interval=9", "parallel.ep=1", "checkpoint.async_save=true"], True),
-    ],
-)
-def test_the_first_rank_gathers_two_bytes_a_parameter(changes, gathers):
-    result = plan(load_config(CONFIGS / "run" / "mula-7b-a1b.toml", changes))
-    assert result["gathered"] == (2 * result["total_params"] if gathers else 0)
-    assert ("host of the first rank" in format_plan(result)) == gathers
-
-
 @pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b"])
 def test_recipes_of_the_paper(name):
     """Section 2.1, word by word."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint.save_model import ModelSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.dist.mesh import Mesh, Place
 from optimus.errors import ConfigError
+from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan
 from optimus.planner.states import plan_rank, plan_ranks, states_of_rank
 from tests.helpers.tiny import tiny_tree
@@ -207,19 +210,25 @@ def held_for_saves(tree: dict[str, Any]) -> int:
     """Bytes that this rank takes for checkpoint.async_save."""
     config, _, groups, _, shard = make_shard(tree)
     states = states_of_rank(config, shard.layout, groups, shard.make_states())
-    saver = FullSaver(states, config.checkpoint.scatter, staged=True)
-    return all_memory(saver)
+    scatter, limits = config.checkpoint.scatter, {"limit_s": 9.0, "begin_s": 9.0}
+    full = FullSaver(states, scatter, staged=True)
+    model = ModelSaver(states, config.model, scatter, staged=True, **limits)
+    return all_memory([full, model] if config.checkpoint.model_interval else full)
 
 
+@pytest.mark.parametrize("interval", [0, 5])
 @pytest.mark.parametrize("scatter", ["balanced", "paper"])
-def test_staging_memory_is_as_planned(ranks, scatter):
+def test_staging_memory_is_as_planned(ranks, scatter, interval):
     sizes = {"pp": 2, "dp": 2, "ep": 1, "tp": 1}
     settings = {"checkpoint__scatter": scatter, "checkpoint__async_save": True}
-    settings |= {"optim__sharding": "none"}
+    settings |= {"optim__sharding": "none", "checkpoint__model_interval": interval}
     tree = tiny_tree("d", "r", **settings) | {"parallel": sizes}
     held = ranks(4, held_for_saves, tree, start_world=False)
     planned = [rank["staging"] for rank in plan(make_config(tree))["ranks"]]
     # Ranks count dp within pp. In the paper's rule stage 1, the second shard, is of dp index 1.
     assert planned == [held[0], held[3 if scatter == "paper" else 2]]
     assert (min(held) == 0) is (scatter == "paper")
+    states = sum(math.prod(p.shape) for p in whole_model(make_config(tree).model).parameters())
+    each = 12 + 2 * bool(interval)
+    assert sum(held) == pytest.approx(each * states, rel=0.01)  # padding
     assert plan(make_config(tree | {"checkpoint": {}}))["memory"]["staging"] == 0

@@ -152,7 +152,7 @@ def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
     plain = shutil.disk_usage
 
     def behind(run: Run) -> None:
-        free = run.saves._saver.bytes + run.saves._model_bytes - 1
+        free = run.saves._saver.bytes + run.saves._model_saver.bytes - 1
         shutil.disk_usage = lambda path: plain(path)._replace(free=free)
 
     return run_with(tree, lambda step: None, behind)

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from optimus.checkpoint import manager
 from optimus.checkpoint import save as save_module
+from optimus.checkpoint.save_model import ModelSaver
 from optimus.dist.collectives import ALONE
 from optimus.errors import LostPeerError
 from optimus.launch_env import read_launch_env
-from optimus.train import save as train_save
+from optimus.model.hf.names import pieces
 from optimus.train.loop import Run
 from optimus.train.stop import StopRequest
 from tests.helpers.rank_pool import RanksFailed
@@ -36,6 +38,7 @@ from tests.helpers.saves import (
     warnings,
 )
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.whole import read_whole
 
 
 def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
@@ -54,14 +57,31 @@ def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
 def test_what_is_written_beside_training_is_what_a_wait_would_have_written(
     ranks, tiny_data, tmp_path, size, variant
 ):
-    """The first save is written while further updates change the states; both slots are equal."""
+    """The first save is written while further updates change the states; both slots are equal, and
+    so are models."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
+    both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
     tree = tiny_tree(tiny_data, tmp_path / "async", **both, checkpoint__async_save=True)
     told = ranks(size, run_with_held_writes, tree, {4: 7}, start_world=False, timeout_s=120)
     assert [one[:2] for one in told] == [(0, "")] * size
     assert_same_run(tmp_path / "sync", tmp_path / "async")
     assert slots(tmp_path / "sync") == slots(tmp_path / "async")
+    for step in (4, 8):
+        paths = [manager.model_path(tmp_path / run, step) for run in ("sync", "async")]
+        one, other = ((path / "model.safetensors").read_bytes() for path in paths)
+        assert one == other == library_bytes(tmp_path / "sync", step)
+
+
+def library_bytes(run_dir: Path, step: int) -> bytes:
+    """What the safetensors library makes of the masters of a full checkpoint, in bf16."""
+    manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
+    whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
+    read_whole(manifest, whole)
+    for name, tensor in whole.items():
+        for theirs, view in pieces(name, tensor.bfloat16()):
+            named[theirs] = view.contiguous()
+    return safetensors.torch.save(named, {"format": "pt"})
 
 
 @contextlib.contextmanager
@@ -88,16 +108,16 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
     return run_with(tree, lambda step: None)
 
 
-def run_with_small_models(tree: dict[str, Any], failing: int) -> Ended:
-    """While the model with number `failing` is written."""
-    plain, written = train_save.write_hf, []
+def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
+    """On rank `victim`, while the model of step `failing` is written."""
+    plain = ModelSaver._write
 
-    def write(*arguments):
-        written.append(1)
-        with small_files() if len(written) == failing else contextlib.nullcontext():
-            return plain(*arguments)
+    def write(saver, states, generation, step, stop):
+        is_one = states.groups.everyone.rank == victim and step == failing
+        with small_files() if is_one else contextlib.nullcontext():
+            return plain(saver, states, generation, step, stop)
 
-    train_save.write_hf = write
+    ModelSaver._write = write
     return run_with(tree, lambda step: None)
 
 
@@ -145,15 +165,17 @@ def test_a_last_checkpoint_that_fails_ends_the_run_in_error(ranks, tiny_data, tm
 
 
 @BOTH
-def test_a_model_that_the_first_rank_cannot_write_fails_on_all_alike(
-    ranks, tiny_data, tmp_path, beside
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_model_that_one_rank_cannot_write_fails_on_all_alike(
+    ranks, tiny_data, tmp_path, victim, beside
 ):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_small_models, tree, 2, start_world=False)
+    ended = ranks(2, run_with_small_models, tree, victim, 6, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     (told,) = warnings(ended[0])
-    assert "step 6 is not saved: model" in told and "File too large" in told
+    words = f"step 6 is not saved: model-00000006/weights of rank {victim} not written: File too"
+    assert words in told
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000003", "model-00000009", "step-00000009"]
     for name in names:

@@ -9,9 +9,9 @@ import torch
 
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import traffic
-from optimus.train.whole import WholeModel
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_updater, numbered
+from tests.helpers.whole import WholeModel
 
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 

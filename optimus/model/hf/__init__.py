@@ -1,22 +1,18 @@
 """Hugging Face directories of OlmoForCausalLM and OlmoeForCausalLM, read and written."""
 
 from optimus.model.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
-from optimus.model.hf.read import (
-    check_hf_weights,
-    load_hf_model,
-    load_hf_state_dict,
-    load_hf_weights,
-)
-from optimus.model.hf.write import write_hf
+from optimus.model.hf.read import check_hf_weights, load_hf_state_dict, places
+from optimus.model.hf.write import plan_hf, write_hf, write_hf_json
 
 __all__ = [
     "check_hf_weights",
     "config_from_hf",
     "config_to_hf",
     "is_hf_directory",
-    "load_hf_model",
     "load_hf_state_dict",
-    "load_hf_weights",
+    "places",
+    "plan_hf",
     "read_hf_config",
     "write_hf",
+    "write_hf_json",
 ]

@@ -46,13 +46,13 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{rest}"
 
 
-def pieces(name: str, tensor: Tensor, first_expert: int = 0) -> Iterator[tuple[str, Tensor]]:
+def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """transformers' on-disk tensors of one parameter: their names, and views into `tensor`."""
     if not is_expert(name):
         yield hf_name(name), tensor
         return
     prefix = f"model.layers.{name.split('.')[1]}.mlp.experts"
-    for number, expert in enumerate(tensor, start=first_expert):
+    for number, expert in enumerate(tensor):
         if name.endswith(_DOWN):
             yield f"{prefix}.{number}.down_proj.weight", expert
         else:

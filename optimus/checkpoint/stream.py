@@ -1,0 +1,176 @@
+"""Weights in the order in which files hold them, piece by piece: little of them is in memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy
+import torch
+import xxhash
+from torch import Tensor
+
+from optimus.checkpoint.index import ITEMSIZE
+from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.pieces import Piece, whole_box
+from optimus.checkpoint.reshard import runs_between
+from optimus.chunks.layout import STATES
+from optimus.config import ModelConfig
+from optimus.errors import CheckpointError
+from optimus.model.hf import is_hf_directory, places
+from optimus.model.tensor_files import DTYPES, TensorFile, TensorFiles, as_bytes
+from optimus.model.transformer import Transformer
+
+PIECE = 1 << 22
+"""Elements of a piece at most: 16 MiB of fp32."""
+
+
+class Weights(ABC):
+    """Weights in the order in which files hold them, piece by piece: little of them is in memory.
+
+    A context in which files may be open, and an iterable of `pieces` with their values, flat on the
+    host as they are stored, until the next are asked for. What has a checksum is compared with it
+    as it is read, at the latest behind the last piece: until then nothing is certain. Both raise
+    CheckpointError.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the parameters."""
+    pieces: Sequence[Piece]
+    """Of at most PIECE elements; together they are every parameter once."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[Piece, Tensor]]: ...
+
+    @abstractmethod
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """In which each parameter is stored; CheckpointError if one is in several."""
+
+    def stretches(self) -> Iterator[tuple[str, int, Tensor]]:
+        """The same as (name, first element, values) of the flattened whole parameters."""
+        for piece, values in self:
+            box = whole_box(self.shapes[piece.name])
+            for at, begun, length in runs_between(box, piece).tolist():
+                yield piece.name, at, values[begun : begun + length]
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let files go that are open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileWeights(Weights):
+    """Weights in safetensors files, of a Hugging Face directory or under our names."""
+
+    def __init__(self, config: ModelConfig, path: Path) -> None:
+        """`path`: of a directory that `check_weights` has passed."""
+        self._files = TensorFiles(path)
+        manifest = read_manifest(path) if is_checkpoint(path) else None
+        self._hashes = {one.name: one.xxh3 for one in manifest.files} if manifest else {}
+        with torch.device("meta"):
+            model = Transformer(config)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
+        own = [(name, name, 0) for name in self.shapes]
+        is_hf = is_hf_directory(path)
+        found = []
+        for theirs, ours, begun in places(config, self._files) if is_hf else own:
+            file, stored = self._files.find(theirs)
+            stop = begun + math.prod(stored.shape)
+            for start in range(begun, stop, PIECE):
+                piece = Piece(ours, boxes[ours], start, min(start + PIECE, stop))
+                at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize
+                found.append((file, at, DTYPES[stored.dtype], piece))
+        self._found = sorted(found, key=lambda one: (one[0].path, one[1]))
+        self.pieces = [one[-1] for one in self._found]
+
+    def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        memory = torch.empty(PIECE, dtype=torch.float64)  # the widest
+        for file, found in itertools.groupby(self._found, lambda one: one[0]):
+            expected, seen = self._hashes.get(file.path.name), _Seen(file)
+            for _, at, dtype, piece in found:
+                values = memory.view(dtype)[: piece.stop - piece.start]
+                if expected:
+                    seen.pass_to(at)
+                seen.read(at, as_bytes(values))
+                yield piece, values
+            if expected:
+                seen.pass_to(file.size)
+                if seen.digest.hexdigest() != expected:
+                    raise CheckpointError(f"{file.path}: its content does not match its checksum")
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        found: dict[str, torch.dtype] = {}
+        for file, _, dtype, piece in self._found:
+            if found.setdefault(piece.name, dtype) is not dtype:
+                raise CheckpointError(
+                    f"{file.path.parent}: parts of {piece.name} are of several types ({dtype} and "
+                    f"{found[piece.name]}); bring them to one type first"
+                )
+        return found
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class _Seen:
+    """What has been read of a file from its beginning on, as a digest."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file, self._at, self.digest = file, 0, xxhash.xxh3_64()
+
+    def read(self, start: int, into: memoryview) -> None:
+        self._file.read(start, into)
+        self.digest.update(into)
+        self._at = start + len(into)
+
+    def pass_to(self, start: int) -> None:
+        """Read what lies between."""
+        while self._at < start:
+            self.read(self._at, memoryview(bytearray(min(start - self._at, PIECE))))
+
+
+class ShardWeights(Weights):
+    """The masters of a full checkpoint."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._path, self._index = manifest.path, manifest.index()
+        self.shapes = self._index.shapes
+        state = 4 + STATES.index("master")
+        self._found = []
+        for name in self._index.shapes:
+            stored = self._index.stored(name)
+            sizes = stored.rows[:, 3] - stored.rows[:, 2]
+            if sizes.sum() != math.prod(self.shapes[name]):
+                raise CheckpointError(
+                    f"{manifest.path}: the index holds only a part of parameter {name}"
+                )
+            for row in stored.rows.tolist():
+                number, box, first, last = row[:4]
+                for start in range(first, last, PIECE):
+                    piece = Piece(name, stored.boxes[box], start, min(start + PIECE, last))
+                    at = row[state] + (start - first) * ITEMSIZE
+                    self._found.append((number, at, piece))
+        self._found.sort(key=lambda one: one[:2])
+        self.pieces = [piece for _, _, piece in self._found]
+
+    def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
+        memory = torch.empty(PIECE)
+        for number, found in itertools.groupby(self._found, lambda one: one[0]):
+            with self._index.open(self._path, number) as file:
+                for _, at, piece in found:
+                    values = memory[: piece.stop - piece.start]
+                    run = numpy.array([[at, 0, 0, values.nbytes]])
+                    file.read(run, [as_bytes(values)])
+                    yield piece, values
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return dict.fromkeys(self.shapes, torch.float32)

@@ -1,0 +1,173 @@
+"""Safetensors files, read by stretches of bytes: what lies where stands in their headers.
+
+Nothing is mapped into memory: an error of the disk is an exception then, and what reading takes is
+what its caller asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.errors import CheckpointError, one_line
+
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+traffic = {"opens": 0, "bytes": 0}
+"""Of reading, since the process began or they were set to 0: files opened, bytes read."""
+
+
+class Stretch(NamedTuple):
+    """A tensor as the header of its file tells of it: bytes [start, stop) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """One file; `tensors` are its stretches by name, in their order."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, as `read` does, if it cannot be read or is not complete."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        traffic["opens"] += 1
+        try:
+            self.size = os.fstat(self._fd).st_size
+            self.tensors = self._stretches()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+        traffic["bytes"] += len(into)
+        try:
+            while into:
+                count = os.preadv(self._fd, [into], start)
+                if not count:
+                    raise CheckpointError(f"{self.path}: ends before byte {start + len(into)}")
+                into, start = into[count:], start + count
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+    def _stretches(self) -> dict[str, Stretch]:
+        length = bytearray(8)
+        self.read(0, memoryview(length))
+        begin = 8 + int.from_bytes(length, "little")
+        if begin > self.size:
+            raise CheckpointError(f"{self.path}: cut short, or no safetensors file")
+        header = bytearray(begin - 8)
+        self.read(8, memoryview(header))
+        try:
+            raw = {n: one for n, one in json.loads(header).items() if n != "__metadata__"}
+            found = {
+                name: Stretch(one["dtype"], tuple(one["shape"]), begin + start, begin + stop)
+                for name, one in raw.items()
+                for start, stop in [one["data_offsets"]]
+            }
+            found = dict(sorted(found.items(), key=lambda item: item[1].start))
+            for name, one in found.items():
+                size, known = one.stop - one.start, DTYPES.get(one.dtype)
+                if known is not None and size != math.prod(one.shape) * known.itemsize:
+                    raise ValueError(f"tensor {name} takes {size} bytes")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: header not readable: {one_line(error)}") from None
+        end = begin
+        for one in found.values():
+            if one.start != end:
+                raise CheckpointError(f"{self.path}: its header leaves out bytes from {end} on")
+            end = one.stop
+        if end != self.size:
+            raise CheckpointError(f"{self.path}: {self.size} bytes, but its header tells of {end}")
+        return found
+
+
+class TensorFiles:
+    """The tensors of a directory's model.safetensors, or of the files that its index names."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, as all methods do."""
+        self.path = path
+        self._open: dict[str, TensorFile] = {}
+        self._file_of = self._table()
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def find(self, name: str) -> tuple[TensorFile, Stretch]:
+        """The file that holds a tensor, and where."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        file = self._file(self._file_of[name])
+        if name not in file.tensors:
+            raise CheckpointError(f"{file.path}: tensor {name} is missing")
+        stored = file.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} is of {stored.dtype}, not one of {', '.join(DTYPES)}"
+            )
+        return file, stored
+
+    def meta(self, name: str) -> Tensor:
+        """A tensor's shape and dtype, from the file's header."""
+        _, stored = self.find(name)
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def _table(self) -> dict[str, str]:
+        if (self.path / MODEL).is_file():
+            return dict.fromkeys(self._file(MODEL).tensors, MODEL)
+        index = self.path / INDEX
+        try:
+            return dict(json.loads(index.read_bytes())["weight_map"])
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.path}: neither {MODEL} nor {index.name} is there; other formats of weights "
+                "are not read"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index}: not readable: {one_line(error)}") from None
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self.path / name)
+        return self._open[name]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, where they are."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())

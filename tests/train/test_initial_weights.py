@@ -1,0 +1,215 @@
+"""Weights that a run begins with: read once, by one rank, and never whole in memory."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimus import files
+from optimus.checkpoint import manager, shards, stream
+from optimus.checkpoint.convert import from_hf, to_hf
+from optimus.checkpoint.weights import open_weights
+from optimus.config import make_config
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import start_world
+from optimus.errors import CheckpointError
+from optimus.model import tensor_files
+from optimus.model.hf import write_hf
+from optimus.parallel.layout import make_layout
+from optimus.parallel.placement import whole_model
+from optimus.train import spread as spread_module
+from optimus.train.spread import spread
+from tests.helpers.memory import peak_of
+from tests.helpers.runs import run_tree, train_on
+from tests.helpers.tiny import tiny_tree
+from tests.helpers.updates import make_shard
+from tests.helpers.whole import WholeModel
+
+SIZES = {
+    "tp2-ep2": {"parallel__tp": 2, "parallel__ep": 2},
+    "pp2-dp2": {"parallel__pp": 2, "parallel__dp": 2, "model__tie_embeddings": True},
+    "dp4": {"parallel__dp": 4, "optim__frozen": ["embed.weight"]},
+}
+
+
+def piecewise(size: int) -> None:
+    stream.PIECE = spread_module.PIECE = size
+
+
+def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
+    """What this rank read, and its whole masters."""
+    piecewise(size)
+    config, world, groups, _, shard = make_shard(tree)
+    for parameter in shard.model.parameters():
+        parameter.data.fill_(torch.nan)
+    states = shard.make_states()
+    for traffic in (tensor_files.traffic, shards.traffic):
+        traffic.update(opens=0, bytes=0)
+    opening = partial(open_weights, config.model, Path(path))
+    how = config.checkpoint.distribute
+    spread(shard.layout, partial(states.put, "master"), opening, world, how)
+    read = {key: tensor_files.traffic[key] + shards.traffic[key] for key in shards.traffic}
+    states.frozen.settle()
+    whole = WholeModel(config, shard.layout, groups).gather(states.whole("master"))
+    return read, {name: one.clone() for name, one in whole.items()}
+
+
+@pytest.fixture(scope="module")
+def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
+    """By tied or not: a model-only checkpoint, a full one, both kinds of directory."""
+    found = {}
+    for tied in (False, True):
+        run = tmp_path_factory.mktemp("initial") / "run"
+        few = {"train__stop_at_step": 2, "checkpoint__model_interval": 2, "parallel__tp": 2}
+        tree = tiny_tree(tiny_data, run, model__tie_embeddings=tied, **few)
+        train_on(rank_pool.run, 2, tree)
+        found[tied] = {"model": manager.model_path(run, 2), "full": manager.full_path(run, 2)}
+        found[tied] |= {"hf": run.parent / "hf", "ours": run.parent / "ours"}
+        to_hf(found[tied]["full"], found[tied]["hf"])
+        from_hf(found[tied]["hf"], found[tied]["ours"])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["model", "full", "hf", "ours"])
+@pytest.mark.parametrize("layout", SIZES)
+@pytest.mark.parametrize("size", [1000, 1 << 22])
+def test_every_rank_gets_its_part_of_what_one_read_once(ranks, sources, kind, layout, size):
+    how = "all_reduce" if kind == "hf" else "broadcast"
+    settings = {"checkpoint__distribute": how, "optim__sharding": "so", "optim__chunk_length": 3000}
+    tree = tiny_tree("d", "r", **SIZES[layout], **settings)
+    path = sources[tree["model"].get("tie_embeddings", False)][kind]
+    given = ranks(4, take, tree, str(path), size, start_world=False)
+    assert [read for read, _ in given[1:]] == [{"opens": 0, "bytes": 0}] * 3
+    read, masters = given[0]
+    files = list(path.glob("*.safetensors" if kind != "full" else "shard-*"))
+    stored = sum(file.stat().st_size for file in files)
+    if kind == "full":  # of three states one, and no more of the next than a block
+        assert read["opens"] == len(files)
+        assert read["bytes"] <= stored + len(files) * shards.HEADER_BYTES
+    else:  # headers once more, to compare names and shapes before anything is built
+        heads = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files]
+        assert read["opens"] == 2 * len(files)
+        assert read["bytes"] <= stored + 2 * sum(heads)
+    with open_weights(make_config(tree).model, path) as weights:
+        wanted = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
+        for name, start, values in weights.stretches():
+            wanted[name].view(-1)[start : start + len(values)] = values
+    assert masters.keys() == wanted.keys()
+    assert all(torch.equal(masters[name], wanted[name]) for name in wanted)
+
+
+def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
+    """Bytes of weights that this rank read in a whole run, and the files that it hashed besides."""
+    plain, hashed = files.xxh3_file, []
+
+    def xxh3_file(path):
+        hashed.append(Path(path).name)
+        return plain(path)
+
+    files.xxh3_file = xxh3_file
+    tensor_files.traffic.update(opens=0, bytes=0)
+    run_tree(tree)
+    return tensor_files.traffic["bytes"], hashed
+
+
+@pytest.mark.parametrize("load", ["model@2", "path"])
+def test_a_run_reads_the_model_that_it_begins_with_once(ranks, tiny_data, tmp_path, load):
+    """Its hash is compared on the way; what finds and checks tensors reads the header, thrice."""
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
+    train_on(ranks, 1, tree)
+    path = manager.model_path(tmp_path, 2)
+    load, run = ("model@2", tmp_path) if load == "model@2" else (str(path), tmp_path / "other")
+    tree = tiny_tree(tiny_data, run, train__stop_at_step=3, checkpoint__load=load)
+    (read, hashed), (none, _) = ranks(2, run_and_count, tree, start_world=False)
+    content = (path / "model.safetensors").read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+    assert read == len(content) + 3 * head and none == 0
+    assert "model.safetensors" not in hashed and "config.json" in hashed
+
+
+def refused(tree: dict[str, Any]) -> str:
+    try:
+        run_tree(tree)
+    except CheckpointError as error:
+        assert error.on_every_rank
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["model", "ours"])
+def test_damage_in_the_last_byte_is_told_by_all_ranks_and_nothing_begins(
+    ranks, sources, tiny_data, tmp_path, kind
+):
+    path = tmp_path / "damaged"
+    path.mkdir()
+    for file in sources[False][kind].iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (path / "model.safetensors").write_bytes(weights)
+    tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(path))
+    words = ranks(2, refused, tree, start_world=False)
+    assert words[0] == words[1]
+    assert words[0] == f"{path}/model.safetensors: its content does not match its checksum"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def cut_while_it_is_read(tree: dict[str, Any], path: str) -> str:
+    plain = stream.FileWeights.__iter__
+
+    def given(weights):
+        pieces = plain(weights)
+        yield next(pieces)
+        Path(path, "model.safetensors").write_bytes(b"")
+        yield from pieces
+
+    stream.FileWeights.__iter__ = given
+    piecewise(1000)
+    return refused(tree)
+
+
+def test_a_file_that_ends_while_it_is_read_is_told_by_all_ranks(
+    ranks, sources, tiny_data, tmp_path
+):
+    path = tmp_path / "cut"
+    path.mkdir()
+    for file in sources[False]["hf"].iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(path))
+    words = ranks(2, cut_while_it_is_read, tree, str(path), start_world=False)
+    assert words[0] == words[1] and "model.safetensors: ends before byte" in words[0]
+
+
+def peak_of_spreading(tree: dict[str, Any], path: str) -> int:
+    """How much memory the process takes besides while a model is read and given away, in bytes."""
+    config, mesh = make_config(tree), Mesh()
+    layout = make_layout(config, mesh, mesh.place(0), 1)
+    shapes = [p.shape for p in whole_model(config.model).parameters()]
+    found = []
+    piecewise(1 << 20)
+    opening, world = partial(open_weights, config.model, Path(path)), start_world(device="cpu")
+    take = lambda name, part, start: found.append(part.numel())  # noqa: E731
+    peak = peak_of(lambda: spread(layout, take, opening, world))
+    assert sum(found) == 2 * sum(map(math.prod, shapes))  # taken twice
+    return peak
+
+
+def test_the_first_rank_takes_memory_for_pieces_alone(ranks, tmp_path):
+    """Less than half of the largest tensor, less than an eighth of the model."""
+    large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
+    large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
+    tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")
+    config = make_config(tree).model
+    shapes = {name: p.shape for name, p in whole_model(config).named_parameters()}
+    zeros = ((name, 0, torch.zeros(math.prod(shape))) for name, shape in shapes.items())
+    write_hf(tmp_path / "hf", config, zeros, dict.fromkeys(shapes, torch.float32))
+    size = (tmp_path / "hf" / "model.safetensors").stat().st_size
+    largest = 4 * max(map(math.prod, shapes.values()))
+    (peak,) = ranks(1, peak_of_spreading, tree, str(tmp_path / "hf"), start_world=False)
+    told = f"{peak / 1e6:.1f} MB of a model of {size / 1e6:.1f}, its largest {largest / 1e6:.1f}"
+    assert peak < largest / 2 < size / 8, told
