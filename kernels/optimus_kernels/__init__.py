@@ -12,10 +12,9 @@ from optimus_kernels.experts import Destination, WeightGrads, WeightWork, expert
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
 from optimus_kernels.memory import release as release_memory
-from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
 from optimus_kernels.route import Rows, route
 from optimus_kernels.squares import square_bins_
-from optimus_kernels.swiglu import swiglu, swiglu_backward
+from optimus_kernels.swiglu import swiglu
 
 __all__ = [
     "Destination",
@@ -27,12 +26,9 @@ __all__ = [
     "gather",
     "grouped_mm",
     "grouped_mm_weight",
-    "reduce_rows",
-    "reduce_rows_backward",
     "release_memory",
     "route",
     "set_form",
     "square_bins_",
     "swiglu",
-    "swiglu_backward",
 ]
