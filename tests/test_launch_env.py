@@ -10,6 +10,7 @@ from optimus.launch_env import (
     SINGLE,
     Place,
     first_of_nodelist,
+    is_launched,
     read_launch_env,
     read_local_size,
     read_place,
@@ -27,7 +28,7 @@ TORCHRUN = {
 
 
 def test_no_launcher_is_one_process():
-    assert read_launch_env({}) is SINGLE
+    assert read_launch_env({}) is SINGLE and not is_launched({})
 
 
 def test_torchrun():
@@ -217,7 +218,7 @@ def test_the_first_machine_of_pbs(tmp_path):
 def test_a_half_set_cluster_is_refused(environ, told):
     with pytest.raises(ConfigError, match=told):
         read_launch_env(environ)
-    assert read_rank(environ) == 1
+    assert read_rank(environ) == 1 and is_launched(environ)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def test_data_ranks_count_dp_then_ep_and_skip_tp_and_pp():
 
 def test_dp_takes_what_is_left():
     assert make_mesh(12, pp=1, dp=0, ep=1, tp=1) == Mesh(dp=12)
+    assert make_mesh(12, pp=2, dp=6, ep=1, tp=1) == Mesh(pp=2, dp=6)
 
 
 def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
