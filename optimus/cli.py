@@ -308,7 +308,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     for name, kind, default, what in (
-        ("tokens", int, 64, "how many to sample"),
+        ("tokens", int, 64, "how many to sample at most"),
         ("temperature", float, 0.8, "0: the likeliest token"),
         ("top-k", int, 50, "of so many likeliest ones; 0: of the whole vocabulary"),
         ("seed", int, 0, "of the sampling"),

@@ -153,6 +153,7 @@ def test_convert_keeps_scaled_rotary_embeddings_and_every_type(run_dir, tmp_path
     save_file({"x": torch.zeros(1, dtype=torch.float16)}, hf / "adapter_model.safetensors")
     assert main(["convert", "from-hf", str(hf), str(ours)]) == 0
     assert main(["convert", "to-hf", str(ours), str(again)]) == 0
+    assert main(["convert", "to-hf", str(ours), str(again)]) == 2, "it exists already"
     back = load_file(again / "model.safetensors")
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -22,7 +22,7 @@ FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
 """What torch's grouped_mm wants strides to be a multiple of."""
 _form = "auto"
-torch_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """torch.nn.functional's since 2.10, before that the private op of the same meaning."""
 
 
@@ -135,7 +135,7 @@ def torch_form_works(device: str, dtype: torch.dtype) -> bool:
         offsets = torch.tensor([0, 8, 16], device=device, dtype=torch.int32)
         _torch_products(rows, weights.mT, offsets)
         _torch_weight_products(rows, rows, offsets)
-    except (RuntimeError, NotImplementedError, ValueError):
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return False
     return True
 

@@ -47,7 +47,7 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     """Peak of resident memory in the last of a few updates, and the bytes of its parts."""
     mesh, plan = divide(config, world.size)
     groups = join_groups(mesh, world)
-    own = random_microbatches(config, plan, seed=0)
+    own = random_microbatches(config, plan, seed=world.rank)
     shard = Shard(config, groups, plan, world.device)
     initialise_(shard.model, 0, shard.layout.placements)
     states = shard.make_states()

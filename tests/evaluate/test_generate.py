@@ -49,7 +49,9 @@ def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
     ends = {"none": (), "every": tuple(range(model.config.vocab_size))}
     for name, tokens in ends.items():
         config = model.config.model_copy(update={"eos_token_ids": tokens})
-        write_hf(tmp_path / name, config, model.state_dict())
+        weights = ((name, 0, p.detach().flatten()) for name, p in model.named_parameters())
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        write_hf(tmp_path / name, config, weights, dtypes)
         shutil.copy(tokenizer_beside(tiny_data), tmp_path / name)
 
     def go_on(name: str, tokens: int) -> str:

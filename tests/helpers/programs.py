@@ -22,7 +22,9 @@ _PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
 
 def started(words: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     """What became of a command that finds this checkout's packages."""
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH} | environ
+    found = os.environ.get("PYTHONPATH")
+    path = f"{PYTHONPATH}:{found}" if found else PYTHONPATH
+    environ = os.environ | {"PYTHONPATH": path} | environ
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
 
 

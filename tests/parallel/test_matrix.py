@@ -50,10 +50,13 @@ def test_a_layout_trains_the_model_of_one_process(ranks, case):
     assert not agreement.broken, f"{agreement}"
 
 
+TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
+"""Both ends of the pipeline add to one embedding, each to its rows."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
+WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
 
-@pytest.mark.parametrize("case", OF_EACH_MESH.values(), ids=str)
+@pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_the_mode_it_is_as_near(ranks, case):
     """Where gradients add up in place and leave while backward goes on."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
