@@ -99,7 +99,7 @@ class Saver(ABC):
         OptimusError on every rank if it cannot begin.
         """
         everyone, needed = states.groups.everyone, self.bytes + beside
-        opening = Task(lambda: _begin(final, needed)) if everyone.rank == 0 else None
+        opening = Task(lambda: self._make(final, needed)) if everyone.rank == 0 else None
         if self._staging is not None:
             self._staging.fill(states)  # meanwhile
         else:
@@ -143,6 +143,24 @@ class Saver(ABC):
         if opening.has_ended:
             return opening.value()
         return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
+
+    def _make(self, final: Path, needed: int) -> Generation | str:
+        """A new generation, or why there is none."""
+        try:
+            directory = manifests.begin(final, needed)
+            try:
+                self._prepare(directory)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+            return Generation(uuid.uuid4().hex, directory)
+        except OSError as error:
+            return f"{final.name} not written: {final.parent}: {error.strerror}"
+        except OptimusError as error:
+            return str(error)
+
+    def _prepare(self, directory: Path) -> None:  # noqa: B027 - most have nothing to do
+        """What the first rank does there before any writes. Raises OSError."""
 
     @abstractmethod
     def _name_of(self, rank: int) -> str:
@@ -204,16 +222,6 @@ class FullSaver(Saver):
         index = encode(generation.name, step, written, states.shapes)
         (generation.directory / INDEX).write_bytes(index)
         return {"kind": "full", "shards": {one.shard.name for one in written}}
-
-
-def _begin(final: Path, needed: int) -> Generation | str:
-    """A new generation, or why there is none."""
-    try:
-        return Generation(uuid.uuid4().hex, manifests.begin(final, needed))
-    except OSError as error:
-        return f"{final.name} not written: {final.parent}: {error.strerror}"
-    except OptimusError as error:
-        return str(error)
 
 
 def nonfinite_update(step: int, state: str, name: str) -> NonFiniteError:
