@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-import numpy
 import torch
 import xxhash
 from torch import Tensor
 
-from optimus.checkpoint.index import ITEMSIZE, STATES
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.reshard import runs_between
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, places
@@ -26,6 +24,8 @@ from optimus.model.transformer import Transformer
 
 PIECE = 1 << 22
 """Elements of a piece at most: 16 MiB of fp32."""
+_OPEN_FILES = 32
+"""Shard files that are open at once, each with a block of 4 MiB."""
 
 
 class Weights(ABC):
@@ -40,7 +40,7 @@ class Weights(ABC):
     shapes: Mapping[str, tuple[int, ...]]
     """Of the parameters."""
     pieces: Sequence[Piece]
-    """Of at most PIECE elements; together they are every parameter once."""
+    """Of at most PIECE elements of whole parameters; together they are every parameter once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]: ...
@@ -52,9 +52,7 @@ class Weights(ABC):
     def stretches(self) -> Iterator[tuple[str, int, Tensor]]:
         """The same as (name, first element, values) of the flattened whole parameters."""
         for piece, values in self:
-            box = whole_box(self.shapes[piece.name])
-            for at, begun, length in runs_between(box, piece).tolist():
-                yield piece.name, at, values[begun : begun + length]
+            yield piece.name, piece.start, values
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let files go that are open."""
@@ -138,38 +136,25 @@ class _Seen:
 
 
 class ShardWeights(Weights):
-    """The masters of a full checkpoint."""
+    """The masters of a full checkpoint, whole parameters one behind the other: what ranks held in
+    parts is put together here."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
         self.shapes = self._index.shapes
-        state = 4 + STATES.index("master")
-        self._found = []
-        for name in self._index.shapes:
-            stored = self._index.stored(name)
-            sizes = stored.rows[:, 3] - stored.rows[:, 2]
-            if sizes.sum() != math.prod(self.shapes[name]):
-                raise CheckpointError(
-                    f"{manifest.path}: the index holds only a part of parameter {name}"
-                )
-            for row in stored.rows.tolist():
-                number, box, first, last = row[:4]
-                for start in range(first, last, PIECE):
-                    piece = Piece(name, stored.boxes[box], start, min(start + PIECE, last))
-                    at = row[state] + (start - first) * ITEMSIZE
-                    self._found.append((number, at, piece))
-        self._found.sort(key=lambda one: one[:2])
-        self.pieces = [piece for _, _, piece in self._found]
+        self.pieces = [
+            Piece(name, whole_box(shape), start, min(start + PIECE, math.prod(shape)))
+            for name, shape in self.shapes.items()
+            for start in range(0, math.prod(shape), PIECE)
+        ]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
         memory = torch.empty(PIECE)
-        for number, found in itertools.groupby(self._found, lambda one: one[0]):
-            with self._index.open(self._path, number) as file:
-                for _, at, piece in found:
-                    values = memory[: piece.stop - piece.start]
-                    run = numpy.array([[at, 0, 0, values.nbytes]])
-                    file.read(run, [as_bytes(values)])
-                    yield piece, values
+        with Readers(self._path, self._index, _OPEN_FILES) as readers:
+            for piece in self.pieces:
+                values = memory[: piece.stop - piece.start]
+                readers.read([Want("master", [(piece, 0)], as_bytes(values))])
+                yield piece, values
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return dict.fromkeys(self.shapes, torch.float32)
