@@ -87,22 +87,21 @@ class FileWeights(Weights):
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize
                 found.append((file, at, DTYPES[stored.dtype], piece))
         self._found = sorted(found, key=lambda one: (one[0].path, one[1]))
+        for file, *_ in found:
+            if manifest and file.path.name not in self._hashes:
+                raise CheckpointError(f"{file.path}: its checkpoint's manifest does not know it")
         self.pieces = [one[-1] for one in self._found]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
         memory = torch.empty(PIECE, dtype=torch.float64)  # the widest
         for file, found in itertools.groupby(self._found, lambda one: one[0]):
-            expected, seen = self._hashes.get(file.path.name), _Seen(file)
+            reader = _Hashed(file, self._hashes[file.path.name]) if self._hashes else file
             for _, at, dtype, piece in found:
                 values = memory.view(dtype)[: piece.stop - piece.start]
-                if expected:
-                    seen.pass_to(at)
-                seen.read(at, as_bytes(values))
+                reader.read(at, as_bytes(values))
                 yield piece, values
-            if expected:
-                seen.pass_to(file.size)
-                if seen.digest.hexdigest() != expected:
-                    raise CheckpointError(f"{file.path}: its content does not match its checksum")
+            if isinstance(reader, _Hashed):
+                reader.finish()
 
     def dtypes(self) -> dict[str, torch.dtype]:
         found: dict[str, torch.dtype] = {}
@@ -118,19 +117,25 @@ class FileWeights(Weights):
         self._files.close()
 
 
-class _Seen:
-    """What has been read of a file from its beginning on, as a digest."""
+class _Hashed:
+    """A file that is read from its beginning to its end, and what lies between too."""
 
-    def __init__(self, file: TensorFile) -> None:
-        self._file, self._at, self.digest = file, 0, xxhash.xxh3_64()
+    def __init__(self, file: TensorFile, expected: str) -> None:
+        self._file, self._expected, self._at, self._digest = file, expected, 0, xxhash.xxh3_64()
 
     def read(self, start: int, into: memoryview) -> None:
+        self._pass_to(start)
         self._file.read(start, into)
-        self.digest.update(into)
+        self._digest.update(into)
         self._at = start + len(into)
 
-    def pass_to(self, start: int) -> None:
-        """Read what lies between."""
+    def finish(self) -> None:
+        """Raises CheckpointError if the file does not have its checksum."""
+        self._pass_to(self._file.size)
+        if self._digest.hexdigest() != self._expected:
+            raise CheckpointError(f"{self._file.path}: its content does not match its checksum")
+
+    def _pass_to(self, start: int) -> None:
         while self._at < start:
             self.read(self._at, memoryview(bytearray(min(start - self._at, PIECE))))
 

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import math
 import os
+import shutil
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from optimus.checkpoint import manager, save_model
-from optimus.checkpoint.pieces import Piece, Span, whole_box
+from optimus.checkpoint.pieces import Piece, Span, spans_to_write, whole_box
 from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.save_model import ModelSaver
+from optimus.checkpoint.weights import open_weights
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
-from optimus.config import make_config
+from optimus.config import ModelConfig, make_config
 from optimus.dist.groups import plan_groups
 from optimus.dist.mesh import Mesh
+from optimus.errors import CheckpointError
 from optimus.launch_env import read_launch_env
 from optimus.model import tensor_writer
+from optimus.model.hf import plan_hf
 from optimus.model.tensor_writer import Planned, Tally, TensorWriter, create_files, plan_files
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of
+from tests.helpers.reshard import pairwise
 from tests.helpers.saves import BOTH, Ended, run_with, warnings
+from tests.helpers.shards import all_shapes, ends_of
 from tests.helpers.tiny import tiny_tree
 
 LARGE = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
@@ -148,19 +159,29 @@ def test_what_is_not_as_written_is_found_before_the_seal(ranks, tiny_data, tmp_p
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
 
 
-@pytest.mark.parametrize("limit", [20_000, 1 << 40])
-def test_several_files_are_made_of_a_large_model(tmp_path, monkeypatch, limit):
-    transformers = pytest.importorskip("transformers")
-    from optimus.model.hf import plan_hf
-
-    monkeypatch.setattr(save_model, "plan_hf", lambda *arguments: plan_hf(*arguments, limit))
+def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
+    """A model of random values."""
+    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states = masters_of(shapes)
     for one in states.shards:
         one.states["master"].normal_()
     saver = ModelSaver(states, config, "paper", staged=False, limit_s=60.0, begin_s=60.0)
-    saver.begin(states, tmp_path / "m", lambda directory: None, step=1).drain()
+    saver.begin(states, path, lambda directory: None, step=1).drain()
+    return config, states
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    monkeypatch.setattr(save_model, "plan_hf", plan_hf)
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize("limit", [20_000, 1 << 40])
+def test_several_files_are_made_of_a_large_model(tmp_path, limit):
+    transformers = pytest.importorskip("transformers")
+    _, states = save_in_files_of(limit, tmp_path / "m")
     manager.read_manifest(tmp_path / "m").verify()
     assert (len(list((tmp_path / "m").glob("*.safetensors"))) > 1) == (limit == 20_000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
@@ -168,6 +189,79 @@ def test_several_files_are_made_of_a_large_model(tmp_path, monkeypatch, limit):
     slot = next(slot for slot in chunk.chunk.slots if slot.name == "embed.weight")
     ours = chunk.states["master"][slot.start : slot.stop].view(slot.shape).bfloat16()
     assert torch.equal(theirs["model.embed_tokens.weight"], ours)
+
+
+@pytest.mark.usefixtures("plans")
+def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
+    config, _ = save_in_files_of(20_000, tmp_path / "several")
+    save_in_files_of(1 << 40, tmp_path / "one")
+    with open_weights(config, tmp_path / "several") as weights:
+        assert len(list(weights)) == len(weights.pieces)
+    shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "several")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not know it"):
+        open_weights(config, tmp_path / "several")
+
+
+def run_with_small_plans(tree: dict[str, Any], limit: int) -> Ended:
+    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
+    return run_with(tree, lambda step: None)
+
+
+def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
+    settings = {"train__max_steps": 4, "checkpoint__model_interval": 4}
+    settings |= {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
+    found = []
+    for limit in (20_000, 1 << 40):
+        tree = tiny_tree(tiny_data, tmp_path / str(limit), **settings)
+        ended = ranks(4, run_with_small_plans, tree, limit, start_world=False)
+        assert [one[:2] for one in ended] == [(0, "")] * 4
+        path = manager.model_path(tmp_path / str(limit), 4)
+        manager.read_manifest(path).verify()
+        assert (len(list(path.glob("*.safetensors"))) > 3) == (limit == 20_000)
+        with open_weights(make_config(tree).model, path) as weights:
+            found.append({(n, at): values.clone() for n, at, values in weights.stretches()})
+    one, other = found
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_over_all_ranks_every_element_is_written_once(monkeypatch):
+    monkeypatch.setattr(save_model, "PIECE", 100)
+    for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
+        holdings = layout.holdings()
+        mesh, shapes = holdings.mesh, all_shapes(holdings)
+        seen = {name: numpy.zeros(math.prod(shape), int) for name, shape in shapes.items()}
+        for rank in range(mesh.world_size):
+            one, ends = holdings.of(rank), ends_of(holdings)
+            place = mesh.place(rank)
+            spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
+            for piece, _ in itertools.chain(*map(save_model._pieces, spans)):
+                assert piece.stop - piece.start <= 100
+                box = whole_box(shapes[piece.name])
+                for start, _, length in runs_between(box, piece).tolist():
+                    seen[piece.name][start : start + length] += 1
+        assert all((count == 1).all() for count in seen.values()), layout
+
+
+def test_what_was_copied_may_go_while_it_is_written(tmp_path, monkeypatch):
+    """As fp32 copies of frozen parameters must."""
+    config = make_config(tiny_tree("d", "r")).model
+    shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
+    states, gate, plain = masters_of(shapes), threading.Event(), ModelSaver._write
+
+    def write(*arguments: Any) -> Any:
+        assert gate.wait(60)
+        return plain(*arguments)
+
+    monkeypatch.setattr(ModelSaver, "_write", write)
+    saver = ModelSaver(states, config, "balanced", staged=True, limit_s=60.0, begin_s=60.0)
+    under_way = saver.begin(states, tmp_path / "m", lambda directory: None, step=1)
+    copy = weakref.ref(states.shards[0].states["master"])
+    del states
+    gc.collect()
+    assert copy() is None
+    gate.set()
+    assert under_way.drain().failure is None
 
 
 def test_tallies_of_parts_add_up_and_tell_places_apart():

@@ -52,6 +52,7 @@ def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
         (2, {}),
         (2, {"train__dtype": "bf16", "optim__frozen": ["embed.weight"]}),
         (4, {"parallel__pp": 2, "checkpoint__scatter": "paper", "model__tie_embeddings": True}),
+        (4, {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}),
     ],
 )
 def test_what_is_written_beside_training_is_what_a_wait_would_have_written(
