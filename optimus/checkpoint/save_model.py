@@ -68,7 +68,7 @@ class ModelSaver(Saver):
         self, states: RankStates, generation: Generation, step: int, stop: Stop
     ) -> dict[str, Tally]:
         memory = torch.empty(PIECE, dtype=DTYPE) if self._staging is None else None
-        with TensorWriter(generation.directory, self._plan) as writer:
+        with TensorWriter(generation.directory, self._plan, counts=True) as writer:
             for state, span in self._parts:
                 for piece, at in _pieces(span):
                     if stop.is_set():

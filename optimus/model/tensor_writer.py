@@ -164,9 +164,9 @@ def create_files(directory: Path, plan: FilePlan) -> None:
 class TensorWriter:
     """One writer's part of the files of a plan, which `create_files` made; others may write too."""
 
-    def __init__(self, directory: Path, plan: FilePlan) -> None:
-        """All methods raise OSError."""
-        self._directory, self._plan = directory, plan
+    def __init__(self, directory: Path, plan: FilePlan, counts: bool = False) -> None:
+        """`counts`: whether to tell what is `written`. All methods raise OSError."""
+        self._directory, self._plan, self._counts = directory, plan, counts
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
         self.written: dict[str, Tally] = {}
@@ -187,7 +187,8 @@ class TensorWriter:
             row = rows[number]
             part = data[: (row.stop - start) * size]
             at = row.at + (start - row.start) * size
-            self.written[row.file] = self.written.get(row.file, Tally()).plus(part, at)
+            if self._counts:
+                self.written[row.file] = self.written.get(row.file, Tally()).plus(part, at)
             _put(self._fd(row.file), part, at)
             data, start, number = data[len(part) :], row.stop, number + 1
 
