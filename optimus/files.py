@@ -53,6 +53,13 @@ def fsync_dir(path: str | os.PathLike) -> None:
         os.close(fd)
 
 
+def sync_to_disk(fd: int) -> None:
+    """fsync a file, and let the kernel's cache go of it: whoever reads it then reads the disk."""
+    os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def make_dirs(path: str | os.PathLike) -> None:
     """Make a directory where there is none, with those above it, and all their names durable."""
     os.makedirs(path, exist_ok=True)

@@ -117,7 +117,7 @@ def _count_elements(path: Path) -> int:
             size = os.fstat(file.fileno()).st_size  # more than that is damage
             header = json.loads(file.read(min(size, int.from_bytes(file.read(8), "little"))))
         return sum(math.prod(one["shape"]) for key, one in header.items() if key != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
 
 

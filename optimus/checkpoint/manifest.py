@@ -203,19 +203,21 @@ def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: 
         raise
 
 
-def begin(path: str | os.PathLike, needed_bytes: int = 0) -> Path:
+def begin(path: str | os.PathLike, needed_bytes: int = 0, beside: int = 0) -> Path:
     """A fresh directory in which the checkpoint that will be at `path` is written.
 
-    Raises OptimusError if there is less room than it will need, and OSError.
+    Raises OptimusError if there is less room than it and `beside` will need, the bytes of a full
+    one that is due with it, and OSError.
     """
     final = Path(path)
     if not final.parent.is_dir():
         files.make_dirs(final.parent)
     free = shutil.disk_usage(final.parent).free
-    if free < needed_bytes:
+    if free < needed_bytes + beside:
+        due = f", and the full one of its step {beside / 1e9:.3f} GB" if beside else ""
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
-            f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces; make room"
+            f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces{due}; make room"
             f"{_told_aside(final.parent / SET_ASIDE)}"
         )
     temporary = files.temporary_name(final)

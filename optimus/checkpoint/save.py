@@ -6,6 +6,7 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,12 +81,13 @@ class Saver(ABC):
         `after_seal`. Staged, the states may change at once; otherwise once the save is over. Raises
         OptimusError on every rank if it cannot begin.
         """
-        everyone, needed = states.groups.everyone, self.bytes + beside
-        opening = Task(lambda: _begin(final, needed)) if everyone.rank == 0 else None
+        everyone, device = states.groups.everyone, states.device
+        opening = Task(lambda: self._make(final, beside)) if everyone.rank == 0 else None
         if self._staging is not None:
             self._staging.fill(states)  # meanwhile
+            states = replace(states, shards=())  # fp32 copies of frozen ones need not stay
         else:
-            platform.synchronize(states.device)  # threads have streams of their own
+            platform.synchronize(device)  # threads have streams of their own
         opened = self._opened(opening, final) if opening is not None else None
         opened = broadcast_object(opened, everyone)
         if isinstance(opened, str):
@@ -111,7 +113,7 @@ class Saver(ABC):
             final.name,
             step,
             everyone,
-            states.device,
+            device,
             self._limit_s,
             write=write,
             seal=seal,
@@ -125,6 +127,24 @@ class Saver(ABC):
         if opening.has_ended:
             return opening.value()
         return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
+
+    def _make(self, final: Path, beside: int) -> Generation | str:
+        """A new generation, or why there is none."""
+        try:
+            directory = manifests.begin(final, self.bytes, beside)
+            try:
+                self._prepare(directory)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+            return Generation(uuid.uuid4().hex, directory)
+        except OSError as error:
+            return f"{final.name} not written: {final.parent}: {error.strerror}"
+        except OptimusError as error:
+            return str(error)
+
+    def _prepare(self, directory: Path) -> None:  # noqa: B027 - most have nothing to do
+        """What the first rank does there before any writes. Raises OSError."""
 
     @abstractmethod
     def _name_of(self, rank: int) -> str:
@@ -186,16 +206,6 @@ class FullSaver(Saver):
         index = encode(generation.name, step, written, states.shapes)
         (generation.directory / INDEX).write_bytes(index)
         return {"kind": "full", "shards": {one.shard.name for one in written}}
-
-
-def _begin(final: Path, needed: int) -> Generation | str:
-    """A new generation, or why there is none."""
-    try:
-        return Generation(uuid.uuid4().hex, manifests.begin(final, needed))
-    except OSError as error:
-        return f"{final.name} not written: {final.parent}: {error.strerror}"
-    except OptimusError as error:
-        return str(error)
 
 
 def nonfinite_update(step: int, state: str, name: str) -> NonFiniteError:

@@ -1,20 +1,21 @@
 """Saving a model alone: every rank writes its part of the masters, in bf16, into common files.
 
 Where each parameter lies follows from the model; no rank holds more than its own part of it, and
-nothing is sent. The first rank reads the files once, for their hashes, and compares what lies there
-with what the writers say they wrote.
+nothing is sent. The first rank makes the files before any writes, and in the end reads them once,
+for their hashes, and compares what lies there with what the writers say they wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import xxhash
 
+from optimus import files
 from optimus.checkpoint.manifest import FileEntry
 from optimus.checkpoint.pieces import Piece, Scatter, Span, whole_box
 from optimus.checkpoint.rank_states import RankStates
@@ -22,12 +23,12 @@ from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.save import Generation, Saver
 from optimus.checkpoint.staging import share_of
 from optimus.checkpoint.stream import PIECE
-from optimus.checkpoint.threads import Stop
+from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config import ModelConfig
 from optimus.errors import OptimusError
 from optimus.model.hf import plan_hf, write_hf_json
 from optimus.model.tensor_files import as_bytes
-from optimus.model.tensor_writer import TensorWriter
+from optimus.model.tensor_writer import Tally, TensorWriter, create_files
 
 DTYPE = torch.bfloat16
 _BLOCK_BYTES = 4 << 20
@@ -60,9 +61,14 @@ class ModelSaver(Saver):
     def _name_of(self, rank: int) -> str:
         return f"weights of rank {rank}"
 
-    def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> int:
-        total, memory = 0, torch.empty(PIECE, dtype=DTYPE) if self._staging is None else None
-        with TensorWriter(generation.directory, self._plan) as files:
+    def _prepare(self, directory: Path) -> None:
+        create_files(directory, self._plan)
+
+    def _write(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop
+    ) -> dict[str, Tally]:
+        memory = torch.empty(PIECE, dtype=DTYPE) if self._staging is None else None
+        with TensorWriter(generation.directory, self._plan, counts=True) as writer:
             for state, span in self._parts:
                 for piece, at in _pieces(span):
                     if stop.is_set():
@@ -77,29 +83,22 @@ class ModelSaver(Saver):
                     box = whole_box(states.shapes[piece.name])
                     for start, begun, length in (2 * runs_between(box, piece)).tolist():
                         part = data[begun : begun + length]
-                        files.write_bytes(piece.name, start // 2, part)
-                    total += _sum(data)
-            files.finish()
-        return total
+                        writer.write_bytes(piece.name, start // 2, part)
+            writer.finish()
+        return writer.written
 
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
         directory = generation.directory
-        with TensorWriter(directory, self._plan) as files:
-            files.write_headers()
-            files.finish()
         write_hf_json(directory, self._config, self._plan)
-        entries, total = [], -sum(one for one in reports if one is not None)
-        for name, size in self._plan.sizes.items():
-            entry, found = _look(directory / name, len(self._plan.headers[name]), stop)
-            total += found
-            if entry.size != size:
-                raise OptimusError(f"{name}: {entry.size} bytes, not {size} as written")
-            entries.append(entry)
-        if total % (1 << 64):
-            raise OptimusError(f"model of step {step}: its files do not hold what was written")
-        return {"kind": "model", "entries": entries}
+
+        def look(name: str) -> FileEntry:
+            told = [one[name] for one in reports if one and name in one]
+            header, size = self._plan.headers[name], self._plan.sizes[name]
+            return _look(directory / name, header, size, told, stop)
+
+        return {"kind": "model", "entries": list(in_threads(look, list(self._plan.sizes)))}
 
 
 def _pieces(span: Span) -> Iterator[tuple[Piece, int]]:
@@ -110,19 +109,21 @@ def _pieces(span: Span) -> Iterator[tuple[Piece, int]]:
             yield one, at + start - piece.start
 
 
-def _sum(data: memoryview) -> int:
-    """Of 16-bit numbers; whoever adds what parts give finds the whole's."""
-    return int(numpy.frombuffer(data, numpy.uint16).sum(dtype=numpy.uint64))
-
-
-def _look(path: Path, begin: int, stop: Stop) -> tuple[FileEntry, int]:
-    """What a manifest says of a file, and the sum of its numbers from byte `begin` on."""
-    digest, size, total = xxhash.xxh3_64(), 0, 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES if size else begin):
+def _look(path: Path, header: bytes, size: int, told: Sequence[Tally], stop: Stop) -> FileEntry:
+    """What a manifest says of a file, as it lies on the disk. Raises OptimusError unless that is
+    `header` and then what the writers have told, all of `size` bytes."""
+    digest, found = xxhash.xxh3_64(header), Tally()
+    with open(path, "rb") as file:
+        files.sync_to_disk(file.fileno())  # of all writers here; none writes any more
+        if (there := os.fstat(file.fileno()).st_size) != size:
+            raise OptimusError(f"{path.name}: {there} bytes, not {size} as written")
+        has_header = file.read(len(header)) == header
+        while block := file.read(_BLOCK_BYTES):
             if stop.is_set():
                 raise OptimusError(f"{path.name}: no longer wanted")
             digest.update(block)
-            total += _sum(memoryview(block)) if size else 0
-            size += len(block)
-    return FileEntry(path.name, size, digest.hexdigest()), total
+            found = found.plus(memoryview(block), len(header) + found.bytes)
+    written = Tally(size - len(header), sum(one.weight for one in told))
+    if not has_header or found != written or sum(one.bytes for one in told) != written.bytes:
+        raise OptimusError(f"{path.name} does not hold what was to be written")
+    return FileEntry(path.name, size, digest.hexdigest())

@@ -10,6 +10,7 @@ from optimus import platform
 from optimus.checkpoint.pieces import Scatter, Span, spans_to_write
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import aligned
+from optimus.checkpoint.stream import PIECE
 
 
 def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
@@ -49,7 +50,10 @@ class Staging:
     def fill(self, states: RankStates) -> None:
         """Take the states as they are now."""
         for (state, span), place in self._places.items():
-            place.copy_(states.memory(state, span), non_blocking=True)
+            # A device takes memory for what it brings to another type: for little at once.
+            parts = zip(place.split(PIECE), states.memory(state, span).split(PIECE), strict=True)
+            for part, source in parts:
+                part.copy_(source, non_blocking=True)
         platform.synchronize(states.device)
 
     def taken(self, state: str, span: Span) -> torch.Tensor:

@@ -9,16 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-import numpy
 import torch
 import xxhash
 from torch import Tensor
 
-from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.reshard import runs_between
-from optimus.chunks.layout import STATES
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, places
@@ -27,6 +24,8 @@ from optimus.model.transformer import Transformer
 
 PIECE = 1 << 22
 """Elements of a piece at most: 16 MiB of fp32."""
+_OPEN_FILES = 32
+"""Shard files that are open at once, each with a block of 4 MiB."""
 
 
 class Weights(ABC):
@@ -41,7 +40,7 @@ class Weights(ABC):
     shapes: Mapping[str, tuple[int, ...]]
     """Of the parameters."""
     pieces: Sequence[Piece]
-    """Of at most PIECE elements; together they are every parameter once."""
+    """Of at most PIECE elements of whole parameters; together they are every parameter once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]: ...
@@ -53,9 +52,7 @@ class Weights(ABC):
     def stretches(self) -> Iterator[tuple[str, int, Tensor]]:
         """The same as (name, first element, values) of the flattened whole parameters."""
         for piece, values in self:
-            box = whole_box(self.shapes[piece.name])
-            for at, begun, length in runs_between(box, piece).tolist():
-                yield piece.name, at, values[begun : begun + length]
+            yield piece.name, piece.start, values
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let files go that are open."""
@@ -90,22 +87,21 @@ class FileWeights(Weights):
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize
                 found.append((file, at, DTYPES[stored.dtype], piece))
         self._found = sorted(found, key=lambda one: (one[0].path, one[1]))
+        for file, *_ in found:
+            if manifest and file.path.name not in self._hashes:
+                raise CheckpointError(f"{file.path}: its checkpoint's manifest does not know it")
         self.pieces = [one[-1] for one in self._found]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
         memory = torch.empty(PIECE, dtype=torch.float64)  # the widest
         for file, found in itertools.groupby(self._found, lambda one: one[0]):
-            expected, seen = self._hashes.get(file.path.name), _Seen(file)
+            reader = _Hashed(file, self._hashes[file.path.name]) if self._hashes else file
             for _, at, dtype, piece in found:
                 values = memory.view(dtype)[: piece.stop - piece.start]
-                if expected:
-                    seen.pass_to(at)
-                seen.read(at, as_bytes(values))
+                reader.read(at, as_bytes(values))
                 yield piece, values
-            if expected:
-                seen.pass_to(file.size)
-                if seen.digest.hexdigest() != expected:
-                    raise CheckpointError(f"{file.path}: its content does not match its checksum")
+            if isinstance(reader, _Hashed):
+                reader.finish()
 
     def dtypes(self) -> dict[str, torch.dtype]:
         found: dict[str, torch.dtype] = {}
@@ -121,56 +117,49 @@ class FileWeights(Weights):
         self._files.close()
 
 
-class _Seen:
-    """What has been read of a file from its beginning on, as a digest."""
+class _Hashed:
+    """A file that is read from its beginning to its end, and what lies between too."""
 
-    def __init__(self, file: TensorFile) -> None:
-        self._file, self._at, self.digest = file, 0, xxhash.xxh3_64()
+    def __init__(self, file: TensorFile, expected: str) -> None:
+        self._file, self._expected, self._at, self._digest = file, expected, 0, xxhash.xxh3_64()
 
     def read(self, start: int, into: memoryview) -> None:
+        self._pass_to(start)
         self._file.read(start, into)
-        self.digest.update(into)
+        self._digest.update(into)
         self._at = start + len(into)
 
-    def pass_to(self, start: int) -> None:
-        """Read what lies between."""
+    def finish(self) -> None:
+        """Raises CheckpointError if the file does not have its checksum."""
+        self._pass_to(self._file.size)
+        if self._digest.hexdigest() != self._expected:
+            raise CheckpointError(f"{self._file.path}: its content does not match its checksum")
+
+    def _pass_to(self, start: int) -> None:
         while self._at < start:
             self.read(self._at, memoryview(bytearray(min(start - self._at, PIECE))))
 
 
 class ShardWeights(Weights):
-    """The masters of a full checkpoint."""
+    """The masters of a full checkpoint, whole parameters one behind the other: what ranks held in
+    parts is put together here."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
         self.shapes = self._index.shapes
-        state = 4 + STATES.index("master")
-        self._found = []
-        for name in self._index.shapes:
-            stored = self._index.stored(name)
-            sizes = stored.rows[:, 3] - stored.rows[:, 2]
-            if sizes.sum() != math.prod(self.shapes[name]):
-                raise CheckpointError(
-                    f"{manifest.path}: the index holds only a part of parameter {name}"
-                )
-            for row in stored.rows.tolist():
-                number, box, first, last = row[:4]
-                for start in range(first, last, PIECE):
-                    piece = Piece(name, stored.boxes[box], start, min(start + PIECE, last))
-                    at = row[state] + (start - first) * ITEMSIZE
-                    self._found.append((number, at, piece))
-        self._found.sort(key=lambda one: one[:2])
-        self.pieces = [piece for _, _, piece in self._found]
+        self.pieces = [
+            Piece(name, whole_box(shape), start, min(start + PIECE, math.prod(shape)))
+            for name, shape in self.shapes.items()
+            for start in range(0, math.prod(shape), PIECE)
+        ]
 
     def __iter__(self) -> Iterator[tuple[Piece, Tensor]]:
         memory = torch.empty(PIECE)
-        for number, found in itertools.groupby(self._found, lambda one: one[0]):
-            with self._index.open(self._path, number) as file:
-                for _, at, piece in found:
-                    values = memory[: piece.stop - piece.start]
-                    run = numpy.array([[at, 0, 0, values.nbytes]])
-                    file.read(run, [as_bytes(values)])
-                    yield piece, values
+        with Readers(self._path, self._index, _OPEN_FILES) as readers:
+            for piece in self.pieces:
+                values = memory[: piece.stop - piece.start]
+                readers.read([Want("master", [(piece, 0)], as_bytes(values))])
+                yield piece, values
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return dict.fromkeys(self.shapes, torch.float32)

@@ -14,7 +14,7 @@ import numpy
 
 from optimus.checkpoint.index import ITEMSIZE, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
-from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardWriter, aligned
+from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardReader, ShardWriter, aligned
 from optimus.checkpoint.threads import Stop
 from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
@@ -60,15 +60,48 @@ def write_shard(
 def read_wants(directory: Path, index: Index, wants: Sequence[Want]) -> None:
     """Fill the memory of every want; a file that holds some of them is opened once, and a block of
     it read once. Raises CheckpointError naming the file that is damaged or what is missing."""
-    try:
-        runs = plan_reads(index, wants)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from None
-    limits = [*numpy.flatnonzero(numpy.diff(runs[:, 0], prepend=-1)), len(runs)]
-    targets = [want.memory for want in wants]
-    for low, high in itertools.pairwise(limits):
-        with index.open(directory, int(runs[low, 0])) as file:
-            file.read(runs[low:high, 1:], targets)
+    with Readers(directory, index, 1) as readers:
+        readers.read(wants)
+
+
+class Readers:
+    """The shard files of a checkpoint, of which the last `limit` stay open, with the block that
+    was not read in whole: whoever wants one thing after the other reads it once."""
+
+    def __init__(self, directory: Path, index: Index, limit: int) -> None:
+        self._directory, self._index, self._limit = directory, index, limit
+        self._open: dict[int, ShardReader] = {}
+        """The last used last."""
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """As `read_wants`."""
+        try:
+            runs = plan_reads(self._index, wants)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._directory}: {error}") from None
+        limits = [*numpy.flatnonzero(numpy.diff(runs[:, 0], prepend=-1)), len(runs)]
+        targets = [want.memory for want in wants]
+        for low, high in itertools.pairwise(limits):
+            self._file(int(runs[low, 0])).read(runs[low:high, 1:], targets)
+
+    def _file(self, number: int) -> ShardReader:
+        file = self._open.pop(number, None)
+        if file is None:
+            while len(self._open) >= self._limit:
+                self._open.pop(next(iter(self._open))).close()
+            file = self._index.open(self._directory, number)
+        self._open[number] = file
+        return file
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def plan_reads(index: Index, wants: Sequence[Want]) -> numpy.ndarray:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+
+_HEADER_BYTES = 100_000_000
+"""At most: as the safetensors library has it."""
+_MOST = 1 << 56
+"""Elements, of which torch can count the bytes."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Of reading, since the process began or they were set to 0: files opened, bytes read."""
@@ -82,23 +87,15 @@ class TensorFile:
         length = bytearray(8)
         self.read(0, memoryview(length))
         begin = 8 + int.from_bytes(length, "little")
-        if begin > self.size:
+        if begin > min(self.size, 8 + _HEADER_BYTES):
             raise CheckpointError(f"{self.path}: cut short, or no safetensors file")
         header = bytearray(begin - 8)
         self.read(8, memoryview(header))
         try:
             raw = {n: one for n, one in json.loads(header).items() if n != "__metadata__"}
-            found = {
-                name: Stretch(one["dtype"], tuple(one["shape"]), begin + start, begin + stop)
-                for name, one in raw.items()
-                for start, stop in [one["data_offsets"]]
-            }
-            found = dict(sorted(found.items(), key=lambda item: item[1].start))
-            for name, one in found.items():
-                size, known = one.stop - one.start, DTYPES.get(one.dtype)
-                if known is not None and size != math.prod(one.shape) * known.itemsize:
-                    raise ValueError(f"tensor {name} takes {size} bytes")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = {name: _stretch(name, one, begin) for name, one in raw.items()}
+            found = dict(sorted(found.items(), key=lambda item: item[1][2:]))  # empty ones first
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: header not readable: {one_line(error)}") from None
         end = begin
         for one in found.values():
@@ -108,6 +105,21 @@ class TensorFile:
         if end != self.size:
             raise CheckpointError(f"{self.path}: {self.size} bytes, but its header tells of {end}")
         return found
+
+
+def _stretch(name: str, told: dict[str, Any], begin: int) -> Stretch:
+    """A tensor that the header of a file tells of, whose tensors begin at byte `begin`. Raises
+    ValueError, KeyError, TypeError and AttributeError."""
+    dtype, shape, (start, stop) = told["dtype"], told["shape"], told["data_offsets"]
+    sizes = [*shape, start, stop]
+    if type(dtype) is not str or any(type(n) is not int or not 0 <= n < _MOST for n in sizes):
+        raise ValueError(f"tensor {name} is not described by a type, sizes and offsets")
+    known, size = DTYPES.get(dtype), math.prod(shape)
+    if known is not None and stop - start != size * known.itemsize:
+        raise ValueError(f"tensor {name} takes {stop - start} bytes")
+    if not size and math.prod(filter(None, shape)) >= _MOST:
+        raise ValueError(f"tensor {name} has no elements, but too large sizes")
+    return Stretch(dtype, tuple(shape), begin + start, begin + stop)
 
 
 class TensorFiles:
@@ -153,13 +165,17 @@ class TensorFiles:
             return dict.fromkeys(self._file(MODEL).tensors, MODEL)
         index = self.path / INDEX
         try:
-            return dict(json.loads(index.read_bytes())["weight_map"])
+            found = dict(json.loads(index.read_bytes())["weight_map"])
+            for name, file in found.items():
+                if type(file) is not str or "\0" in file or Path(file).name != file:
+                    raise ValueError(f"tensor {name} is in no file")
+            return found
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.path}: neither {MODEL} nor {index.name} is there; other formats of weights "
                 "are not read"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index}: not readable: {one_line(error)}") from None
 
     def _file(self, name: str) -> TensorFile:

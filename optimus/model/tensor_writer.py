@@ -6,23 +6,32 @@ itself, of the very bytes that the safetensors library would write.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
+from optimus import files
 from optimus.model.tensor_files import DTYPES, MODEL, as_bytes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = tuple(DTYPES)
 """In which the library puts tensors of several types; those of one type go by name."""
+_NFS = 0x6969
+"""The type of such a file system: statfs(2)."""
+_WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
+"""A prime number of them. Products with 16-bit numbers add up to less than 2^53: exact."""
 
 
 class Planned(NamedTuple):
@@ -115,19 +124,53 @@ def _add_file(
         begin += one.nbytes
 
 
-class TensorWriter:
-    """One writer's part of the files of a plan, in a directory that others may write in too."""
+class Tally(NamedTuple):
+    """Of stretches of a file: how many bytes, and their `weigh`. Those of disjoint ones add up."""
 
-    def __init__(self, directory: Path, plan: FilePlan) -> None:
-        """All methods raise OSError."""
-        self._directory, self._plan = directory, plan
+    bytes: int = 0
+    weight: int = 0
+
+    def plus(self, data: memoryview, at: int) -> Tally:
+        return Tally(self.bytes + len(data), self.weight + weigh(data, at))
+
+
+def weigh(data: memoryview, at: int) -> int:
+    """The sum of the 16-bit numbers of these bytes of a file from byte `at` on, each times a weight
+    of its place, so that numbers which change places change it. Both even."""
+    values, at, total, count = numpy.frombuffer(data, numpy.uint16), at // 2, 0, len(_WEIGHTS)
+    while len(values):
+        turn, begun = divmod(at, count)
+        part = values[: count - begun].astype(numpy.float64)
+        # Not numpy.dot: BLAS would divide it among threads of its own.
+        here = numpy.einsum("i,i->", part, _WEIGHTS[begun : begun + len(part)])
+        total += (turn + 1) * int(here)
+        values, at = values[len(part) :], at + len(part)
+    return total
+
+
+def create_files(directory: Path, plan: FilePlan) -> None:
+    """The files of a plan at their full size, with their headers: for one to do before any writes.
+    Whoever finds one too short may fill it with zeros, over what another writes (NFS). Raises
+    OSError."""
+    for file, header in plan.headers.items():
+        fd = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            _put(fd, memoryview(header), 0)
+            os.ftruncate(fd, plan.sizes[file])
+        finally:
+            os.close(fd)
+
+
+class TensorWriter:
+    """One writer's part of the files of a plan, which `create_files` made; others may write too."""
+
+    def __init__(self, directory: Path, plan: FilePlan, counts: bool = False) -> None:
+        """`counts`: whether to tell what is `written`. All methods raise OSError."""
+        self._directory, self._plan, self._counts = directory, plan, counts
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
-
-    def write_headers(self) -> None:
-        """For one of the writers to do."""
-        for file, header in self._plan.headers.items():
-            self._put(file, memoryview(header), 0)
+        self.written: dict[str, Tally] = {}
+        """By file."""
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Elements `start` and on of our flattened parameter `name`, of any dtype and device."""
@@ -143,13 +186,16 @@ class TensorWriter:
         while data:
             row = rows[number]
             part = data[: (row.stop - start) * size]
-            self._put(row.file, part, row.at + (start - row.start) * size)
+            at = row.at + (start - row.start) * size
+            if self._counts:
+                self.written[row.file] = self.written.get(row.file, Tally()).plus(part, at)
+            _put(self._fd(row.file), part, at)
             data, start, number = data[len(part) :], row.stop, number + 1
 
     def finish(self) -> None:
         """Make all that this one wrote durable."""
         for fd in self._fds.values():
-            os.fsync(fd)
+            files.sync_to_disk(fd)
 
     def close(self) -> None:
         while self._fds:
@@ -161,10 +207,25 @@ class TensorWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, file: str, data: memoryview, at: int) -> None:
+    def _fd(self, file: str) -> int:
         if file not in self._fds:
-            flags = os.O_WRONLY | os.O_CREAT
-            self._fds[file] = os.open(self._directory / file, flags, 0o644)
-        while data:
-            count = os.pwrite(self._fds[file], data, at)
-            data, at = data[count:], at + count
+            # An NFS client then sends just the bytes given, no whole pages: of those, others'
+            # bytes may be old here.
+            exact = os.O_DSYNC if _file_system(self._directory) == _NFS else 0
+            self._fds[file] = os.open(self._directory / file, os.O_WRONLY | exact)
+        return self._fds[file]
+
+
+def _file_system(path: Path) -> int:
+    """What statfs(2) calls its type; 0 where it cannot be told."""
+    about = (ctypes.c_long * 64)()  # f_type comes first, and all of it takes 120 bytes
+    is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), about)
+    return about[0] if is_known else 0
+
+
+def _put(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, at)
+        if not count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data, at = data[count:], at + count

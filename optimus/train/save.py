@@ -123,11 +123,12 @@ class Saves:
         full = last or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
             self._refuse_nonfinite(step)
-        if model:
-            beside = self._saver.bytes if full else 0
-            self._begin(self._models, step, partial(self._begin_model, beside=beside))
-        if full:
+        if full:  # first: what a kill leaves unmade of models is made up
             self._begin(self._fulls, step, self._begin_full)
+        if model:
+            is_sealed = self._newest == manager.full_path("", step).name
+            beside = self._saver.bytes if full and not is_sealed else 0
+            self._begin(self._models, step, partial(self._begin_model, beside=beside))
         if last:
             for lane in (self._fulls, self._models):
                 self._take(lane, lane.poll(wait=True))
@@ -210,16 +211,17 @@ class Saves:
     def _begin_with(self, saver: Saver, path: Path, step: int, beside: int) -> Underway:
         # Where states lie may have changed.
         states = replace(self._rank_states, shards=self._states.shards())
-        under_way = saver.begin(
-            states,
-            path,
-            self._write_companions,
-            self._forget_old,
-            beside=beside,
-            **self._facts(step),
-        )
-        self._states.frozen.settle()
-        return under_way
+        try:
+            return saver.begin(
+                states,
+                path,
+                self._write_companions,
+                self._forget_old,
+                beside=beside,
+                **self._facts(step),
+            )
+        finally:
+            self._states.frozen.settle()
 
     def _forget_old(self) -> None:
         """In a thread of the first rank, behind a seal; one that cannot be removed is only told."""

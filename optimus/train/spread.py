@@ -15,7 +15,7 @@ from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.stream import PIECE, Weights
 from optimus.dist.collectives import Group, broadcast_object
 from optimus.dist.world import World
-from optimus.errors import CheckpointError
+from optimus.errors import OptimusError
 from optimus.parallel.layout import Layout
 
 Put = Callable[[str, Tensor, int], None]
@@ -32,16 +32,17 @@ def spread(
     `put(name, part, start)` of elements `start` and on of the flattened part of a parameter. A
     collective of all ranks.
 
-    No rank takes memory for more than some PIECE elements. Raises CheckpointError on all ranks.
+    No rank takes memory for more than some PIECE elements. Raises on all ranks what the first
+    meets of OptimusError, of its kind.
     """
     everyone = world.everyone
     with contextlib.ExitStack() as files:
-        weights, problem = None, ""
+        weights, problem = None, None
         if everyone.rank == 0:
             try:
                 weights = files.enter_context(open_weights())
-            except CheckpointError as error:
-                problem = str(error)
+            except OptimusError as error:
+                problem = error
         pieces = weights.pieces if weights else []
         _refuse(problem, everyone)
         batches = [*_batches(broadcast_object(pieces, everyone)), []]  # [] ends the reading
@@ -92,19 +93,21 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _read(batch: Sequence[Piece], given: Iterator[tuple[Piece, Tensor]], flat: Tensor) -> str:
-    """Fill `flat` with the next pieces, or find that no more come; why that failed, or nothing."""
+def _read(
+    batch: Sequence[Piece], given: Iterator[tuple[Piece, Tensor]], flat: Tensor
+) -> OptimusError | None:
+    """Fill `flat` with the next pieces, or find that no more come; why that failed."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(given)[1])
             flat = flat[_size(piece) :]
         assert batch or next(given, None) is None
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    except OptimusError as error:
+        return error
+    return None
 
 
-def _refuse(problem: str, everyone: Group) -> None:
+def _refuse(problem: OptimusError | None, everyone: Group) -> None:
     """Raise the first rank's problem, if it has one, on all."""
-    if problem := broadcast_object(problem, everyone):
-        raise CheckpointError(problem, on_every_rank=True)
+    if told := broadcast_object(problem and (type(problem), str(problem)), everyone):
+        raise told[0](told[1], on_every_rank=True)

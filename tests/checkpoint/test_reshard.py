@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
-from optimus.checkpoint import shards
-from optimus.checkpoint.index import Written, decode, encode
+from optimus.checkpoint import shards, stream
+from optimus.checkpoint.index import Index, Written, decode, encode
 from optimus.checkpoint.pieces import Piece, Span, spans_to_write
 from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.shards import ShardFile
+from optimus.checkpoint.stream import ShardWeights
 from optimus.checkpoint.transfer import plan_reads
 from optimus.chunks.layout import STATES
 from optimus.config import load_config
@@ -104,6 +109,44 @@ def test_an_index_that_leads_to_too_little_is_refused(tmp_path):
         less.element_runs(want)
     with pytest.raises(CheckpointError, match="no parameter x"):
         index.stored("x")
+
+
+def weights_of(path: Path, index: Index) -> ShardWeights:
+    return ShardWeights(SimpleNamespace(path=path, index=lambda: index))
+
+
+@pytest.mark.parametrize("open_files", [2, 32])
+def test_weights_are_put_together_from_the_parts_of_all_ranks(tmp_path, monkeypatch, open_files):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(stream, "PIECE", 1000)
+    monkeypatch.setattr(stream, "_OPEN_FILES", open_files)
+    mesh = Mesh(pp=2, ep=2, tp=2)
+    holdings = Holdings(layout_config(mesh, optim__sharding="so"), mesh)
+    states = whole_states(all_shapes(holdings))
+    index = save(tmp_path, holdings, states)
+    found = {name: numpy.full(shape, numpy.nan) for name, shape in all_shapes(holdings).items()}
+    shards.traffic.update(opens=0, bytes=0)
+    with weights_of(tmp_path, index) as weights:
+        for name, start, values in weights.stretches():
+            found[name].reshape(-1)[start : start + len(values)] = values
+    assert all(numpy.array_equal(found[name], whole) for name, whole in states["master"].items())
+    if open_files == 32:  # of small blocks few are read twice
+        assert shards.traffic["opens"] == 8
+        blocks = sum(math.ceil(shard.size / 3 / BLOCK_BYTES) for shard in index.shards)
+        assert shards.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shards.HEADER_BYTES
+
+
+def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
+    mesh = Mesh(tp=2)
+    holdings = Holdings(layout_config(mesh), mesh)
+    index = save(tmp_path, holdings, whole_states(all_shapes(holdings)))
+    raw = json.loads(index.lines["embed.weight"])
+    for rows in (raw["rows"][:-1], [*raw["rows"][:-1], raw["rows"][0]]):  # as many elements
+        line = json.dumps(raw | {"rows": rows})
+        less = replace(index, lines={**index.lines, "embed.weight": line})
+        with pytest.raises(CheckpointError, match="only a part of parameter embed.weight"):
+            list(weights_of(tmp_path, less))
 
 
 def simulated_report(holdings: Holdings, rank: int, spans: list[Span]) -> Written:

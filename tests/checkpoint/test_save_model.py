@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import itertools
 import math
 import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.pieces import whole_box
+from optimus.checkpoint import manager, save_model
+from optimus.checkpoint.pieces import Piece, Span, spans_to_write, whole_box
 from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.save_model import ModelSaver
+from optimus.checkpoint.weights import open_weights
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
-from optimus.config import make_config
+from optimus.config import ModelConfig, make_config
 from optimus.dist.groups import plan_groups
 from optimus.dist.mesh import Mesh
+from optimus.errors import CheckpointError
 from optimus.launch_env import read_launch_env
-from optimus.model.tensor_writer import TensorWriter
+from optimus.model import tensor_writer
+from optimus.model.hf import plan_hf
+from optimus.model.tensor_writer import Planned, Tally, TensorWriter, create_files, plan_files
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of
+from tests.helpers.reshard import pairwise
 from tests.helpers.saves import BOTH, Ended, run_with, warnings
+from tests.helpers.shards import all_shapes, ends_of
 from tests.helpers.tiny import tiny_tree
 
 LARGE = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
@@ -63,46 +79,109 @@ def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_pat
     manager.read_manifest(tmp_path / "m1").verify()
 
 
-def run_that_loses_a_write(tree: dict[str, Any]) -> Ended:
-    """A disk that tells of a success and keeps nothing, once on the second rank."""
-    plain, lost = TensorWriter._put, []
+def lose_a_write() -> None:
+    """The second rank's disk tells of a success and keeps nothing."""
+    plain, lost = tensor_writer._put, []
 
-    def put(files: TensorWriter, file: str, data: memoryview, at: int) -> None:
+    def put(fd: int, data: memoryview, at: int) -> None:
         if read_launch_env().rank == 1 and not lost and len(data) > 2:
-            lost.append(file)
+            lost.append(fd)
             data = data[:0]
-        plain(files, file, data, at)
+        plain(fd, data, at)
 
-    TensorWriter._put = put
+    tensor_writer._put = put
+
+
+def leave_some_out() -> None:
+    """Nobody writes three of the second rank's pieces."""
+    plain, left = save_model._pieces, []
+
+    def pieces(span: Span) -> Iterator[tuple[Piece, int]]:
+        for one in plain(span):
+            if read_launch_env().rank == 1 and len(left) < 3:
+                left.append(one)
+            else:
+                yield one
+
+    save_model._pieces = pieces
+
+
+def break_file(how: Callable[[Path], None]) -> None:
+    """As the first model is described, once all ranks have written."""
+    plain, done = save_model.write_hf_json, []
+
+    def write(directory: Path, *arguments: Any) -> None:
+        if not done:
+            how(directory / "model.safetensors")
+        done.append(directory)
+        plain(directory, *arguments)
+
+    save_model.write_hf_json = write
+
+
+def rewrite(change: Callable[[bytes, int], bytes]) -> Callable[[], None]:
+    """`change` of a file's bytes, given where its header ends."""
+
+    def how(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(change(content, 8 + int.from_bytes(content[:8], "little")))
+
+    return partial(break_file, how)
+
+
+DAMAGE = {
+    "write lost": lose_a_write,
+    "left out": leave_some_out,
+    "odd": lambda: break_file(lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "longer": rewrite(lambda content, head: content + bytes(2)),
+    "header lost": rewrite(lambda content, head: bytes(head) + content[head:]),
+    "moved": rewrite(lambda c, head: c[:head] + c[head + 2 :] + c[head : head + 2]),
+    "hole": rewrite(lambda c, head: c[:head] + bytes(4096) + c[head + 4096 :]),
+}
+
+
+def run_with_damage(tree: dict[str, Any], how: str) -> Ended:
+    DAMAGE[how]()
     return run_with(tree, lambda step: None)
 
 
 @BOTH
-def test_a_write_that_is_lost_is_found_before_the_seal(ranks, tiny_data, tmp_path, beside):
+@pytest.mark.parametrize("how", DAMAGE)
+def test_what_is_not_as_written_is_found_before_the_seal(ranks, tiny_data, tmp_path, how, beside):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_that_loses_a_write, tree, start_world=False)
+    ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     (told,) = warnings(ended[0])
-    assert "step 3 is not saved: model of step 3: its files do not hold what was written" in told
+    word = " bytes, not " if how in ("odd", "longer") else " does not hold what was to be written"
+    assert "step 3 is not saved: model.safetensors" in told and word in told
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
 
 
-@pytest.mark.parametrize("limit", [20_000, 1 << 40])
-def test_several_files_are_made_of_a_large_model(tmp_path, monkeypatch, limit):
-    transformers = pytest.importorskip("transformers")
-    from optimus.checkpoint import save_model
-    from optimus.model.hf import plan_hf
-
-    monkeypatch.setattr(save_model, "plan_hf", lambda *arguments: plan_hf(*arguments, limit))
+def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
+    """A model of random values."""
+    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states = masters_of(shapes)
     for one in states.shards:
         one.states["master"].normal_()
     saver = ModelSaver(states, config, "paper", staged=False, limit_s=60.0, begin_s=60.0)
-    saver.begin(states, tmp_path / "m", lambda directory: None, step=1).drain()
+    saver.begin(states, path, lambda directory: None, step=1).drain()
+    return config, states
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    monkeypatch.setattr(save_model, "plan_hf", plan_hf)
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize("limit", [20_000, 1 << 40])
+def test_several_files_are_made_of_a_large_model(tmp_path, limit):
+    transformers = pytest.importorskip("transformers")
+    _, states = save_in_files_of(limit, tmp_path / "m")
     manager.read_manifest(tmp_path / "m").verify()
     assert (len(list((tmp_path / "m").glob("*.safetensors"))) > 1) == (limit == 20_000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
@@ -110,3 +189,114 @@ def test_several_files_are_made_of_a_large_model(tmp_path, monkeypatch, limit):
     slot = next(slot for slot in chunk.chunk.slots if slot.name == "embed.weight")
     ours = chunk.states["master"][slot.start : slot.stop].view(slot.shape).bfloat16()
     assert torch.equal(theirs["model.embed_tokens.weight"], ours)
+
+
+@pytest.mark.usefixtures("plans")
+def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
+    config, _ = save_in_files_of(20_000, tmp_path / "several")
+    save_in_files_of(1 << 40, tmp_path / "one")
+    with open_weights(config, tmp_path / "several") as weights:
+        assert len(list(weights)) == len(weights.pieces)
+    shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "several")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not know it"):
+        open_weights(config, tmp_path / "several")
+
+
+def run_with_small_plans(tree: dict[str, Any], limit: int) -> Ended:
+    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
+    return run_with(tree, lambda step: None)
+
+
+def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
+    settings = {"train__max_steps": 4, "checkpoint__model_interval": 4}
+    settings |= {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
+    found = []
+    for limit in (20_000, 1 << 40):
+        tree = tiny_tree(tiny_data, tmp_path / str(limit), **settings)
+        ended = ranks(4, run_with_small_plans, tree, limit, start_world=False)
+        assert [one[:2] for one in ended] == [(0, "")] * 4
+        path = manager.model_path(tmp_path / str(limit), 4)
+        manager.read_manifest(path).verify()
+        assert (len(list(path.glob("*.safetensors"))) > 3) == (limit == 20_000)
+        with open_weights(make_config(tree).model, path) as weights:
+            found.append({(n, at): values.clone() for n, at, values in weights.stretches()})
+    one, other = found
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_over_all_ranks_every_element_is_written_once(monkeypatch):
+    monkeypatch.setattr(save_model, "PIECE", 100)
+    for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
+        holdings = layout.holdings()
+        mesh, shapes = holdings.mesh, all_shapes(holdings)
+        seen = {name: numpy.zeros(math.prod(shape), int) for name, shape in shapes.items()}
+        for rank in range(mesh.world_size):
+            one, ends = holdings.of(rank), ends_of(holdings)
+            place = mesh.place(rank)
+            spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
+            for piece, _ in itertools.chain(*map(save_model._pieces, spans)):
+                assert piece.stop - piece.start <= 100
+                box = whole_box(shapes[piece.name])
+                for start, _, length in runs_between(box, piece).tolist():
+                    seen[piece.name][start : start + length] += 1
+        assert all((count == 1).all() for count in seen.values()), layout
+
+
+def test_what_was_copied_may_go_while_it_is_written(tmp_path, monkeypatch):
+    """As fp32 copies of frozen parameters must."""
+    config = make_config(tiny_tree("d", "r")).model
+    shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
+    states, gate, plain = masters_of(shapes), threading.Event(), ModelSaver._write
+
+    def write(*arguments: Any) -> Any:
+        assert gate.wait(60)
+        return plain(*arguments)
+
+    monkeypatch.setattr(ModelSaver, "_write", write)
+    saver = ModelSaver(states, config, "balanced", staged=True, limit_s=60.0, begin_s=60.0)
+    under_way = saver.begin(states, tmp_path / "m", lambda directory: None, step=1)
+    copy = weakref.ref(states.shards[0].states["master"])
+    del states
+    gc.collect()
+    assert copy() is None
+    gate.set()
+    assert under_way.drain().failure is None
+
+
+def test_tallies_of_parts_add_up_and_tell_places_apart():
+    content = torch.randint(0, 1 << 15, (300_000,), dtype=torch.int16).numpy().tobytes()
+    whole = Tally().plus(memoryview(content), 64)
+    cuts, added = [0, 2, 131_042, 131_044, 400_000, len(content)], Tally()
+    for low, high in itertools.pairwise(cuts):
+        added = added.plus(memoryview(content)[low:high], 64 + low)
+    assert added == whole
+    for size in (2, 4096, 2 * 65521):
+        moved = memoryview(content[size:] + content[:size])
+        assert Tally().plus(moved, 64).weight != whole.weight
+
+
+@pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
+def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, file_system):
+    """There, whole pages would carry others' old bytes; and no writer makes or extends a file."""
+    assert tensor_writer._file_system(tmp_path) not in (0, 0x6969)
+    monkeypatch.setattr(tensor_writer, "_file_system", lambda path: file_system)
+    plan = plan_files([Planned("a", "a", 0, torch.bfloat16, (100,))])
+    with TensorWriter(tmp_path, plan) as writer:
+        with pytest.raises(FileNotFoundError):
+            writer.write("a", 0, torch.ones(10))
+        create_files(tmp_path, plan)
+        (path,) = tmp_path.iterdir()
+        assert path.stat().st_size == plan.sizes[path.name]
+        writer.write("a", 40, torch.ones(10))
+        (fd,) = writer._fds.values()
+        is_exact = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC)
+        assert is_exact == (file_system == 0x6969)
+
+
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
+    plan = plan_files([Planned("a", "a", 0, torch.bfloat16, (100,))])
+    create_files(tmp_path, plan)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
+    with TensorWriter(tmp_path, plan) as writer, pytest.raises(OSError, match="Input/output"):
+        writer.write("a", 0, torch.ones(10))

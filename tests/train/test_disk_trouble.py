@@ -149,13 +149,42 @@ def test_no_checkpoint_is_sealed_that_the_curve_does_not_reach(ranks, tiny_data,
 
 def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
     """There is room for a full checkpoint and for a model, but a byte too little for both."""
-    plain = shutil.disk_usage
+    plain, due = shutil.disk_usage, []
 
     def behind(run: Run) -> None:
-        free = run.saves._saver.bytes + run.saves._model_saver.bytes - 1
-        shutil.disk_usage = lambda path: plain(path)._replace(free=free)
+        full, model = run.saves._saver.bytes, run.saves._model_saver.bytes
 
-    return run_with(tree, lambda step: None, behind)
+        def disk_usage(path: Path) -> Any:
+            taken = full if manager.full_path(run_dir, due[-1]).exists() else 0
+            return plain(path)._replace(free=full + model - 1 - taken)
+
+        shutil.disk_usage = disk_usage
+
+    run_dir = tree["train"]["run_dir"]
+    return run_with(tree, due.append, behind)
+
+
+def run_without_room(tree: dict[str, Any]) -> Ended:
+    """There is no room at all; nor do copies of what is frozen stay behind a save that is not."""
+    plain = shutil.disk_usage
+    shutil.disk_usage = lambda path: plain(path)._replace(free=0)
+    seen = []
+
+    def behind(run: Run) -> None:
+        seen.append(run.saves._states.frozen._wide)
+
+    ended = run_with(tree, lambda step: None, behind)
+    assert seen[1:] == [[]] * 2
+    return ended
+
+
+def test_a_save_that_cannot_begin_leaves_no_copies(ranks, tiny_data, tmp_path):
+    settings = {"checkpoint__interval": 1, "train__max_steps": 3, "train__dtype": "bf16"}
+    settings |= {"optim__frozen": ["embed.weight"], "checkpoint__max_failures": 0}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    (ended,) = ranks(1, run_without_room, tree, start_world=False)
+    assert len(warnings(ended)) == 2 and ended.status == 1, ended
+    assert "it needs " in ended.message and "replaces; make room" in ended.message
 
 
 @BOTH
@@ -165,6 +194,8 @@ def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data,
     ended = ranks(2, run_with_room_for_one, tree, start_world=False)
     told = warnings(ended[0])
     assert "step 10 is not saved: model-00000010 not written: " in told[0], ended
+    if beside:  # else the full one has its room already
+        assert "replaces, and the full one of its step " in told[0], told
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]

@@ -17,7 +17,7 @@ from optimus.checkpoint.weights import open_weights
 from optimus.config import make_config
 from optimus.dist.mesh import Mesh
 from optimus.dist.world import start_world
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, ConfigError
 from optimus.model import tensor_files
 from optimus.model.hf import write_hf
 from optimus.parallel.layout import make_layout
@@ -183,6 +183,22 @@ def test_a_file_that_ends_while_it_is_read_is_told_by_all_ranks(
     tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(path))
     words = ranks(2, cut_while_it_is_read, tree, str(path), start_world=False)
     assert words[0] == words[1] and "model.safetensors: ends before byte" in words[0]
+
+
+def refused_by_its_configuration(tree: dict[str, Any]) -> tuple[str, bool]:
+    _, world, _, _, shard = make_shard(tree)
+
+    def opening() -> None:
+        raise ConfigError("of its configuration")
+
+    with pytest.raises(ConfigError) as told:
+        spread(shard.layout, partial(shard.make_states().put, "master"), opening, world)
+    return str(told.value), told.value.on_every_rank
+
+
+def test_whatever_the_first_rank_refuses_is_told_by_all_as_it_was(ranks):
+    found = ranks(2, refused_by_its_configuration, tiny_tree("d", "r"), start_world=False)
+    assert found == [("of its configuration", True)] * 2
 
 
 def peak_of_spreading(tree: dict[str, Any], path: str) -> int:

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from optimus.checkpoint import manager
+from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.dist.collectives import ALONE
@@ -52,6 +53,7 @@ def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
         (2, {}),
         (2, {"train__dtype": "bf16", "optim__frozen": ["embed.weight"]}),
         (4, {"parallel__pp": 2, "checkpoint__scatter": "paper", "model__tie_embeddings": True}),
+        (4, {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}),
     ],
 )
 def test_what_is_written_beside_training_is_what_a_wait_would_have_written(
@@ -162,6 +164,28 @@ def test_a_last_checkpoint_that_fails_ends_the_run_in_error(ranks, tiny_data, tm
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "the newest checkpoint is step-00000003; mend it" in ended[0].message
     assert steps_kept(tmp_path) == [3]
+
+
+def run_and_note_beginnings(tree: dict[str, Any]) -> list[str]:
+    plain, begun = manifests.begin, []
+
+    def begin(path: Path, *room: int) -> Path:
+        begun.append(path.name)
+        return plain(path, *room)
+
+    manifests.begin = begin
+    assert run_with(tree, lambda step: None).status == 0
+    return begun
+
+
+@BOTH
+def test_a_full_one_is_begun_before_the_model_of_its_step(ranks, tiny_data, tmp_path, beside):
+    """What a kill between them leaves unmade of models is made up as the run goes on."""
+    settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    (begun,) = ranks(1, run_and_note_beginnings, tree, start_world=False)
+    steps = ("model", 2), ("step", 4), ("model", 4), ("step", 6), ("model", 6)
+    assert begun == [f"{kind}-{step:08}" for kind, step in steps]
 
 
 @BOTH

@@ -16,7 +16,7 @@ from optimus.files import commit, temporary_name, write_json
 from optimus.model.hf.config import config_to_hf
 from optimus.model.hf.names import pieces
 from optimus.model.tensor_files import INDEX
-from optimus.model.tensor_writer import FilePlan, Planned, TensorWriter, plan_files
+from optimus.model.tensor_writer import FilePlan, Planned, TensorWriter, create_files, plan_files
 from optimus.model.transformer import Transformer
 
 FILE_BYTES = 5_000_000_000
@@ -89,7 +89,7 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
     missing = {name: sum(row.stop - row.start for row in rows) for name, rows in plan.rows.items()}
     with TensorWriter(directory, plan) as files:
         try:
-            files.write_headers()
+            create_files(directory, plan)
             for name, start, values in weights:
                 if name not in missing:
                     raise CheckpointError(

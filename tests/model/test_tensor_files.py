@@ -1,0 +1,71 @@
+"""Headers of safetensors files as anybody may have made them: read, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus.errors import CheckpointError
+from optimus.model.tensor_files import TensorFiles
+
+
+def one(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def write(directory: Path, header: Any, body: int) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(body)
+    (directory / "model.safetensors").write_bytes(content)
+
+
+BAD = {
+    "negative": ({"a": one([-2, -3], [0, 24])}, 24),
+    "float": ({"a": one([2.0, 3], [0, 24])}, 24),
+    "float-offsets": ({"a": one([2, 3], [0.0, 24.0])}, 24),
+    "bool": ({"a": one([True], [0, 4])}, 4),
+    "no-shape": ({"a": one(None, [0, 4])}, 4),
+    "text": ({"a": one("12", [0, 4])}, 4),
+    "types": ({"a": one([1], [0, 4], ["F32"])}, 4),
+    "huge": ({"a": one([1 << 60, 1 << 60, 0], [0, 0])}, 0),
+    "huge-and-empty": ({"a": one([1 << 50, 1 << 50, 0], [0, 0])}, 0),
+    "deep": (b"[" * 100_000, 0),
+    "deep-tables": (b'{"a":' * 50_000, 0),
+    "list": ([], 0),
+    "twice": ({"a": one([1], [0, 4]), "b": one([1], [0, 4])}, 4),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_header_that_makes_no_sense_is_refused(tmp_path, name):
+    write(tmp_path, *BAD[name])
+    with pytest.raises(CheckpointError, match="header"):
+        TensorFiles(tmp_path).meta("a")
+
+
+def test_a_header_of_more_than_the_library_reads_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((100_000_001).to_bytes(8, "little"))
+    with open(path, "r+b") as file:
+        file.truncate(200_000_000)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        TensorFiles(tmp_path)
+
+
+def test_an_empty_tensor_may_stand_anywhere(tmp_path):
+    write(tmp_path, {"a": one([1], [0, 4]), "z": one([3, 0], [0, 0]), "y": one([0], [4, 4])}, 4)
+    files = TensorFiles(tmp_path)
+    assert [tuple(files.meta(name).shape) for name in "azy"] == [(1,), (3, 0), (0,)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../b"}}', "[" * 100_000, "[]", "{}"],
+)
+def test_an_index_that_makes_no_sense_is_refused(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="not readable"):
+        TensorFiles(tmp_path)
