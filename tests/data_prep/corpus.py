@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data_prep.cli import main
 
@@ -82,6 +83,20 @@ def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[
         *("--context", str(CONTEXT), "--eval-fraction", "0.15", "--seed", "5", "--workers", "1"),
         *("--unit-size", "6000", "--shard-size", "8192", *more),
     ]
+
+
+def write_sentencepiece(path: Path, sentences: list[str]) -> None:
+    """Train a small sentencepiece model. Skips where the package is missing."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=file,
+            vocab_size=300,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -15,7 +15,6 @@ from data_prep.sources import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import tree
 from tests.data_prep.test_tokenize import stored_documents
-from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = json.dumps({"text": "good text"}) + "\n"
@@ -238,10 +237,3 @@ def test_read_only_directory(made, tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)
     assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "locked" / "out")]) == 2
     assert "cannot be made" in one_error(capsys)
-
-
-def test_no_traceback_from_the_command_itself(tmp_path):
-    code = "import sys; from data_prep.cli import main; sys.exit(main())"
-    for words, status in ((["verify", str(tmp_path / "x")], 2), (["--help"], 0)):
-        done = python("-c", code, *words)
-        assert done.returncode == status and "Traceback" not in done.stderr

@@ -24,20 +24,6 @@ def mixing_of(*weights: str) -> Mixing:
     return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
-@pytest.mark.parametrize(
-    ("weights", "total", "expected"),
-    [
-        (["1", "1", "1"], 10, (4, 3, 3)),  # ties to the first
-        (["0.5", "0.25", "0.25"], 8, (4, 2, 2)),
-        (["0.1", "0.2", "0.7"], 1, (0, 0, 1)),
-        (["3", "7"], 0, (0, 0)),
-        (["0.1", "0.1", "0.1"], 3 * 10**17, (10**17,) * 3),  # floats would miss
-    ],
-)
-def test_quotas(weights, total, expected):
-    assert mixing_of(*weights).quotas(total) == expected
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
 def test_bad_weights(text):
     with pytest.raises(ConfigError, match="not a decimal number above 0"):

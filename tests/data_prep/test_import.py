@@ -14,9 +14,9 @@ import xxhash
 
 from data_prep.cli import main
 from data_prep.importers import run as importing
-from data_prep.token_arrays import read_docs
 from tests.data_prep.corpus import tree
 from tests.data_prep.test_ranks import start_rank, statuses
+from tests.data_prep.test_tokenize import stored_documents
 
 VOCAB, EOS_ID = 400, 0
 CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
@@ -63,17 +63,11 @@ def run_import(made, out: Path, *inputs: Path | str, more: tuple[str, ...] = ())
     return main([*words, "--workers", "1", "--input", *map(str, inputs)])
 
 
-def imported(out: Path, unit: int = 0) -> list[list[int]]:
-    """The documents of a token array without their EOS, read with numpy alone."""
-    tokens = np.load(out / "tokens" / f"unit-{unit:05d}.npy")
-    assert tokens.dtype == np.uint16
-    documents, start = [], 0
-    for number, (end, _, line) in enumerate(read_docs(out / "tokens", unit).tolist(), 1):
-        assert line == number and tokens[end - 1] == EOS_ID
-        documents.append(tokens[start : end - 1].tolist())
-        start = end
-    assert start == len(tokens)
-    return documents
+def imported(out: Path) -> list[list[int]]:
+    """The documents of one file without their EOS."""
+    found = stored_documents(out)
+    assert [(line, ids[-1]) for _, line, ids in found] == [(n + 1, 0) for n in range(len(found))]
+    return [ids[:-1] for _, _, ids in found]
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q", "h"])
@@ -168,13 +162,10 @@ def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys
             content = struct.pack(f"<{len(one)}I", *one)
             if (xxhash.xxh3_64_intdigest(content) < 0.3 * 2**64) == held_out:
                 expected.append(one)
-        for unit in range(2):
-            tokens, start = np.load(folder / "tokens" / f"unit-{unit:05d}.npy").tolist(), 0
-            for end, source, line in read_docs(folder / "tokens", unit).tolist():
-                found.append(tokens[start : end - 1])
-                start = end
-                first = 200 if source == 0 else 0  # d.npy is the first input, and has the rest
-                assert documents[first + line - 1] == found[-1] and tokens[end - 1] == EOS_ID
+        for name, line, ids in stored_documents(folder):
+            first = 200 if name.endswith("d.npy") else 0
+            assert [*documents[first + line - 1], EOS_ID] == ids
+            found.append(ids[:-1])
         assert sorted(found) == sorted(expected) and len(found) > 30
         assert (answer[part] if part else answer)["documents"] == len(found)
     assert answer["eos_added"] == 200

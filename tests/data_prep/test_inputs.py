@@ -1,4 +1,4 @@
-"""Packed files, tables, lists of inputs, sentencepiece models: read whole, or refused by line."""
+"""Packed files, tables, sentencepiece models: read whole, or refused by line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from data_prep.cli import main
 from data_prep.parquet import DamagedTable, read_column
 from data_prep.streams import DamagedStream, damage_of_gzip, unpack
+from tests.data_prep.corpus import write_sentencepiece
 from tests.data_prep.test_bad_input import arguments, one_error
 from tests.data_prep.test_tokenize import stored_documents
 
@@ -249,34 +250,9 @@ def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
     assert found[0] == found[1] and len(found[0][0]) == 80
 
 
-def test_lists_of_inputs(made, tmp_path, text, capsys):
-    for name in ("a b.txt", "#c.txt", "d1.txt", "d2.txt", "no.txt"):
-        (text / name).write_text(f"good text of {name}")
-    listed = tmp_path / "list"
-    listed.write_text(f"# comment\n{text}/a b.txt\n\n{text}/d?.txt\n")
-    given = arguments(made, tmp_path)
-    given[given.index("--input") + 1] = f"@{listed}"
-    assert main(given) == 0
-    names = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
-    assert names == ["a b.txt", "d1.txt", "d2.txt"]
-    capsys.readouterr()
-    listed.write_text("# nothing\n")
-    assert main(given) == 2 and "names nothing" in one_error(capsys)
-    listed.unlink()
-    assert main(given) == 2 and "is not a file" in one_error(capsys)
-
-
 def test_sentencepiece_ids_are_the_librarys(made, tmp_path, text, capsys):
     model = tmp_path / "spm.model"
-    with open(model, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20),
-            model_writer=file,
-            vocab_size=300,
-            hard_vocab_limit=False,
-            byte_fallback=True,
-            minloglevel=2,
-        )
+    write_sentencepiece(model, TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20)
     (text / "a.jsonl").write_bytes(LINES + b'{"text": "x </s> y<s>  \\n z"}\n{"text": ""}\n')
     given = arguments(made, tmp_path)
     given[given.index("--tokenizer") + 1] = str(model)
