@@ -139,14 +139,13 @@ def make_blend(
     total = total or mixing.before_repeating(available)
     if total == 0:
         raise ConfigError("the blend is empty at these weights; give --instances or more text")
-    row_bytes = first.context * layout.little_endian(first.dtype).itemsize
     return BlendOrder(
         part="train",
         context=first.context,
         dtype=first.dtype,
         seed=seed,
         permutation=ALGORITHM,
-        instances_per_shard=rows_of_shard(total, row_bytes, shard_bytes),
+        instances_per_shard=rows_of_shard(total, first.row_bytes, shard_bytes),
         blended=tuple(
             BlendSource(weight, quota, order)
             for weight, quota, order in zip(weights, mixing.quotas(total), orders, strict=True)

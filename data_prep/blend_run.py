@@ -62,7 +62,6 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
 def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[str]) -> None:
     """Raises DataError where an order is not what was asked for: other ranks may ask otherwise."""
     ask = request.shuffle
-    row_bytes = ask.context * layout.little_endian(order.dtype).itemsize
     mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
     most = mixing.before_repeating([source.num_instances for source in order.sources])
     for what, then, now in (
@@ -74,7 +73,7 @@ def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[
         (
             "instances_per_shard",
             order.instances_per_shard,
-            rows_of_shard(order.num_instances, row_bytes, ask.shard_bytes),
+            rows_of_shard(order.num_instances, order.row_bytes, ask.shard_bytes),
         ),
     ):
         if then != now:
@@ -151,10 +150,9 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
 
 def _check_disk(out: Path, order: BlendOrder) -> None:
     """Raises ConfigError for a blend that the disk cannot hold, before its order stands."""
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    needs, free = order.num_instances * row_bytes, shutil.disk_usage(out).free
+    needs, free = order.num_instances * order.row_bytes, shutil.disk_usage(out).free
     if needs > free:
-        fit = free // row_bytes  # of --instances, 0 means the most
+        fit = free // order.row_bytes  # of --instances, 0 means the most
         raise ConfigError(
             f"{order.num_instances} instances of {order.context} take {needs / 1e9:,.1f} GB and "
             f"the disk of {out} has {free / 1e9:,.1f} GB; give "

@@ -77,8 +77,7 @@ def open_spill(
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
     """Rows of a run for blocks of `block_bytes`: the same where memory differs a little."""
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    fit = max(1, block_bytes * 3 // 4 // (row_bytes + 2 * INDEX_BYTES))
+    fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
 
 
@@ -137,8 +136,7 @@ class SpillReader:
         self._context, self._run_rows = spill.order.context, spill.run_rows
         self._dtype = layout.little_endian(spill.order.dtype)
         self._reader = TokenArrayReader(spill.folder, spill.order.dtype)
-        row_bytes = spill.order.context * self._dtype.itemsize
-        self._window_rows = max(1, spill.block_bytes // 8 // row_bytes)
+        self._window_rows = max(1, spill.block_bytes // 8 // spill.order.row_bytes)
         offset = layout.HEADER_BYTES + 16 * shard
         self._folder = spill.folder
         self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run

@@ -107,8 +107,7 @@ def bytes_of_text(data: bytes) -> int:
 
 def _width(data: bytes) -> int:
     """Bytes of a character of this text."""
-    return 1 if data.isascii() else 4 if _has_astral(data) else 2
-
-
-def _has_astral(line: bytes) -> bool:
-    return any(lead in line for lead in (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4"))
+    if data.isascii():
+        return 1
+    beyond_basic_plane = any(bytes([lead]) in data for lead in range(0xF0, 0xF5))
+    return 4 if beyond_basic_plane else 2

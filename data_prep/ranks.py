@@ -115,17 +115,8 @@ def do_together(
     and where their growth shows; `at_once` items are taken over at a time.
     """
     do(share(sizes, team.rank, team.world))
-    if team.world > 1:
-        _complete(team, do, missing, folder, at_once)
-
-
-def _complete(
-    team: Team,
-    do: Callable[[list[int]], None],
-    missing: Callable[[], list[int]],
-    folder: Path,
-    at_once: int,
-) -> None:
+    if team.world == 1:
+        return
     left, sign, since = missing(), None, time.monotonic()
     while left:
         mine: list[int] = []

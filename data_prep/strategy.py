@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from data_prep.blend import BlendOrder
-from data_prep.layout import HEADER_BYTES, little_endian
+from data_prep.layout import HEADER_BYTES
 from data_prep.machine import usable_memory
 from data_prep.ranks import Team
 from data_prep.shuffle import Order
@@ -42,15 +42,14 @@ def choose_strategy(
         return strategy
     if small:
         return "gather"
-    row_bytes = order.context * little_endian(order.dtype).itemsize
-    if team.world > 1 or order.num_instances * row_bytes < usable_memory() // 2:
+    if team.world > 1 or order.num_instances * order.row_bytes < usable_memory() // 2:
         return "gather"
-    return "bucket" if random_read_cost(dataset, order, row_bytes) > _WORTH_IT else "gather"
+    return "bucket" if random_read_cost(dataset, order) > _WORTH_IT else "gather"
 
 
-def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -> float:
+def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """How much longer rows at random places take to read than a stretch of as many bytes."""
-    source = max(order.sources, key=lambda source: source.num_instances)
+    row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
     path = array_path(dataset / source.tokens_dir, unit)

@@ -98,9 +98,7 @@ class PlainStore:
 class TokenArrayWriter:
     """Appends documents to one T_i. `file` is at its start and is written through once."""
 
-    def __init__(
-        self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool = False
-    ):
+    def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from data_prep import layout
-from data_prep.sources import InputFile, group_units
+from data_prep.sources import InputFile
 from data_prep.tokenizer import TokenizerFacts
 
 PARTS = ("train", "held-out")
@@ -58,23 +57,6 @@ class TokenPlan:
         if len(new) < len(_SINCE_2):
             value["version"] = layout.PLAN_VERSION
         return value
-
-
-def make_plan(
-    inputs: Sequence[InputFile],
-    tokenizer: TokenizerFacts,
-    text_field: str,
-    eval_fraction: float,
-    unit_bytes: int,
-    id_field: str = "",
-    max_document: int | None = None,
-) -> TokenPlan:
-    """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
-    layout.dtype_name(tokenizer.vocab_size)
-    units = group_units(inputs, unit_bytes)
-    return TokenPlan(
-        tokenizer, text_field, float(eval_fraction), tuple(inputs), units, id_field, max_document
-    )
 
 
 def read_plan(tokens_dir: Path) -> TokenPlan:

@@ -23,10 +23,9 @@ from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import ALONE, Team, do_together, together
 from data_prep.sources import InputFile, find_inputs, require_file
-from data_prep.token_arrays import TokenArrayWriter, array_path
 from data_prep.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
 from data_prep.token_set import UnitIdentity, read_unit, write_unit
-from data_prep.tokenize import TokenizeWork, is_complete, missing_units
+from data_prep.tokenize import TokenizeWork, is_complete, missing_units, open_writers
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -134,15 +133,7 @@ def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
     name = plan.inputs[source].name
     foreign = open_foreign(name, work.dtype)
     with contextlib.ExitStack() as stack:
-        writers = {
-            part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
-                facts.vocab_size,
-                plan.dtype,
-                facts.eos_id,
-            )
-            for part, folder in folders.items()
-        }
+        writers = open_writers(work.base, unit, stack)
         below, line = held_out_below(plan.eval_fraction), 1
         for block in _blocks(name, foreign, facts):
             for part, numbers in _deal(block, below).items():

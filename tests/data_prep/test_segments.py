@@ -141,7 +141,7 @@ def test_what_a_quarantine_set_aside_ends_a_run_that_is_to_fail(made, text, tmp_
 def test_a_damaged_input_takes_its_checkpoints_along(made, tmp_path):
     """They may hold some of it; what is left of the others is saved again by the next."""
     with open(tmp_path / "array", "wb") as file:
-        array = TokenArrayWriter(file, 400, "uint16", 0)
+        array = TokenArrayWriter(file, 400, "uint16", 0, packed=False)
         encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
         unit = UnitWriter(encoder, {"train": array}, 0, checkpoints, 0, NO_LIMITS)
         for source in (0, 1):
