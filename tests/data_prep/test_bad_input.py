@@ -55,16 +55,15 @@ def one_error(capsys, status: int = 2) -> str:
     return lines[0]
 
 
-def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path):
+def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path, text):
     """The standard library's limit, near 1000, counts what stands below it: more in a worker."""
-    (tmp_path / "text").mkdir()
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
             + f', "x": {"[" * d}{"]" * d}}}'
             for d in (9, 499, 500, 963, 968, 973, 990)
         ]
-        (tmp_path / "text" / f"{name}.jsonl").write_text("\n".join(lines))
+        (text / f"{name}.jsonl").write_text("\n".join(lines))
     found = []
     for workers in "12":
         more = ["--unit-size", "1", "--on-error", "quarantine", "--workers", workers]
@@ -78,10 +77,9 @@ def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_text_is_refused_by_file_and_line(made, tmp_path, capsys, name):
+def test_bad_text_is_refused_by_file_and_line(made, tmp_path, text, capsys, name):
     content, line, needle = BAD[name]
-    (tmp_path / "text").mkdir()
-    path = tmp_path / "text" / name
+    path = text / name
     path.write_bytes(content)
     assert main(arguments(made, tmp_path)) == 2
     error = one_error(capsys)
@@ -91,11 +89,10 @@ def test_bad_text_is_refused_by_file_and_line(made, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_quarantine_sets_aside_and_lists(made, tmp_path, capsys, workers):
-    (tmp_path / "text").mkdir()
+def test_quarantine_sets_aside_and_lists(made, tmp_path, text, capsys, workers):
     for name, (content, _, _) in BAD.items():
-        (tmp_path / "text" / name).write_bytes(content)
-    (tmp_path / "text" / "z.txt").write_text("a good text " * 10)
+        (text / name).write_bytes(content)
+    (text / "z.txt").write_text("a good text " * 10)
     more = ["--on-error", "quarantine", "--json", "--unit-size", "1", "--workers", workers]
     assert main(arguments(made, tmp_path, *more)) == 0
     assert json.loads(capsys.readouterr().out)["quarantined"] == len(BAD)
@@ -112,12 +109,11 @@ def test_quarantine_sets_aside_and_lists(made, tmp_path, capsys, workers):
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path, capsys):
+def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path, text, capsys):
     """Its first documents were written already when the damage showed."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.jsonl").write_text(GOOD * 3)
-    (tmp_path / "text" / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
-    (tmp_path / "text" / "c.jsonl").write_text(GOOD * 2)
+    (text / "a.jsonl").write_text(GOOD * 3)
+    (text / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
+    (text / "c.jsonl").write_text(GOOD * 2)
     assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
     names = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
@@ -125,11 +121,10 @@ def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path
     assert len({tuple(ids) for _, _, ids in stored_documents(tmp_path / "out")}) == 1
 
 
-def test_going_on_with_quarantine_and_back(made, tmp_path, capsys):
+def test_going_on_with_quarantine_and_back(made, tmp_path, text, capsys):
     """What a failed run completed is kept; a finished quarantine is not taken for a clean run."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.jsonl").write_text(GOOD * 9)
-    (tmp_path / "text" / "b.jsonl").write_text("nope\n")
+    (text / "a.jsonl").write_text(GOOD * 9)
+    (text / "b.jsonl").write_text("nope\n")
     base = arguments(made, tmp_path, "--unit-size", "1")
     assert main(base) == 2
     assert main([*base, "--on-error", "quarantine"]) == 0
@@ -142,10 +137,9 @@ def test_going_on_with_quarantine_and_back(made, tmp_path, capsys):
     "name",
     ["x.parquet.gz", "x.tar.zst", "x.json", "x.jsonl.bz2", "x.xz", "x.zip", "x.tar.gz"],
 )
-def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, capsys, name):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("good")
-    (tmp_path / "text" / name).write_bytes(b"whatever")
+def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, text, capsys, name):
+    (text / "a.txt").write_text("good")
+    (text / name).write_bytes(b"whatever")
     assert main(arguments(made, tmp_path)) == 2
     assert f"{name}: " in one_error(capsys)
     assert not (tmp_path / "out").exists()

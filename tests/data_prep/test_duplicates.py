@@ -144,24 +144,22 @@ def test_no_step_goes_on_over_duplicates_that_were_refused(made, tmp_path, capsy
     assert main(aside) == main(blend) == 0
 
 
-def test_the_text_may_be_its_own_id(made, tmp_path, capsys):
+def test_the_text_may_be_its_own_id(made, tmp_path, text, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    (tmp_path / "text").mkdir()
     table = pyarrow.table({"text": ["same text here", "other", "same text here"]})
-    parquet.write_table(table, tmp_path / "text" / "a.parquet")
+    parquet.write_table(table, text / "a.parquet")
     assert main(arguments(made, tmp_path, "--id-field", "text")) == 2
     assert "a.parquet:3: duplicate id" in one_error(capsys)
 
 
-def test_tables_have_ids_too(made, tmp_path, capsys):
+def test_tables_have_ids_too(made, tmp_path, text, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    (tmp_path / "text").mkdir()
     table = pyarrow.table({"key": [1, 2, None, None, 2], "text": [f"good {n}" for n in range(5)]})
-    parquet.write_table(table, tmp_path / "text" / "a.parquet", row_group_size=2)
+    parquet.write_table(table, text / "a.parquet", row_group_size=2)
     assert main(arguments(made, tmp_path, "--id-field", "key")) == 2
     assert "a.parquet:5: duplicate id 2: " in (error := one_error(capsys))
     assert "a.parquet:2 has it" in error

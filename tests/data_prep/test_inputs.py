@@ -43,12 +43,6 @@ def table(path: Path, values: list[str | None], name: str = "text") -> None:
     parquet.write_table(columns, path, row_group_size=100)
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    (tmp_path / "text").mkdir()
-    return tmp_path / "text"
-
-
 def ids_of(made, tmp_path: Path) -> list[tuple[int, list[int]]]:
     assert main(arguments(made, tmp_path)) == 0
     return [(line, ids) for _, line, ids in stored_documents(tmp_path / "out")]

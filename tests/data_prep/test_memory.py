@@ -242,14 +242,13 @@ def test_long_documents_give_the_same_bytes(made, long_ones, tmp_path):
     assert tree(out) == tree(made.data)
 
 
-def test_kills_within_long_texts_change_no_byte(made, tmp_path, request):
-    (tmp_path / "text").mkdir()
+def test_kills_within_long_texts_change_no_byte(made, tmp_path, text, request):
     rng = random.Random(8)
     for name, opener in (("a.txt", open), ("b.txt.gz", gzip.open)):
-        with opener(tmp_path / "text" / name, "wt") as file:
+        with opener(text / name, "wt") as file:
             file.write(words(rng, 2000) + "\n" + EOS)
-    (tmp_path / "text" / "c.txt").write_text("short")
-    given = run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "whole")
+    (text / "c.txt").write_text("short")
+    given = run_arguments(text, made.tokenizer, tmp_path / "whole")
     assert main(given) == 0
     request.getfixturevalue("long_ones")
     given[given.index("--out") + 1] = str(tmp_path / "out")
@@ -259,12 +258,11 @@ def test_kills_within_long_texts_change_no_byte(made, tmp_path, request):
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
+def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, text, capsys):
+    (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
     assert main(arguments(made, tmp_path)) == 2
     assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in one_error(capsys)
-    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
+    (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
     assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "o")]) == 2
     assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in one_error(capsys)
 
@@ -290,9 +288,8 @@ def test_memory_holds_while_a_long_document_is_tokenized(made, tmp_path, name, m
     assert open_tokenizer(made.tokenizer).decode(ids[:-1]) == LONG
 
 
-def test_what_does_not_fit_is_refused_by_line(made, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    path = tmp_path / "text" / "a.jsonl"
+def test_what_does_not_fit_is_refused_by_line(made, tmp_path, text, capsys):
+    path = text / "a.jsonl"
     line = json.dumps({"text": "w" * 20_000_000})
     path.write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good too, good too"}}\n')
     given = arguments(made, tmp_path, "--memory", "250MB")
@@ -456,11 +453,12 @@ def test_max_document_of_every_kind(made, tmp_path, capsys, name):
     assert kept == (["a.parquet", "b.txt"] if name == "a.parquet" else ["b.txt"])
 
 
-def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(made, tmp_path, capsys):
+def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
+    made, tmp_path, text, capsys
+):
     config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
     (tmp_path / "t.json").write_text(json.dumps(config))
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some words " * 30_000)
+    (text / "a.txt").write_text("some words " * 30_000)
     given = arguments(made, tmp_path, "--memory", "260MB")
     given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
     assert main(given) == 2
