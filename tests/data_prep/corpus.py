@@ -108,6 +108,17 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
+def refused(capsys, arguments: Sequence[str], *told: str) -> str:
+    """The command ends with 2, and all that it says beside progress is one line with all of `told`;
+    that line."""
+    capsys.readouterr()
+    assert main(arguments) == 2, arguments
+    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
+    assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
+    assert all(needle in lines[0] for needle in told), lines
+    return lines[0]
+
+
 def in_child(work: Callable[[], int]) -> int:
     """`work()`'s exit status, or minus the signal that ended it, in a forked process."""
     pid = os.fork()

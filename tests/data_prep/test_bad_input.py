@@ -13,7 +13,7 @@ from data_prep.cli import main
 from data_prep.documents import InputReader
 from data_prep.sources import InputFile, find_inputs
 from optimus.errors import DataError
-from tests.data_prep.corpus import tree
+from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,13 +48,6 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
-def one_error(capsys, status: int = 2) -> str:
-    """The only line of standard error that is not progress."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
-    assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
-    return lines[0]
-
-
 def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path, text):
     """The standard library's limit, near 1000, counts what stands below it: more in a worker."""
     for name in "ab":
@@ -81,8 +74,7 @@ def test_bad_text_is_refused_by_file_and_line(made, tmp_path, text, capsys, name
     content, line, needle = BAD[name]
     path = text / name
     path.write_bytes(content)
-    assert main(arguments(made, tmp_path)) == 2
-    error = one_error(capsys)
+    error = refused(capsys, arguments(made, tmp_path))
     assert f"{path}:{line}: " in error if line else f"{path}:" in error
     assert needle in error and "--on-error quarantine" in error
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -128,9 +120,7 @@ def test_going_on_with_quarantine_and_back(made, tmp_path, text, capsys):
     base = arguments(made, tmp_path, "--unit-size", "1")
     assert main(base) == 2
     assert main([*base, "--on-error", "quarantine"]) == 0
-    capsys.readouterr()
-    assert main(base) == 2
-    assert "b.jsonl:1: invalid JSON" in one_error(capsys)
+    refused(capsys, base, "b.jsonl:1: invalid JSON")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +130,7 @@ def test_going_on_with_quarantine_and_back(made, tmp_path, text, capsys):
 def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, text, capsys, name):
     (text / "a.txt").write_text("good")
     (text / name).write_bytes(b"whatever")
-    assert main(arguments(made, tmp_path)) == 2
-    assert f"{name}: " in one_error(capsys)
+    refused(capsys, arguments(made, tmp_path), f"{name}: ")
     assert not (tmp_path / "out").exists()
     assert main(arguments(made, tmp_path, "--exclude", f"*{name}", "--context", "2")) == 0
 
@@ -221,13 +210,12 @@ def test_mistakes_are_one_line(made, tmp_path, capsys, case):
         if given[0] == "--input":
             del base[1:3]
         given = base + given
-    assert main(given) == 2
-    assert needle in one_error(capsys)
+    refused(capsys, given, needle)
 
 
 def test_read_only_directory(made, tmp_path, capsys):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "locked" / "out")]) == 2
-    assert "cannot be made" in one_error(capsys)
+    error = refused(capsys, [*arguments(made, tmp_path), "--out", str(tmp_path / "locked" / "out")])
+    assert "cannot be made" in error

@@ -17,7 +17,7 @@ from data_prep.shuffle import read_order
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError
-from tests.data_prep.corpus import run_killed_at, train_arguments, tree, write_corpus
+from tests.data_prep.corpus import refused, run_killed_at, train_arguments, tree, write_corpus
 
 
 def mixing_of(*weights: str) -> Mixing:
@@ -131,9 +131,7 @@ def test_refusals(made, second, tmp_path, capsys):
         (["blend", "--source", "a=1", "--out", "b", "--context", "4"], "a/tokens/plan.json"),
     ]
     for arguments, told in cases:
-        capsys.readouterr()
-        assert main(arguments) == 2, arguments
-        assert told in capsys.readouterr().err.splitlines()[-1], arguments
+        refused(capsys, arguments, told)
     assert read_order(made.data).seed == 5, "the sources are as they were"
 
 
@@ -142,8 +140,8 @@ def test_more_than_the_disk_holds_is_refused_before_anything_stands(
     made, second, tmp_path, capsys, instances
 ):
     out = tmp_path / "out"
-    assert main(blend_arguments(made.data, second, out, "--instances", str(instances))) == 2
-    assert f"{instances} instances of 16 take " in (error := capsys.readouterr().err)
+    error = refused(capsys, blend_arguments(made.data, second, out, "--instances", str(instances)))
+    assert f"{instances} instances of 16 take " in error
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
 
 

@@ -15,7 +15,7 @@ from data_prep.cli import main
 from data_prep.options import size
 from data_prep.progress import Progress, short
 from data_prep.train_tokenizer import EOS
-from tests.data_prep.corpus import documents, run_arguments, train_arguments
+from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments
 from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,7 @@ def test_train_tokenizer_sets_aside(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     arguments = train_arguments(tmp_path / "*.txt", tmp_path / "t.json", 260)
-    assert main(arguments) == 2
-    assert "b.txt:1: invalid UTF-8" in capsys.readouterr().err
+    refused(capsys, arguments, "b.txt:1: invalid UTF-8")
     assert not (tmp_path / "t.json").exists()
     assert main([*arguments, "--on-error", "quarantine", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["quarantined"]) == 1

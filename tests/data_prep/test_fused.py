@@ -22,6 +22,7 @@ from optimus.errors import DataError
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,
+    refused,
     run_arguments,
     run_killed_at,
     tree,
@@ -78,9 +79,7 @@ def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
         ([*arguments, "--shard-size", "4096"], "instances_per_shard"),
         ([*arguments, "--eval-fraction", "0.2"], "eval_fraction"),
     ):
-        capsys.readouterr()
-        assert main(command) == 2
-        assert told in capsys.readouterr().err.splitlines()[-1]
+        refused(capsys, command, told)
     assert arrays(out) == []
     (out / "shards" / "shard-00001.npy").unlink()
     assert any("shard-00001" in line for line in verify(out))

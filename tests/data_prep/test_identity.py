@@ -20,6 +20,7 @@ from optimus import files
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,
+    refused,
     run_arguments,
     train_arguments,
     tree,
@@ -132,15 +133,6 @@ def begun(made, tmp_path):
     shutil.copy(made.tokenizer, tokenizer)
     assert main(run_arguments(text, tokenizer, out)) == 0
     return text, tokenizer, out
-
-
-def refused(capsys, arguments: list[str], *needles: str) -> None:
-    capsys.readouterr()
-    assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data: error" in line]
-    assert len(lines) == 1
-    for needle in needles:
-        assert needle in lines[0]
 
 
 def test_changed_inputs_are_refused(begun, capsys):

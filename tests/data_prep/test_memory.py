@@ -36,11 +36,12 @@ from tests.data_prep.corpus import (
     EOS,
     killed_until_done,
     measured,
+    refused,
     run_arguments,
     tree,
     words,
 )
-from tests.data_prep.test_bad_input import arguments, one_error
+from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_encoder import KINDS, make, nasty
 from tests.data_prep.test_tokenize import stored_documents
 
@@ -218,9 +219,7 @@ def test_what_has_no_cut_is_encoded_whole_within_memory(
     ((_, _, ids),) = stored_documents(tmp_path / "out")
     assert ids[:-1] == reference_encode(open_tokenizer(made.tokenizer), [text])[0].tolist()
     given += [str(tmp_path / "other"), "--memory", "260MB"]
-    capsys.readouterr()
-    assert main([*given, "--on-error", "quarantine"]) == 2, "memory decides nothing"
-    error = one_error(capsys)
+    error = refused(capsys, [*given, "--on-error", "quarantine"])  # memory decides nothing
     assert "bytes without a cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
     enough = error.split("--memory ")[1].split(",")[0]
     given[given.index("260MB")] = enough
@@ -260,11 +259,11 @@ def test_kills_within_long_texts_change_no_byte(made, tmp_path, text, request):
 
 def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, text, capsys):
     (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
-    assert main(arguments(made, tmp_path)) == 2
-    assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in one_error(capsys)
+    error = refused(capsys, arguments(made, tmp_path))
+    assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in error
     (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
-    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "o")]) == 2
-    assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in one_error(capsys)
+    error = refused(capsys, arguments(made, tmp_path, "--out", str(tmp_path / "o")))
+    assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in error
 
 
 LONG = "return " * 6_000_000
@@ -293,22 +292,18 @@ def test_what_does_not_fit_is_refused_by_line(made, tmp_path, text, capsys):
     line = json.dumps({"text": "w" * 20_000_000})
     path.write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good too, good too"}}\n')
     given = arguments(made, tmp_path, "--memory", "250MB")
-    assert main(given) == 2
-    error = one_error(capsys)
+    error = refused(capsys, given)
     assert f"{path}:2: a line of {len(line) + 1} bytes needs 70 MB of memory" in error
     assert "--memory 2" in error and "--max-document" in error
-    assert main([*given, "--on-error", "quarantine"]) == 2, "memory never decides what is left out"
-    one_error(capsys)
+    refused(capsys, [*given, "--on-error", "quarantine"])  # memory never decides what is left out
     aside = [*given, "--max-document", "1MB", "--out", str(tmp_path / "other")]
-    assert main(aside) == 2
-    assert "above --max-document 1000000" in one_error(capsys)
+    refused(capsys, aside, "above --max-document 1000000")
     assert main([*aside, "--on-error", "quarantine"]) == 0
     (listed,) = (tmp_path / "other" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(listed)["line"] == 2
     assert [line for _, line, _ in stored_documents(tmp_path / "other")] == [1, 3]
-    capsys.readouterr()
-    assert main([*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"]) == 2
-    assert "max_document = 1000000, now None" in one_error(capsys)
+    error = refused(capsys, [*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"])
+    assert "max_document = 1000000, now None" in error
 
 
 SMALL = [f"small text {n} " * 20 for n in range(5000)]
@@ -461,8 +456,7 @@ def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
     (text / "a.txt").write_text("some words " * 30_000)
     given = arguments(made, tmp_path, "--memory", "260MB")
     given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
-    assert main(given) == 2
-    assert "a.txt:0: a document of 330000 bytes needs 99 MB" in one_error(capsys)
+    refused(capsys, given, "a.txt:0: a document of 330000 bytes needs 99 MB")
     given[given.index("--memory") + 1] = "400MB"
     assert main(given) == 0
 

@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.plan import duration
-from tests.data_prep.corpus import measured, run_arguments, tree
+from tests.data_prep.corpus import measured, refused, run_arguments, tree
 
 
 def test_plan_is_near_the_truth(made, tmp_path, capsys):
@@ -52,8 +52,7 @@ def test_plan_says_why_nothing_can_be_sampled(made, tmp_path, capsys, case):
     content, why = WITHOUT_TEXT[case]
     (tmp_path / "a.jsonl").write_text(content)
     words = run_arguments(tmp_path / "a.jsonl", made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:]]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
+    told = refused(capsys, ["plan", *words[1:]])
     assert f"nothing of 1 inputs can be sampled: {tmp_path / why if 'a.' in why else why}" in told
 
 
@@ -99,6 +98,6 @@ def test_plan_refuses_what_an_unrecognised_tokenizer_cannot_take_whole(made, tmp
     (tmp_path / "t.json").write_text(json.dumps(config))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 30_000}) + "\n")
     words = run_arguments(tmp_path / "a.jsonl", tmp_path / "t.json", tmp_path / "o")
-    assert main(["plan", *words[1:], "--memory", "260MB"]) == 2
-    assert "a.jsonl:1: a document of 330000 bytes needs 99 MB" in capsys.readouterr().err
+    error = refused(capsys, ["plan", *words[1:], "--memory", "260MB"])
+    assert "a.jsonl:1: a document of 330000 bytes needs 99 MB" in error
     assert main(["plan", *words[1:], "--memory", "400MB"]) == 0
