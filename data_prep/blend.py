@@ -1,6 +1,6 @@
 """Blending: several sets of token arrays in one data set, each with an exact share of instances.
 
-Specification, with the quota rule and an example: docs/formats/dataset.md, "Blends".
+Specification: docs/formats/dataset.md, "Blends".
 """
 
 from __future__ import annotations

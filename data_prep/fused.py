@@ -1,9 +1,8 @@
 """`--fused`: token arrays wait packed, and go once the shards stand.
 
-So about three quarters of the bytes are written, and half of them stay. What else tokenizing wrote
-(documents, sidecars) stays: `inspect` still names sources. A mark says that the arrays were removed
-on purpose. It is written before the first of them goes, so that nothing can look like damage, and
-only after the manifest, so that nothing can be lost.
+What else tokenizing wrote (documents, sidecars) stays: `inspect` still names sources. A mark says
+that the arrays were removed on purpose. It is written before the first of them goes, so that
+nothing can look like damage, and only after the manifest, so that nothing can be lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which documents a data set holds out, and that two read together hold out the same.
-
-A text that one of them holds out must not come back by the other.
-"""
+"""Which documents a data set holds out, and that two read together hold out the same."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ shard or of the corpus, because a shard is gathered block by block.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -194,7 +195,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     header = layout.npy_header((stop - first, order.context), order.dtype)
     digest = xxhash.xxh3_64(header)
     with (
-        _open_rows(work, shard) as source,
+        contextlib.closing(_open_rows(work, shard)) as source,
         files.atomic_writer(shard_path(work.dataset, shard)) as file,
     ):
         file.write(header)

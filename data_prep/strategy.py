@@ -27,9 +27,7 @@ def choose_strategy(
 ) -> str:
     """`gather` or `bucket`, whose runs would have `run_rows`. `auto` measures where that pays.
 
-    It gathers what fits into half of the memory, and on several machines, where ranks must agree
-    and parallel file systems serve many readers, and where runs and shards are so small against
-    the data that a piece is but a few rows; else it compares random with sequential reads.
+    On several machines it gathers: ranks must agree, and parallel file systems serve many readers.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS

@@ -235,7 +235,7 @@ def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
 class TokenArrayReader:
     """Reads runs of tokens out of the T_i, without mapping them: memory stays the caller's.
 
-    At most 256 files are open at a time. A context manager.
+    At most 256 files are open at a time.
     """
 
     def __init__(self, tokens_dir: Path, dtype: str):
@@ -243,10 +243,7 @@ class TokenArrayReader:
         self._name, self._dtype = dtype, little_endian(dtype)
         self._open: OrderedDict[int, int | PackedArray] = OrderedDict()  # by unit, oldest first
 
-    def __enter__(self) -> TokenArrayReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         while self._open:
             self._close_oldest()
 

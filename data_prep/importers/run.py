@@ -1,8 +1,6 @@
 """`optimus-data import`: foreign token files become token arrays, as if they had been tokenized.
 
-A source file is a unit. Held out are documents whose ids, uint32 little-endian without EOS, hash
-below the fraction: these files lack the texts that decide it elsewhere. Afterwards `shuffle` and
-`shard` go on as with tokenized text.
+docs/formats/dataset.md, "Token files of other programs".
 """
 
 from __future__ import annotations
@@ -165,11 +163,8 @@ def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Documents' ids without EOS, uint32 each, a block of them at a time.
-
-    A document ends where the source says and behind every EOS, so that EOS stands nowhere but at
-    the end of a document, as in tokenized text.
-    """
+    """Documents' ids without EOS, uint32 each, a block of them at a time: they end where the source
+    says and behind every EOS."""
     ids, held, seen_eos = foreign.ids, [], len(foreign.ends) > 0 or len(foreign.ids) == 0
     for start in range(0, len(ids), _BLOCK_TOKENS):
         block = _checked(name, ids, start, facts.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -88,7 +89,8 @@ def test_strategies_give_the_same_rows(made, tmp_path, monkeypatch, carry, dense
     assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "37", *more]) == 0
     source = concatenation(tmp_path, carry, 37)
     asked = np.random.default_rng(1).permutation(len(source))[:500]
-    with Gatherer(tmp_path, read_order(tmp_path), window_bytes) as gatherer:
+    gatherer = Gatherer(tmp_path, read_order(tmp_path), window_bytes)
+    with contextlib.closing(gatherer):
         assert np.array_equal(gatherer.rows(asked), source[asked])
         assert gatherer.rows(asked[:0]).shape == (0, 37)
 
