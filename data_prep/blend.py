@@ -36,6 +36,11 @@ def parse_weight(text: str) -> Fraction:
     return Fraction(text)
 
 
+def mixing_of(weights: Sequence[str]) -> Mixing:
+    """The mix of sources with these weights. Raises ConfigError."""
+    return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
+
+
 @dataclass(frozen=True)
 class BlendSource:
     """A source of a blend: its own order, of which only the cut into instances counts."""
@@ -129,7 +134,7 @@ def make_blend(
     Raises ConfigError for a bad weight, a source without instances, or sources that differ in
     context or dtype.
     """
-    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
+    mixing = mixing_of(weights)
     available = [order.num_instances for order in orders]
     for order, count in zip(orders, available, strict=True):
         if count == 0:

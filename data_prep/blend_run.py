@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
+from data_prep.blend import BlendOrder, make_blend, mixing_of, parse_weight, read_any_order
 from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
-from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.shuffle import make_order, rows_of_shard
 from data_prep.shuffle_run import ShuffleRequest, check_order, write_order
@@ -62,8 +61,7 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
 def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[str]) -> None:
     """Raises DataError where an order is not what was asked for: other ranks may ask otherwise."""
     ask = request.shuffle
-    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
-    most = mixing.before_repeating([source.num_instances for source in order.sources])
+    most = mixing_of(weights).before_repeating([source.num_instances for source in order.sources])
     for what, then, now in (
         ("weights", [source.weight for source in order.blended], list(weights)),
         ("context", order.context, ask.context),

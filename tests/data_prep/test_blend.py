@@ -9,19 +9,14 @@ import signal
 import numpy as np
 import pytest
 
-from data_prep.blend import parse_weight
+from data_prep.blend import mixing_of, parse_weight
 from data_prep.cli import main
-from data_prep.mixing import Mixing, integer_weights
 from data_prep.permutation import Permutation
 from data_prep.shuffle import read_order
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError
 from tests.data_prep.corpus import refused, run_killed_at, train_arguments, tree, write_corpus
-
-
-def mixing_of(*weights: str) -> Mixing:
-    return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
@@ -69,7 +64,7 @@ def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
         whole = [source] * (quota // size)
         parts.append(np.concatenate([*whole, source[last.apply(np.arange(quota % size))]]))
     total = manifest["num_instances"]
-    mixing = mixing_of("0.7", "0.3")
+    mixing = mixing_of(["0.7", "0.3"])
     assert tuple(len(part) for part in parts) == mixing.quotas(total)
     available = [source["instances"] for source in manifest["blend"]]
     assert total == (instances or mixing.before_repeating(available))

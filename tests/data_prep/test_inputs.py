@@ -250,7 +250,4 @@ def test_sentencepiece_ids_are_the_librarys(made, tmp_path, text, capsys):
     expected = [library.encode(t) for t in [*TEXTS, "x </s> y<s>  \n z", ""]]
     found = stored_documents(tmp_path / "out")
     assert [ids for _, _, ids in found] == [[*ids, library.eos_id()] for ids in expected]
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "out")]) == 0
-    assert main(["inspect", str(tmp_path / "out"), "0"]) == 0
     refused(capsys, [*given, "--eos", "text"], "not one of its control symbols")

@@ -313,7 +313,7 @@ def write_table(folder: Path, values: list[str], **options) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     parquet.write_table(pyarrow.table({"text": values}), folder / "a.parquet", **options)
 
 
@@ -430,18 +430,13 @@ def test_pages_bound_every_run_of_values(tmp_path, packing, options):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
-def test_max_document_of_every_kind(made, tmp_path, capsys, name):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "b.txt").write_text("good text " * 9)
+def test_max_document_of_every_kind(made, tmp_path, text, name):
+    (text / "b.txt").write_text("good text " * 9)
     if name == "a.parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.table({"text": ["x" * 101, "good"]}), folder / name)
+        write_table(text, ["x" * 101, "good"])
     else:
         packed = gzip.compress(b"x" * 101)
-        (folder / name).write_bytes(packed if name.endswith("gz") else b"x" * 101)
+        (text / name).write_bytes(packed if name.endswith("gz") else b"x" * 101)
     given = arguments(made, tmp_path, "--max-document", "100", "--on-error", "quarantine")
     assert main(given) == 0
     kept = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]

@@ -63,13 +63,6 @@ def test_the_largest_goes_first():
     assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
 
 
-def test_three_ranks_at_once_write_the_same(made, tmp_path):
-    out = tmp_path / "data"
-    arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
-    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
-    assert tree(out) == tree(made.data)
-
-
 def test_killed_and_rerun_with_another_world(made, tmp_path):
     """Three ranks, killed at random moments; then two complete what is missing."""
     out, rng = tmp_path / "data", random.Random(3)
