@@ -135,7 +135,6 @@ class SpillReader:
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
-        self._dtype = layout.little_endian(spill.order.dtype)
         self._reader = TokenArrayReader(spill.folder, spill.order.dtype)
         self._window_rows = max(1, spill.block_bytes // 8 // spill.order.row_bytes)
         offset = layout.HEADER_BYTES + 16 * shard
@@ -152,9 +151,8 @@ class SpillReader:
     def close(self) -> None:
         self._reader.close()
 
-    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Tokens [R, C] of the shard's next instances, which have to be asked for in its order."""
-        out = np.empty((len(instances), self._context), self._dtype) if out is None else out
+    def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """`out` [R, C] with the shard's next instances, which have to be asked for in its order."""
         runs = instances // self._run_rows
         places = np.argsort(runs, kind="stable")
         edges = np.flatnonzero(np.diff(runs[places])) + 1

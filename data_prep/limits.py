@@ -1,8 +1,6 @@
 """How large a document may be: what `--memory` leaves a worker, and what a document takes.
 
-A document that would take more ends the run before it is held, in one line; whether it does
-depends on the machine, so quarantine never decides it. `--max-document`, which is part of the plan,
-sets large documents aside wherever the run takes place.
+Rules and figures: docs/formats/dataset.md, "Memory".
 """
 
 from __future__ import annotations

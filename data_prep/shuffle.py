@@ -1,8 +1,6 @@
 """The shuffle: how token arrays divide into instances, and in which order instances are sharded.
 
-N instances of C tokens are numbered along the concatenation of what every T_i keeps: all its whole
-instances, or, with carried tails, everything. Row i of the shards is instance P(i) of that
-numbering, P being data_prep.permutation. Pure plans; sharding executes them.
+docs/formats/dataset.md, "Instances and their order". Pure plans; sharding executes them.
 """
 
 from __future__ import annotations

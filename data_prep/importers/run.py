@@ -16,7 +16,7 @@ import xxhash
 
 from data_prep import layout
 from data_prep.begin import begin
-from data_prep.importers.foreign import Foreign, ids_of_index, index_of, open_foreign
+from data_prep.importers.foreign import Foreign, index_of, open_foreign
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import ALONE, Team, do_together, together
@@ -89,7 +89,8 @@ def _make_plan(
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in found:
-        if file.name.endswith(".idx") and not os.path.exists(own_ids := ids_of_index(file.name)):
+        own_ids = file.name.removesuffix(".idx") + ".bin"
+        if file.name.endswith(".idx") and not os.path.exists(own_ids):
             raise DataError(f"{file.name}: {own_ids} is missing; copy it, or --exclude the index")
         if file.name.endswith(_COMPANIONS):
             continue
@@ -105,9 +106,7 @@ def _make_plan(
         inputs += own
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = (
-        f"{IMPORT_FIELD}{request.dtype or 'as described'}"  # another reading would be another plan
-    )
+    how = IMPORT_FIELD + (request.dtype or "as described")  # another reading is another plan
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 

@@ -15,7 +15,7 @@ from data_prep.cli import main
 from data_prep.options import size
 from data_prep.progress import Progress, short
 from data_prep.train_tokenizer import EOS
-from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments
+from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments, tree
 from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +75,6 @@ def test_json_is_alone_on_standard_output(made, tmp_path, capsys):
 
 
 def test_steps_one_by_one_give_what_run_gives(made, tmp_path, capsys):
-    from tests.data_prep.corpus import tree
-
     out = str(tmp_path / "out")
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     options = dict(zip(words[1::2], words[2::2], strict=True))

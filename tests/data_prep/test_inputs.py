@@ -153,8 +153,6 @@ def test_where_a_gzip_file_of_one_line_breaks_off_is_told_in_little_memory(tmp_p
 
 
 def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys):
-    import pyarrow
-
     strings = pyarrow.array(["one", "two"])
     for columns, names, told in (
         ([strings, strings], ["text", "text"], "has several columns 'text'; rename all but one"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_plan_is_near_the_truth(made, tmp_path, capsys):
 
 
 def test_plan_says_when_it_does_not_fit(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Free())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     assert main(["plan", *words[1:]]) == 1
     assert "does NOT fit" in capsys.readouterr().out
@@ -67,10 +68,6 @@ def test_plan_where_nothing_may_be_written(made, tmp_path, capsys, monkeypatch):
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     assert main(["plan", *words[1:]]) == 0
     assert "? to shard" in capsys.readouterr().out
-
-
-class Free:
-    free = 1000
 
 
 def test_durations():
