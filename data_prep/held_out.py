@@ -21,7 +21,7 @@ class HeldOut:
 
 def held_out_of(rules: TokenPlan | Manifest) -> HeldOut:
     """What a plan, or the manifest of a data set that is no blend, holds out."""
-    return HeldOut(rules.eval_fraction, is_import(rules))
+    return HeldOut(rules.eval_fraction, is_import(rules.text_field))
 
 
 def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data_prep import layout
 from data_prep.sources import InputFile
@@ -73,16 +73,10 @@ def read_plan(tokens_dir: Path) -> TokenPlan:
     )
 
 
-class HasTextField(Protocol):
-    """A plan, or a manifest."""
-
-    @property
-    def text_field(self) -> str: ...
-
-
-def is_import(plan: HasTextField) -> bool:
-    """Whether its arrays come from token files, whose text is not known, and not from text."""
-    return plan.text_field.startswith(IMPORT_FIELD)
+def is_import(text_field: str) -> bool:
+    """Whether the arrays of a plan or manifest with this field come from token files, whose text is
+    not known, and not from text."""
+    return text_field.startswith(IMPORT_FIELD)
 
 
 def held_out_below(eval_fraction: float) -> int:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
+from tests.helpers.programs import ROOT
 
-_ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 16
 EOS = "<|endoftext|>"
 SPECIAL = f"a {EOS} b{EOS}{EOS}"
@@ -141,7 +141,7 @@ def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
         "print(open('/proc/self/status').read()); sys.exit(status)"
     )
     words = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
     return done.returncode, int(line.split()[1]) << 10, done.stderr
 

@@ -15,8 +15,8 @@ from data_prep.sources import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents
+from tests.helpers.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
 INVERTED_GZ = WHOLE_GZ[:10] + bytes([WHOLE_GZ[10] ^ 255]) + WHOLE_GZ[11:]

@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -16,9 +15,7 @@ from data_prep.options import size
 from data_prep.progress import Progress, short
 from data_prep.train_tokenizer import EOS
 from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments, tree
-from tests.helpers.programs import python
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import ROOT, python
 
 
 def test_nothing_heavy_is_loaded_before_it_is_needed():

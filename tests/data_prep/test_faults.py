@@ -10,9 +10,7 @@ from data_prep.cli import main
 from optimus import files
 from tests.data_prep.corpus import in_child, refused, run_arguments, tree
 from tests.helpers.disks import small_disk
-from tests.helpers.programs import python
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import ROOT, python
 
 
 @pytest.fixture

@@ -6,15 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from data_prep.cli import main
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
 from tests.data_prep.corpus import run_arguments, tree, write_sentencepiece
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import ROOT
 
 
 def into_a_closed_pipe(words: list[str]) -> tuple[int, str]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,8 +21,6 @@ from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError, LostPeerError
 from tests.data_prep.corpus import refused, run_arguments, tree
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_rank(arguments: list[str], delay_s: float | None = None) -> int:
