@@ -53,9 +53,6 @@ class Duplicates:
         return {(a, b): (c, d) for a, b, c, d in self.rows[low:high].tolist()}
 
 
-NONE = Duplicates(np.empty((0, 4), np.int64))
-
-
 def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
     """What was found in these token arrays, or None where that is not known, or no longer."""
     try:
@@ -70,7 +67,7 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     if mark["plan"] != plan_xxh3:
         raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
     if not mark["count"]:
-        return NONE
+        return Duplicates(np.empty((0, 4), np.int64))
     path = tokens_dir / TABLE
     try:
         data = path.read_bytes()

@@ -17,8 +17,6 @@ from typing import Literal
 from data_prep.expand import Told, expand
 from optimus.errors import DataError
 
-Kind = Literal["text", "jsonl", "parquet"]
-
 UNIT_BYTES = 4 << 20
 """Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
 smaller ones share one, so that a million source files do not become a million arrays, each with a
@@ -148,7 +146,7 @@ def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list
     return list(first.values())
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
     """How a file is read, by the end of its name. Raises DataError for a kind not read yet."""
     lower = name.lower()
     if lower.endswith(_JSON_LINES):

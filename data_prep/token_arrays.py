@@ -92,7 +92,7 @@ class PlainStore:
         self._file.seek(0)
         self._file.write(npy_header((tokens,), self._dtype))
         self._file.flush()
-        return describe(self._file.name)
+        return {"size": os.path.getsize(self._file.name), "xxh3": files.xxh3_file(self._file.name)}
 
 
 class TokenArrayWriter:
@@ -199,11 +199,6 @@ class TokenArrayWriter:
         if not any(self._ids):
             return b""
         return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._ids)
-
-
-def describe(path: str | os.PathLike) -> dict[str, Any]:
-    """Size and hash of a file as sidecars and manifests record them."""
-    return {"size": os.path.getsize(path), "xxh3": files.xxh3_file(path)}
 
 
 def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:

@@ -102,16 +102,14 @@ def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch
 def test_kills_and_ranks_change_no_byte(made, tmp_path):
     write(tmp_path / "text", **MANY)
     base = arguments(made, tmp_path, "--on-error", "quarantine", "--unit-size", "1")
-    where = base.index("--out") + 1
     whole, killed, ranked = (str(tmp_path / name) for name in ("whole", "killed", "ranked"))
-    base[where] = whole
-    assert main(base) == 0
-    base[where] = killed
-    assert killed_until_done(base)[0] > 8
+    assert main([*base, "--out", whole]) == 0
+    assert killed_until_done([*base, "--out", killed])[0] > 8
     assert tree(Path(killed)) == tree(Path(whole))
-    base[where] = ranked
     for rank in ("1", "0", "1"):  # one after the other, as jobs of an array may run
-        assert main([*base, "--rank", rank, "--world", "2", "--patience", "0"]) == 0
+        assert (
+            main([*base, "--out", ranked, "--rank", rank, "--world", "2", "--patience", "0"]) == 0
+        )
     assert tree(Path(ranked)) == tree(Path(whole))
 
 

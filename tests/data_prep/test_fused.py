@@ -274,8 +274,7 @@ def test_duplicate_ids_of_packed_arrays(made, tmp_path):
     (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')
     base = run_arguments(text, made.tokenizer, tmp_path / "one", "--on-error", "quarantine")
     assert main(base) == 0
-    base[base.index("--out") + 1] = str(tmp_path / "two")
-    assert main([*base, "--fused"]) == 0
+    assert main([*base, "--fused", "--out", str(tmp_path / "two")]) == 0
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
     assert "duplicate id" in one["quarantine.jsonl"].decode()
     gone = [name for name in one if name not in two]

@@ -241,8 +241,7 @@ def test_sentencepiece_ids_are_the_librarys(made, tmp_path, text, capsys):
     model = tmp_path / "spm.model"
     write_sentencepiece(model, TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20)
     (text / "a.jsonl").write_bytes(LINES + b'{"text": "x </s> y<s>  \\n z"}\n{"text": ""}\n')
-    given = arguments(made, tmp_path)
-    given[given.index("--tokenizer") + 1] = str(model)
+    given = arguments(made, tmp_path, "--tokenizer", str(model))
     assert main(given) == 0
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     expected = [library.encode(t) for t in [*TEXTS, "x </s> y<s>  \n z", ""]]

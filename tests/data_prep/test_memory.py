@@ -449,11 +449,9 @@ def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
     config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
     (tmp_path / "t.json").write_text(json.dumps(config))
     (text / "a.txt").write_text("some words " * 30_000)
-    given = arguments(made, tmp_path, "--memory", "260MB")
-    given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
+    given = arguments(made, tmp_path, "--tokenizer", str(tmp_path / "t.json"), "--memory", "260MB")
     refused(capsys, given, "a.txt:0: a document of 330000 bytes needs 99 MB")
-    given[given.index("--memory") + 1] = "400MB"
-    assert main(given) == 0
+    assert main([*given, "--memory", "400MB"]) == 0
 
 
 def test_memory_is_divided_among_workers(made):
