@@ -98,9 +98,10 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
             yield f"tokenizer {key} = {then}, now {now}"
-    if is_import(old) != is_import(new):
+    then, now = is_import(old.text_field), is_import(new.text_field)
+    if then != now:
         what = ("text", "imported token files")
-        yield f"{what[is_import(old)]}, now {what[is_import(new)]}"
+        yield f"{what[then]}, now {what[now]}"
         return
     for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)

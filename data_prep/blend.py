@@ -1,6 +1,6 @@
 """Blending: several sets of token arrays in one data set, each with an exact share of instances.
 
-Specification, with the quota rule and an example: docs/formats/dataset.md, "Blends".
+Specification: docs/formats/dataset.md, "Blends".
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def parse_weight(text: str) -> Fraction:
     if not _WEIGHT.fullmatch(text) or Fraction(text) == 0:
         raise ConfigError(f"weight {text!r} is not a decimal number above 0, such as 2 or 0.35")
     return Fraction(text)
+
+
+def mixing_of(weights: Sequence[str]) -> Mixing:
+    """The mix of sources with these weights. Raises ConfigError."""
+    return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def make_blend(
     Raises ConfigError for a bad weight, a source without instances, or sources that differ in
     context or dtype.
     """
-    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
+    mixing = mixing_of(weights)
     available = [order.num_instances for order in orders]
     for order, count in zip(orders, available, strict=True):
         if count == 0:
@@ -139,14 +144,13 @@ def make_blend(
     total = total or mixing.before_repeating(available)
     if total == 0:
         raise ConfigError("the blend is empty at these weights; give --instances or more text")
-    row_bytes = first.context * layout.little_endian(first.dtype).itemsize
     return BlendOrder(
         part="train",
         context=first.context,
         dtype=first.dtype,
         seed=seed,
         permutation=ALGORITHM,
-        instances_per_shard=rows_of_shard(total, row_bytes, shard_bytes),
+        instances_per_shard=rows_of_shard(total, first.row_bytes, shard_bytes),
         blended=tuple(
             BlendSource(weight, quota, order)
             for weight, quota, order in zip(weights, mixing.quotas(total), orders, strict=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.blend import BlendOrder, make_blend, parse_weight, read_any_order
+from data_prep.blend import BlendOrder, make_blend, mixing_of, parse_weight, read_any_order
 from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
-from data_prep.mixing import Mixing, integer_weights
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.shuffle import make_order, rows_of_shard
 from data_prep.shuffle_run import ShuffleRequest, check_order, write_order
@@ -62,9 +61,7 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
 def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[str]) -> None:
     """Raises DataError where an order is not what was asked for: other ranks may ask otherwise."""
     ask = request.shuffle
-    row_bytes = ask.context * layout.little_endian(order.dtype).itemsize
-    mixing = Mixing(integer_weights([parse_weight(weight) for weight in weights]))
-    most = mixing.before_repeating([source.num_instances for source in order.sources])
+    most = mixing_of(weights).before_repeating([source.num_instances for source in order.sources])
     for what, then, now in (
         ("weights", [source.weight for source in order.blended], list(weights)),
         ("context", order.context, ask.context),
@@ -74,7 +71,7 @@ def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[
         (
             "instances_per_shard",
             order.instances_per_shard,
-            rows_of_shard(order.num_instances, row_bytes, ask.shard_bytes),
+            rows_of_shard(order.num_instances, order.row_bytes, ask.shard_bytes),
         ),
     ):
         if then != now:
@@ -151,10 +148,9 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
 
 def _check_disk(out: Path, order: BlendOrder) -> None:
     """Raises ConfigError for a blend that the disk cannot hold, before its order stands."""
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    needs, free = order.num_instances * row_bytes, shutil.disk_usage(out).free
+    needs, free = order.num_instances * order.row_bytes, shutil.disk_usage(out).free
     if needs > free:
-        fit = free // row_bytes  # of --instances, 0 means the most
+        fit = free // order.row_bytes  # of --instances, 0 means the most
         raise ConfigError(
             f"{order.num_instances} instances of {order.context} take {needs / 1e9:,.1f} GB and "
             f"the disk of {out} has {free / 1e9:,.1f} GB; give "

@@ -1,9 +1,7 @@
 """The bucket strategy: sorted runs, so that the disk sees long reads instead of random rows.
 
-Every run is a stretch of source instances that fits into memory, written out again in the order of
-the rows they become, so that what a shard needs of a run is one piece. A shard is then put together
-from a piece of every run. 4 V bytes are moved instead of the 2 V of random gathering, in reads of
-run * shard / V bytes instead of one row each. The bytes of the shards are the same.
+What a shard needs of a run is one piece, and a shard is put together from a piece of every run
+(docs/formats/dataset.md, "Strategies"). The bytes of the shards are the same.
 
 OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; there only when complete
 OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], the first row and
@@ -12,6 +10,7 @@ xxh3 of each, compared when a shard has read all of it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -77,8 +76,7 @@ def open_spill(
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
     """Rows of a run for blocks of `block_bytes`: the same where memory differs a little."""
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    fit = max(1, block_bytes * 3 // 4 // (row_bytes + 2 * INDEX_BYTES))
+    fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
 
 
@@ -110,7 +108,9 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
     edges = np.arange(order.num_shards + 1) * order.instances_per_shard
     starts = np.searchsorted(becomes, edges)
     instances += first
-    with open_gatherer(spill.dataset, order, spill.block_bytes // 8) as gatherer:
+    with contextlib.closing(
+        open_gatherer(spill.dataset, order, spill.block_bytes // 8)
+    ) as gatherer:
         rows = gatherer.rows(instances)
     pieces = np.zeros((len(starts), 2), layout.little_endian("int64"))
     pieces[:, 0] = starts
@@ -131,14 +131,12 @@ def _signed(value: int) -> int:
 
 
 class SpillReader:
-    """Gives the rows of one shard out of the runs, first to last. A context manager."""
+    """Gives the rows of one shard out of the runs, first to last, until closed."""
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
-        self._dtype = layout.little_endian(spill.order.dtype)
         self._reader = TokenArrayReader(spill.folder, spill.order.dtype)
-        row_bytes = spill.order.context * self._dtype.itemsize
-        self._window_rows = max(1, spill.block_bytes // 8 // row_bytes)
+        self._window_rows = max(1, spill.block_bytes // 8 // spill.order.row_bytes)
         offset = layout.HEADER_BYTES + 16 * shard
         self._folder = spill.folder
         self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run
@@ -150,15 +148,11 @@ class SpillReader:
                 found = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
                 self._next[run], self._xxh3[run], self._stop[run] = found
 
-    def __enter__(self) -> SpillReader:
-        return self
+    def close(self) -> None:
+        self._reader.close()
 
-    def __exit__(self, *_: object) -> None:
-        self._reader.__exit__()
-
-    def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Tokens [R, C] of the shard's next instances, which have to be asked for in its order."""
-        out = np.empty((len(instances), self._context), self._dtype) if out is None else out
+    def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """`out` [R, C] with the shard's next instances, which have to be asked for in its order."""
         runs = instances // self._run_rows
         places = np.argsort(runs, kind="stable")
         edges = np.flatnonzero(np.diff(runs[places])) + 1

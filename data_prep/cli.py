@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status.
-
-    0 done; 1 damage found, a full disk or other trouble; 2 a mistake in the command or its input;
-    5 another rank failed; 130 interrupted; 141 whoever read the output went away, as `head` does.
-    """
+    """Run one subcommand; returns the exit status, as docs/formats/dataset.md lists them."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before we began
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -97,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_makers(commands: Any) -> None:
     """What makes a whole data set, and what comes before."""
-    add = _add(commands, "train-tokenizer", _train_tokenizer, "Train a byte-level BPE tokenizer.")
-    options.add_inputs(add)
+    text = "Train a byte-level BPE tokenizer."
+    add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
     add.add_argument(
         "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
     )
@@ -110,37 +106,23 @@ def _add_makers(commands: Any) -> None:
         help="the tokenizer.json to write",
     )
 
-    add = _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.")
-    for group in _WHOLE_RUN:
-        group(add)
-
-    add = _add(commands, "plan", _plan, "What a run will take: disk, memory and time.")
-    for group in _WHOLE_RUN:
-        group(add)
-
-    add = _add(commands, "blend", _blend, "Several sources in one data set, by exact shares.")
-    for group in (options.add_blend, options.add_shuffle, options.add_out, *_SHARDING):
-        group(add)
+    _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.", *_WHOLE_RUN)
+    _add(commands, "plan", _plan, "What a run will take: disk, memory and time.", *_WHOLE_RUN)
+    text = "Several sources in one data set, by exact shares."
+    made_of = (options.add_blend, options.add_shuffle, options.add_out)
+    _add(commands, "blend", _blend, text, *made_of, *_SHARDING)
 
 
 def _add_steps(commands: Any) -> None:
     """The steps of `run`, each by itself."""
-    add = _add(commands, "tokenize", _tokenize, "The first step of run: text into token arrays.")
-    for group in (
-        options.add_inputs,
-        options.add_tokenize,
-        options.add_out,
-        options.add_workers,
-        options.add_memory,
-        options.add_ranks,
-    ):
-        group(add)
+    text = "The first step of run: text into token arrays."
+    made_of = (options.add_inputs, options.add_tokenize, options.add_out)
+    who = (options.add_workers, options.add_memory, options.add_ranks)
+    _add(commands, "tokenize", _tokenize, text, *made_of, *who)
 
-    add = _add(
-        commands, "import", _import, "Instead of tokenize: Megatron-LM's or dolma's token files."
-    )
-    for group in (options.add_import, options.add_out, options.add_workers, options.add_ranks):
-        group(add)
+    text = "Instead of tokenize: Megatron-LM's or dolma's token files."
+    made_of = (options.add_import, options.add_out)
+    _add(commands, "import", _import, text, *made_of, options.add_workers, options.add_ranks)
 
     add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
     add.add_argument("out", metavar="OUT", help="a directory with token arrays")
@@ -153,10 +135,10 @@ def _add_steps(commands: Any) -> None:
     options.add_shuffle(add)
     options.add_ranks(add)
 
-    add = _add(commands, "shard", _shard, "The third step: shards and manifest, in that order.")
+    add = _add(
+        commands, "shard", _shard, "The third step: shards and manifest, in that order.", *_SHARDING
+    )
     add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
-    for group in _SHARDING:
-        group(add)
 
 
 def _add_readers(commands: Any) -> None:
@@ -178,11 +160,17 @@ def _add_readers(commands: Any) -> None:
 
 
 def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *groups: Callable[[argparse.ArgumentParser], None],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    for group in groups:
+        group(parser)
     return parser
 
 

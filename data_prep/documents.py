@@ -73,10 +73,8 @@ class InputReader:
     """Iterates over the documents of one file; afterwards `xxh3` is the hash of its bytes.
 
     `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
-    it, or the text of a long text file. A JSON line takes 3 times its bytes while it is read, if it
-    is ASCII without escapes like \\u00e9, and at most 11 times (limits.bytes_of_line); a value of a
-    table 6 times, and more where other large ones lie beside it; a text file some MB with
-    `long_texts`, else 5 times.
+    it, or the text of a long text file. What a document takes while it is read is in
+    docs/formats/dataset.md, "Memory"; a text file 5 times its bytes without `long_texts`.
     """
 
     def __init__(

@@ -1,13 +1,7 @@
 """The same id twice: found after tokenizing, from 16 bytes a document, in bounded memory.
 
-Tokenizing writes beside each T_i a hash of every document's id (`unit-*.ids.npy`: uint8 [D, 16],
-BLAKE2b of the id, zeros where a document has none). Equal ids have equal hashes, so none is missed;
-of 5e9 different ones two agree with a probability below 4e-20. Which of two is the later is told by
+Files and hashes: docs/formats/dataset.md, "Duplicate ids". Which of two is the later is told by
 their inputs and lines: nothing depends on who tokenized what, and when.
-
-`tokens/duplicates.json` says that all was compared, and `duplicates.npy` which documents go: rows
-(input, line, input of the first, its line), int64 [n, 4]. Units that hold them are tokenized again
-without them.
 """
 
 from __future__ import annotations
@@ -59,9 +53,6 @@ class Duplicates:
         return {(a, b): (c, d) for a, b, c, d in self.rows[low:high].tolist()}
 
 
-NONE = Duplicates(np.empty((0, 4), np.int64))
-
-
 def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
     """What was found in these token arrays, or None where that is not known, or no longer."""
     try:
@@ -76,7 +67,7 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     if mark["plan"] != plan_xxh3:
         raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
     if not mark["count"]:
-        return NONE
+        return Duplicates(np.empty((0, 4), np.int64))
     path = tokens_dir / TABLE
     try:
         data = path.read_bytes()

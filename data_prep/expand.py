@@ -19,9 +19,9 @@ _EVERYTHING = "**"
 class Told:
     """Who is told of what a directory or `**` does not give."""
 
-    hidden: Callable[[str], None] = lambda name: None
+    hidden: Callable[[str], None]
     """Of names with a leading dot."""
-    unread: Callable[[str, str], None] = lambda folder, why: None
+    unread: Callable[[str, str], None]
     """Of directories that may not be read, and why."""
 
 

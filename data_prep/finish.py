@@ -24,7 +24,6 @@ from optimus.errors import DataError
 class _Source:
     """A complete set of token arrays: its plan, its inputs with their hashes, what it set aside."""
 
-    order: Order
     plan: TokenPlan
     inputs: tuple[InputEntry, ...]
     records: Sequence[dict[str, Any]]
@@ -89,7 +88,7 @@ def _read_source(dataset: Path, order: Order) -> _Source:
         InputEntry(file.name, file.size, xxh3)
         for file, xxh3 in zip(plan.inputs, hashes, strict=True)
     )
-    return _Source(order, plan, inputs, records)
+    return _Source(plan, inputs, records)
 
 
 def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> SetAside:

@@ -1,15 +1,12 @@
 """`--fused`: token arrays wait packed, and go once the shards stand.
 
-So about three quarters of the bytes are written, and half of them stay. What else tokenizing wrote
-(documents, sidecars) stays: `inspect` still names sources. A mark says that the arrays were removed
-on purpose. It is written before the first of them goes, so that nothing can look like damage, and
-only after the manifest, so that nothing can be lost.
+What else tokenizing wrote (documents, sidecars) stays: `inspect` still names sources. A mark says
+that the arrays were removed on purpose. It is written before the first of them goes, so that
+nothing can look like damage, and only after the manifest, so that nothing can be lost.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 from data_prep import layout
@@ -65,16 +62,13 @@ def check_arrays(tokens_dir: Path) -> None:
 def remove_arrays(tokens_dir: Path) -> None:
     """Remove marked arrays; what is gone already is no error."""
     for unit in range(len(read_plan(tokens_dir).units)):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(array_path(tokens_dir, unit))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(packed_path(tokens_dir, unit))
+        array_path(tokens_dir, unit).unlink(missing_ok=True)
+        packed_path(tokens_dir, unit).unlink(missing_ok=True)
 
 
 def take_back(tokens_dir: Path) -> None:
     """Forget the removal, so that the arrays are made again."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(tokens_dir / MARK)
+    (tokens_dir / MARK).unlink(missing_ok=True)
 
 
 def require_arrays(tokens_dir: Path) -> None:

@@ -25,7 +25,7 @@ read costs less than the random reads it replaces."""
 
 
 class Gatherer:
-    """Gives rows of source instances. A context manager; not for two threads."""
+    """Gives rows of source instances, until closed; not for two threads."""
 
     def __init__(self, dataset: Path, order: Order, window_bytes: int):
         self._context = order.context
@@ -34,11 +34,8 @@ class Gatherer:
         self._window_tokens = max(window_bytes // self._dtype.itemsize, order.context)
         self._reader = TokenArrayReader(dataset / order.tokens_dir, order.dtype)
 
-    def __enter__(self) -> Gatherer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.__exit__()
+    def close(self) -> None:
+        self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Tokens [R, C] of source instances int64 [R], in the order asked for; in `out` if given.
@@ -112,19 +109,16 @@ class Gatherer:
 
 
 class BlendGatherer:
-    """Gives rows of a blend's instances. A context manager; not for two threads."""
+    """Gives rows of a blend's instances, until closed; not for two threads."""
 
     def __init__(self, dataset: Path, order: BlendOrder, window_bytes: int):
         self._order = order
         self._dtype = little_endian(order.dtype)
         self._sources = [Gatherer(dataset, source, window_bytes) for source in order.sources]
 
-    def __enter__(self) -> BlendGatherer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for source in self._sources:
-            source.__exit__()
+            source.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Tokens [R, C] of blend instances int64 [R], in the order asked for; in `out` if given."""

@@ -1,7 +1,4 @@
-"""Which documents a data set holds out, and that two read together hold out the same.
-
-A text that one of them holds out must not come back by the other.
-"""
+"""Which documents a data set holds out, and that two read together hold out the same."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class HeldOut:
 
 def held_out_of(rules: TokenPlan | Manifest) -> HeldOut:
     """What a plan, or the manifest of a data set that is no blend, holds out."""
-    return HeldOut(rules.eval_fraction, is_import(rules))
+    return HeldOut(rules.eval_fraction, is_import(rules.text_field))
 
 
 def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ from data_prep.token_arrays import read_docs
 from data_prep.token_plan import read_plan
 from data_prep.tokenizer import open_tokenizer, sha256_of
 from optimus.errors import ConfigError, DamageError
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens [first, stop) of the instance, from one document."""
-
-    first: int
-    stop: int
-    input: str
-    line: int
-    """Line of the document in its file; 0: the whole file."""
-    document_token: int
-    """Where in the document's tokens the segment begins."""
 
 
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
@@ -58,7 +44,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         "epoch": epoch,
         "shard": manifest.shards[row // manifest.instances_per_shard].name,
         "row": row % manifest.instances_per_shard,
-        "sources": [asdict(segment) for segment in _segments(dataset, order, source)],
+        "sources": _segments(dataset, order, source),
         "ids": ids,
         "text": tokenizer.decode(ids, skip_special_tokens=False),
     }
@@ -74,15 +60,16 @@ def _whole_tokenizer(dataset: Path, sha256: str) -> Path:
     return path
 
 
-def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[Segment]:
-    """The documents along source instance `source`."""
+def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
+    """The documents along source instance `source`: tokens [first, stop) of it begin at
+    `document_token` of the document in `line` (0: all) of `input`."""
     if isinstance(order, BlendOrder):
         number, _, own = next(order.split(np.array([source])))
         order, source = order.sources[number], int(own[0])
     tokens_dir = dataset / order.tokens_dir
     plan, starts = read_plan(tokens_dir), order.starts()
     position, end = source * order.context, (source + 1) * order.context
-    segments: list[Segment] = []
+    segments = []
     while position < end:
         unit = int(np.searchsorted(starts, position, side="right")) - 1
         docs = read_docs(tokens_dir, unit, order.units[unit].docs_xxh3)
@@ -92,8 +79,7 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[Seg
         doc_start = int(docs[index - 1, 0]) if index else 0
         count = min(doc_end - offset, end - position, int(starts[unit + 1]) - position)
         first = position - source * order.context
-        segments.append(
-            Segment(first, first + count, plan.inputs[source_file].name, line, offset - doc_start)
-        )
+        segment = {"first": first, "stop": first + count, "input": plan.inputs[source_file].name}
+        segments.append(segment | {"line": line, "document_token": offset - doc_start})
         position += count
     return segments

@@ -1,10 +1,6 @@
 """Names, dtypes, array headers and self-checking JSON: what every file of a data set is made of.
 
-Layout of a data set (docs/formats/dataset.md): OUT/{manifest.json, order.json, tokenizer.json},
-OUT/tokens/{plan.json, unit-*.npy, unit-*.docs.npy, unit-*.ids.npy, unit-*.json, duplicates.json,
-duplicates.npy}, OUT/shards/{shard-*.npy, shard-*.json}, OUT/eval/... the same again for the
-held-out part. While `run --fused` works, arrays are packed (packed.py); afterwards
-OUT/tokens/removed.json stands in their place.
+Which files there are: docs/formats/dataset.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """How large a document may be: what `--memory` leaves a worker, and what a document takes.
 
-A document that would take more ends the run before it is held, in one line; whether it does
-depends on the machine, so quarantine never decides it. `--max-document`, which is part of the plan,
-sets large documents aside wherever the run takes place.
+Rules and figures: docs/formats/dataset.md, "Memory".
 """
 
 from __future__ import annotations
@@ -107,8 +105,7 @@ def bytes_of_text(data: bytes) -> int:
 
 def _width(data: bytes) -> int:
     """Bytes of a character of this text."""
-    return 1 if data.isascii() else 4 if _has_astral(data) else 2
-
-
-def _has_astral(line: bytes) -> bool:
-    return any(lead in line for lead in (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4"))
+    if data.isascii():
+        return 1
+    beyond_basic_plane = any(bytes([lead]) in data for lead in range(0xF0, 0xF5))
+    return 4 if beyond_basic_plane else 2

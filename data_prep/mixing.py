@@ -1,9 +1,6 @@
 """Several sources in one stream, by exact integer quotas: which source an instance comes from.
 
-The rule is the largest deficit: instance n of the mix goes to the source that lags furthest behind
-its share of n + 1 instances, the first of equals. It repeats after as many instances as the sum of
-the weights, in which each source has its weight exactly; so any instance is found without those
-before it. Specification, proof and test vectors: docs/formats/dataset.md, "Mixing".
+Specification, proof and test vectors: docs/formats/dataset.md, "Mixing".
 
 Shapes: n instances asked for, W sum of the weights.
 """

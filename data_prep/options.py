@@ -74,24 +74,13 @@ def size(text: str) -> int:
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Which text is read, and what happens to text that cannot be."""
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        action="extend",
-        metavar="GLOB",
-        help="files, directories or quoted globs (** crosses directories): text and source files "
+    _add_patterns(
+        parser,
+        "files, directories or quoted globs (** crosses directories): text and source files "
         "(a document each), .jsonl, .jsonl.gz, .jsonl.zst (a document a line), .parquet (a row); "
         "below directories, names that begin with a dot are left out, and counted; a link to "
         "nothing is an error; @FILE: the inputs that FILE lists, one a line, behind a # a comment",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        action="extend",
-        metavar="PATTERN",
-        help="leave out files whose whole name matches, such as '*/site-packages/*'",
+        "leave out files whose whole name matches, such as '*/site-packages/*'",
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="JSON field of the text (text)"
@@ -132,20 +121,20 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Which foreign token files are read, and how."""
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        action="extend",
-        metavar="GLOB",
-        help="Megatron-LM's .bin (its .idx beside it) and dolma's or OLMo's .npy files",
-    )
-    parser.add_argument(
-        "--exclude", nargs="+", default=[], action="extend", metavar="PATTERN", help="leave out"
-    )
+    files = "Megatron-LM's .bin (its .idx beside it) and dolma's or OLMo's .npy files"
+    _add_patterns(parser, files, "leave out")
     _add_tokenizer(parser, "the tokenizer.json that made the ids")
     parser.add_argument(
         "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
+    )
+
+
+def _add_patterns(parser: argparse.ArgumentParser, files: str, exclude: str) -> None:
+    parser.add_argument(
+        "--input", nargs="+", required=True, action="extend", metavar="GLOB", help=files
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], action="extend", metavar="PATTERN", help=exclude
     )
 
 

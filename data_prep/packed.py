@@ -1,8 +1,5 @@
 """Token arrays packed with zstd: how `--fused` keeps T_i until the shards stand.
 
-The number of instances, and so where any of them goes, is known only when all text is tokenized.
-Until then the tokens must lie on disk, or a kill would lose them; packed they take about half.
-
 unit-00000.packed: zstd frames of BLOCK_TOKENS tokens each (fewer where a checkpoint restored);
 int64 [frames + 1, 2], first token and offset of each frame, and their ends; _FOOT. A file under
 this name is whole. Sizes and hashes in sidecars are those of the .npy that it stands for, so that

@@ -55,5 +55,4 @@ class Peers:
     def forget_old(self) -> None:
         """Remove the marks of earlier runs: the work is done."""
         for name in self._old:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._out / name)
+            (self._out / name).unlink(missing_ok=True)

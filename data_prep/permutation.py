@@ -16,23 +16,15 @@ ALGORITHM = "feistel8-splitmix64"
 
 MAX_SEED = (1 << 64) - 1
 _ROUNDS = 8
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 15  # indices at a time: temporaries stay in the second-level cache
 
 
-def mix64(value: int) -> int:
-    """The finaliser of splitmix64, a bijection of 64-bit integers."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def round_keys(seed: int, epoch: int) -> list[int]:
-    """The eight 64-bit round keys of (seed, epoch)."""
-    state = mix64((seed + _GOLDEN) & _MASK)
-    state = mix64(((state ^ epoch) + _GOLDEN) & _MASK)
-    return [mix64((state + (r + 1) * _GOLDEN) & _MASK) for r in range(_ROUNDS)]
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    """The round keys of (seed, epoch), uint64 [8]."""
+    state = _mix64(np.array([seed], np.uint64) + _GOLDEN)
+    state = _mix64((state ^ np.uint64(epoch)) + _GOLDEN)
+    return _mix64(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
 
 class Permutation:
@@ -44,7 +36,7 @@ class Permutation:
         bits = max(2, (n - 1).bit_length())
         self._left_bits = bits // 2
         self._right_bits = bits - bits // 2
-        self._rounds = [(r, np.uint64(key)) for r, key in enumerate(round_keys(seed, epoch))]
+        self._rounds = list(enumerate(_round_keys(seed, epoch)))
 
     def apply(self, places: np.ndarray) -> np.ndarray:
         """Images of `places` (any integer dtype, every one in [0, n)) as int64."""
@@ -83,7 +75,7 @@ class Permutation:
 
 
 def _mix64(value: np.ndarray) -> np.ndarray:
-    """`mix64` of a uint64 array, in place."""
+    """The finaliser of splitmix64, a bijection, of a uint64 array, in place."""
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)
     value ^= value >> np.uint64(27)

@@ -114,15 +114,14 @@ def estimate(
         "disk_final_bytes": final,
         "disk_free_bytes": free,
         "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
-        "tokenize_s": _tokenize_seconds(sample, request.workers * world),
+        "tokenize_s": sample.text_bytes
+        * sample.encode_s
+        / max(1, sample.encoded_bytes)
+        / (request.workers * world),
         "shard_s": _shard_seconds(place, strategy, shard_bytes, world),
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
-
-
-def _tokenize_seconds(sample: Sample, processes: int) -> float:
-    return sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes) / processes
 
 
 def _shard_seconds(place: Path, strategy: str, shard_bytes: int, world: int) -> float | None:

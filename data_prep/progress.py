@@ -13,11 +13,8 @@ def short(value: float) -> str:
     """`value` with three digits and a decimal prefix: 31.5M."""
     for size, prefix in _UNITS:
         if value >= size:
-            return (
-                f"{value / size:.3g}{prefix}"
-                if value < 999.5 * size
-                else f"{value / size:.0f}{prefix}"
-            )
+            digits = ".3g" if value < 999.5 * size else ".0f"
+            return f"{value / size:{digits}}{prefix}"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 

@@ -1,12 +1,8 @@
 """Processes on any number of machines that share work through the output directory alone.
 
-Relied on: a rename within a directory is atomic, and what one machine wrote and flushed becomes
-visible to the others some time. Not relied on: locks, clocks, messages, or that all ranks live.
-Every item of work is idempotent: done twice, it is the same bytes under the same name.
-
-A rank does its own share, then waits for the others. Once nothing of theirs has moved for
-`patience_s` to twice that, it does missing items itself: whoever is left completes the work. A rank
-that ends in error says so (data_prep.peers), and the others stop.
+What is relied on, and what a rank does for one that is gone or failed (data_prep.peers):
+docs/formats/dataset.md, "Many machines". Every item of work is idempotent: done twice, it is the
+same bytes under the same name.
 """
 
 from __future__ import annotations
@@ -115,17 +111,8 @@ def do_together(
     and where their growth shows; `at_once` items are taken over at a time.
     """
     do(share(sizes, team.rank, team.world))
-    if team.world > 1:
-        _complete(team, do, missing, folder, at_once)
-
-
-def _complete(
-    team: Team,
-    do: Callable[[list[int]], None],
-    missing: Callable[[], list[int]],
-    folder: Path,
-    at_once: int,
-) -> None:
+    if team.world == 1:
+        return
     left, sign, since = missing(), None, time.monotonic()
     while left:
         mine: list[int] = []

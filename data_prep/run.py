@@ -35,8 +35,8 @@ from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
 from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import read_order
 from data_prep.shuffle_run import ShuffleRequest, as_asked, data_sets, shuffle
-from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, require_file
-from data_prep.token_plan import TokenPlan, make_plan, parts_dirs, read_plan
+from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
+from data_prep.token_plan import TokenPlan, parts_dirs, read_plan
 from data_prep.tokenize import check_inputs, missing_units, tokenize_all
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
@@ -91,30 +91,20 @@ def prepare(
     if fused:
         require_zstd()
     with together(team, request.out) as team:
-        return _prepare(request, shuffle_request, shard_request, fused, team)
-
-
-def _prepare(
-    request: TokenizeRequest,
-    shuffle_request: ShuffleRequest,
-    shard_request: ShardRequest,
-    fused: bool,
-    team: Team,
-) -> list[Manifest]:
-    manifests = find_finished(request, shuffle_request, team)
-    if not manifests:
-        try:
-            tokenize(request, team, packed=fused)
-            shuffle(request.out, request.out, shuffle_request, team)
-            manifests = shard(request.out, shard_request, team)
-        except DataError:  # or did the others finish, and remove what was read here?
-            manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
-            if not manifests:
-                raise
-    if fused and team.rank == 0:
-        with working_in(request.out):  # or a rank that leaves it sweeps up our temporary files
-            drop_arrays(request.out)
-    return manifests
+        manifests = find_finished(request, shuffle_request, team)
+        if not manifests:
+            try:
+                tokenize(request, team, packed=fused)
+                shuffle(request.out, request.out, shuffle_request, team)
+                manifests = shard(request.out, shard_request, team)
+            except DataError:  # or did the others finish, and remove what was read here?
+                manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
+                if not manifests:
+                    raise
+        if fused and team.rank == 0:
+            with working_in(request.out):  # or a rank that leaves it sweeps up temporary files
+                drop_arrays(request.out)
+        return manifests
 
 
 def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
@@ -164,25 +154,20 @@ def plan_of(
     request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
 ) -> TokenPlan:
     """The plan of what was asked for."""
-    return make_plan(
-        inputs,
+    id_field = request.id_field
+    if id_field is None:
+        tokens_dir = request.out / layout.TOKENS_DIR
+        begun_without = (tokens_dir / layout.PLAN).exists() and not read_plan(tokens_dir).id_field
+        id_field = "" if begun_without else "id"
+    return TokenPlan(
         facts,
         request.text_field,
-        request.eval_fraction,
-        request.unit_bytes,
-        id_field=_id_field(request),
-        max_document=request.max_document,
+        float(request.eval_fraction),
+        tuple(inputs),
+        group_units(inputs, request.unit_bytes),
+        id_field,
+        request.max_document,
     )
-
-
-def _id_field(request: TokenizeRequest) -> str:
-    """As asked for; by default none where token arrays were begun without."""
-    if request.id_field is not None:
-        return request.id_field
-    tokens_dir = request.out / layout.TOKENS_DIR
-    if (tokens_dir / layout.PLAN).exists() and not read_plan(tokens_dir).id_field:
-        return ""
-    return "id"
 
 
 def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
@@ -203,7 +188,7 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     for source in order.sources:
         require_arrays(dataset / source.tokens_dir)
         require_compared(dataset / source.tokens_dir)
-    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team=team)
+    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 
     def done() -> bool:

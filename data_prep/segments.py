@@ -1,9 +1,7 @@
 """Checkpoints of a unit: what it wrote since the last one, so that a kill costs seconds.
 
-A unit that takes long commits `unit-*.part-NNNN` after every 16 MiB of text: the tokens and
-document rows since the one before, and where reading goes on. A rerun puts the parts together and
-goes on behind the last; a complete unit has none. Where a part ends depends on the text alone, so
-that two runs at once write the same parts.
+docs/formats/dataset.md, "Commit and resume". Where a part ends depends on the text alone, so that
+two runs at once write the same parts.
 """
 
 from __future__ import annotations

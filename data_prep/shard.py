@@ -6,6 +6,7 @@ shard or of the corpus, because a shard is gathered block by block.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -24,7 +25,7 @@ from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
 from data_prep.machine import usable_memory
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress, say
-from data_prep.ranks import ALONE, Team, do_together
+from data_prep.ranks import Team, do_together
 from data_prep.shuffle import Order
 from data_prep.strategy import choose_strategy
 from optimus import files
@@ -107,16 +108,15 @@ def shard_all(
     order: Order | BlendOrder,
     workers: int,
     memory_bytes: int,
-    strategy: str = "gather",
-    team: Team = ALONE,
+    strategy: str,
+    team: Team,
 ) -> None:
     """Write every shard that is not complete. Raises ConfigError for too little memory.
 
     `strategy` is `auto`, `gather` or `bucket`. Several ranks share the work.
     """
     asked = workers
-    row_bytes = order.context * layout.little_endian(order.dtype).itemsize
-    workers, block_bytes = divide_memory(memory_bytes, asked, row_bytes)
+    workers, block_bytes = divide_memory(memory_bytes, asked, order.row_bytes)
     if workers < asked:
         say(fewer_workers(team.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
     (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)
@@ -195,12 +195,13 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     header = layout.npy_header((stop - first, order.context), order.dtype)
     digest = xxhash.xxh3_64(header)
     with (
-        _open_rows(work, shard) as source,
+        contextlib.closing(_open_rows(work, shard)) as source,
         files.atomic_writer(shard_path(work.dataset, shard)) as file,
     ):
         file.write(header)
         permutation = order.epoch_zero()
-        step = _block_rows(work)
+        # Three quarters of the block's memory; window and selection take a quarter.
+        step = max(1, work.block_bytes * 3 // 4 // (order.row_bytes + INDEX_BYTES))
         buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
             instances = permutation.apply(np.arange(begin, min(begin + step, stop)))
@@ -231,9 +232,3 @@ def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillR
     if work.spill is not None:
         return SpillReader(work.spill, shard)
     return open_gatherer(work.dataset, work.order, work.block_bytes // 8)
-
-
-def _block_rows(work: ShardWork) -> int:
-    """Rows of a block: three quarters of its memory; window and selection take a quarter."""
-    row_bytes = work.order.context * layout.little_endian(work.order.dtype).itemsize
-    return max(1, work.block_bytes * 3 // 4 // (row_bytes + INDEX_BYTES))

@@ -1,8 +1,6 @@
 """The shuffle: how token arrays divide into instances, and in which order instances are sharded.
 
-N instances of C tokens are numbered along the concatenation of what every T_i keeps: all its whole
-instances, or, with carried tails, everything. Row i of the shards is instance P(i) of that
-numbering, P being data_prep.permutation. Pure plans; sharding executes them.
+docs/formats/dataset.md, "Instances and their order". Pure plans; sharding executes them.
 """
 
 from __future__ import annotations
@@ -40,9 +38,15 @@ class Unit:
 class InShards:
     """What follows from a number of instances, a seed and the length of a shard."""
 
+    context: int
+    dtype: str
     num_instances: int
     instances_per_shard: int
     seed: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.context * layout.little_endian(self.dtype).itemsize
 
     @property
     def num_shards(self) -> int:
@@ -119,14 +123,14 @@ def order_from_json(value: dict[str, Any]) -> Order:
     return Order(**fields)
 
 
-def default_shard_bytes(num_instances: int, row_bytes: int) -> int:
-    """About a 64th of the data, from 4 MiB to 1 GiB: work for every core, never too many files."""
-    return min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
-
-
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Rows of every shard but the last; `shard_bytes` 0 stands for `default_shard_bytes`."""
-    return max(1, (shard_bytes or default_shard_bytes(num_instances, row_bytes)) // row_bytes)
+    """Rows of every shard but the last.
+
+    `shard_bytes` 0: a 64th of the data, from 4 MiB to 1 GiB: work for every core, never too many
+    files.
+    """
+    shard_bytes = shard_bytes or min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
+    return max(1, shard_bytes // row_bytes)
 
 
 def make_order(
@@ -136,11 +140,11 @@ def make_order(
     seed: int,
     *,
     carry_tails: bool,
-    shard_bytes: int = 0,
+    shard_bytes: int,
 ) -> Order:
     """The order of the token arrays in `tokens_dir` for a data set in `dataset`.
 
-    `shard_bytes` 0: `default_shard_bytes`. Raises DataError where arrays are missing or damaged.
+    `shard_bytes` as in `rows_of_shard`. Raises DataError where arrays are missing or damaged.
     """
     plan, plan_xxh3, records = read_token_set(tokens_dir)
     units = tuple(

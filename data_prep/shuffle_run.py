@@ -96,8 +96,7 @@ def as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
     Raises DataError.
     """
     order = read_order(place)
-    row_bytes = request.context * layout.little_endian(order.dtype).itemsize
-    length = rows_of_shard(order.num_instances, row_bytes, request.shard_bytes)
+    length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     for key, now in (
         ("context", request.context),
         ("seed", request.seed),

@@ -17,8 +17,6 @@ from typing import Literal
 from data_prep.expand import Told, expand
 from optimus.errors import DataError
 
-Kind = Literal["text", "jsonl", "parquet"]
-
 UNIT_BYTES = 4 << 20
 """Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
 smaller ones share one, so that a million source files do not become a million arrays, each with a
@@ -60,13 +58,11 @@ def find_inputs(
 ) -> tuple[InputFile, ...]:
     """Every file that `patterns` name and `exclude` does not, once, sorted by name.
 
-    A pattern is a file, a directory (all files below it) or a glob, in which `**` crosses
-    directories. Below a directory and a `**`, names that begin with a dot are left out; `say` is
-    told how many. `@FILE` stands for the patterns in FILE, one a line, as `_listed` reads it.
-    `exclude` patterns are matched against whole names, and their `*` crosses directories. Links are
-    followed; a file that several names reach counts once, under the shortest path. Files below
-    `out`, our own output, are no input. Raises DataError for a pattern that matches nothing, a link
-    to nothing, a directory that may not be read, and a kind of file that is not read yet.
+    Patterns and `@FILE` are as docs/formats/dataset.md and the help of `--input` say; `say` is told
+    how many names with a leading dot are left out. `exclude` patterns are matched against whole
+    names, and their `*` crosses directories. Files below `out`, our own output, are no input.
+    Raises DataError for a pattern that matches nothing, a link to nothing, a directory that may not
+    be read, and a kind of file that is not read yet.
     """
 
     def unread(folder: str, why: str) -> None:
@@ -128,24 +124,15 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
             text = require_file(pattern[1:], "--input @").read_text("utf-8")
         except UnicodeDecodeError:
             raise DataError(f"--input {pattern!r}: the list is not UTF-8 text") from None
-        lines = _listed(text)
-        if not lines:
+        lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
+        listed = [line for line in lines if line]
+        if not listed:
             raise DataError(f"--input {pattern!r}: the list names nothing; one path or glob a line")
-        yield from lines
-
-
-def _listed(text: str) -> list[str]:
-    """The patterns of a list: its lines without blanks around them, without what follows a #.
-
-    A # begins a comment at the start of a line and behind a blank; `?` or `[ ]` matches such signs
-    where a name has them.
-    """
-    lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
-    return [line for line in lines if line]
+        yield from listed
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Names of distinct files that do not lie below `out`."""
+    """Names of distinct files that do not lie below `out`, of several the shortest."""
     own = os.path.join(os.path.realpath(out), "") if out is not None else None
     real_folder = functools.cache(os.path.realpath)  # a million files share few folders
     first: dict[str, str] = {}
@@ -159,7 +146,7 @@ def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list
     return list(first.values())
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
     """How a file is read, by the end of its name. Raises DataError for a kind not read yet."""
     lower = name.lower()
     if lower.endswith(_JSON_LINES):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from data_prep.blend import BlendOrder
-from data_prep.layout import HEADER_BYTES, little_endian
+from data_prep.layout import HEADER_BYTES
 from data_prep.machine import usable_memory
 from data_prep.ranks import Team
 from data_prep.shuffle import Order
@@ -27,9 +27,7 @@ def choose_strategy(
 ) -> str:
     """`gather` or `bucket`, whose runs would have `run_rows`. `auto` measures where that pays.
 
-    It gathers what fits into half of the memory, and on several machines, where ranks must agree
-    and parallel file systems serve many readers, and where runs and shards are so small against
-    the data that a piece is but a few rows; else it compares random with sequential reads.
+    On several machines it gathers: ranks must agree, and parallel file systems serve many readers.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
@@ -42,15 +40,14 @@ def choose_strategy(
         return strategy
     if small:
         return "gather"
-    row_bytes = order.context * little_endian(order.dtype).itemsize
-    if team.world > 1 or order.num_instances * row_bytes < usable_memory() // 2:
+    if team.world > 1 or order.num_instances * order.row_bytes < usable_memory() // 2:
         return "gather"
-    return "bucket" if random_read_cost(dataset, order, row_bytes) > _WORTH_IT else "gather"
+    return "bucket" if random_read_cost(dataset, order) > _WORTH_IT else "gather"
 
 
-def random_read_cost(dataset: Path, order: Order | BlendOrder, row_bytes: int) -> float:
+def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """How much longer rows at random places take to read than a stretch of as many bytes."""
-    source = max(order.sources, key=lambda source: source.num_instances)
+    row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
     path = array_path(dataset / source.tokens_dir, unit)

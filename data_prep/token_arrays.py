@@ -92,15 +92,13 @@ class PlainStore:
         self._file.seek(0)
         self._file.write(npy_header((tokens,), self._dtype))
         self._file.flush()
-        return describe(self._file.name)
+        return {"size": os.path.getsize(self._file.name), "xxh3": files.xxh3_file(self._file.name)}
 
 
 class TokenArrayWriter:
     """Appends documents to one T_i. `file` is at its start and is written through once."""
 
-    def __init__(
-        self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool = False
-    ):
+    def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
@@ -203,11 +201,6 @@ class TokenArrayWriter:
         return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._ids)
 
 
-def describe(path: str | os.PathLike) -> dict[str, Any]:
-    """Size and hash of a file as sidecars and manifests record them."""
-    return {"size": os.path.getsize(path), "xxh3": files.xxh3_file(path)}
-
-
 def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:
     """The document table of a unit, int64 [D, 3]; `xxh3` is the hash that its file should have.
 
@@ -237,7 +230,7 @@ def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
 class TokenArrayReader:
     """Reads runs of tokens out of the T_i, without mapping them: memory stays the caller's.
 
-    At most 256 files are open at a time. A context manager.
+    At most 256 files are open at a time.
     """
 
     def __init__(self, tokens_dir: Path, dtype: str):
@@ -245,10 +238,7 @@ class TokenArrayReader:
         self._name, self._dtype = dtype, little_endian(dtype)
         self._open: OrderedDict[int, int | PackedArray] = OrderedDict()  # by unit, oldest first
 
-    def __enter__(self) -> TokenArrayReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         while self._open:
             self._close_oldest()
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data_prep import layout
-from data_prep.sources import InputFile, group_units
+from data_prep.sources import InputFile
 from data_prep.tokenizer import TokenizerFacts
 
 PARTS = ("train", "held-out")
@@ -60,23 +59,6 @@ class TokenPlan:
         return value
 
 
-def make_plan(
-    inputs: Sequence[InputFile],
-    tokenizer: TokenizerFacts,
-    text_field: str,
-    eval_fraction: float,
-    unit_bytes: int,
-    id_field: str = "",
-    max_document: int | None = None,
-) -> TokenPlan:
-    """The plan of these inputs and rules. Raises DataError for a vocabulary beyond uint32."""
-    layout.dtype_name(tokenizer.vocab_size)
-    units = group_units(inputs, unit_bytes)
-    return TokenPlan(
-        tokenizer, text_field, float(eval_fraction), tuple(inputs), units, id_field, max_document
-    )
-
-
 def read_plan(tokens_dir: Path) -> TokenPlan:
     """The plan under `tokens_dir`. Raises DataError."""
     path = tokens_dir / layout.PLAN
@@ -91,16 +73,10 @@ def read_plan(tokens_dir: Path) -> TokenPlan:
     )
 
 
-class HasTextField(Protocol):
-    """A plan, or a manifest."""
-
-    @property
-    def text_field(self) -> str: ...
-
-
-def is_import(plan: HasTextField) -> bool:
-    """Whether its arrays come from token files, whose text is not known, and not from text."""
-    return plan.text_field.startswith(IMPORT_FIELD)
+def is_import(text_field: str) -> bool:
+    """Whether the arrays of a plan or manifest with this field come from token files, whose text is
+    not known, and not from text."""
+    return text_field.startswith(IMPORT_FIELD)
 
 
 def held_out_below(eval_fraction: float) -> int:

@@ -59,11 +59,8 @@ class TokenizeWork:
         return duplicates.read(self.tokens_dir, self.plan_xxh3) if self.plan.id_field else None
 
 
-def tokenize_all(
-    work: TokenizeWork, workers: int, units: Sequence[int] | None = None, label: str = "tokenize"
-) -> None:
-    """Do every unit, or these, that is not complete, largest first; check the complete ones."""
-    units = range(len(work.plan.units)) if units is None else units
+def tokenize_all(work: TokenizeWork, workers: int, units: Sequence[int], label: str) -> None:
+    """Do each of these units that is not complete, largest first; check the complete ones."""
     sizes = {unit: work.plan.unit_bytes(unit) for unit in units}
     order = sorted(sizes, key=lambda unit: -sizes[unit])
     with Progress(label, sum(sizes.values()), "B") as progress:
@@ -205,6 +202,23 @@ def _complete(
     return record
 
 
+def open_writers(
+    work: TokenizeWork, unit: int, stack: contextlib.ExitStack
+) -> dict[str, TokenArrayWriter]:
+    """The arrays of a unit by part; files that stand once `stack` is left without an error."""
+    facts = work.plan.tokenizer
+    return {
+        part: TokenArrayWriter(
+            stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
+            facts.vocab_size,
+            work.plan.dtype,
+            facts.eos_id,
+            work.packed,
+        )
+        for part, folder in parts_dirs(work.out, work.plan).items()
+    }
+
+
 def _tokenize_unit(
     work: TokenizeWork,
     unit: int,
@@ -216,16 +230,7 @@ def _tokenize_unit(
     plan, folders = work.plan, parts_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
-        writers = {
-            part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
-                plan.tokenizer.vocab_size,
-                plan.dtype,
-                plan.tokenizer.eos_id,
-                work.packed,
-            )
-            for part, folder in folders.items()
-        }
+        writers = open_writers(work, unit, stack)
         unit_writer = UnitWriter(
             shared_encoder(str(work.tokenizer_file)),
             writers,

@@ -21,11 +21,9 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
     Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
     of killed runs of this machine are removed while no other run of this machine holds the
-    directory, which a shared lock on it tells; nothing else relies on locks, and none needs to
-    reach other machines. Where the file system has no locks, and on machines that never come back,
-    leftovers stay until nobody has written into them for a day and rank 0 passes; they are never
-    read.
-    Raises DataError where the directory cannot be made or written to.
+    directory, which a shared lock on it tells; none needs to reach other machines. Other leftovers
+    stay until nobody has written into them for a day and rank 0 passes. Raises DataError where the
+    directory cannot be made or written to.
     """
     directory = Path(directory)
     try:

@@ -50,11 +50,6 @@ def index_of(name: str) -> str:
     return name.removesuffix(".bin") + ".idx"
 
 
-def ids_of_index(name: str) -> str:
-    """The .bin that an .idx belongs to."""
-    return name.removesuffix(".idx") + ".bin"
-
-
 def _megatron(path: Path) -> Foreign:
     idx = index_of(str(path))
     data = np.frombuffer(Path(idx).read_bytes(), np.uint8)

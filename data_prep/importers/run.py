@@ -1,8 +1,6 @@
 """`optimus-data import`: foreign token files become token arrays, as if they had been tokenized.
 
-A source file is a unit. Held out are documents whose ids, uint32 little-endian without EOS, hash
-below the fraction: these files lack the texts that decide it elsewhere. Afterwards `shuffle` and
-`shard` go on as with tokenized text.
+docs/formats/dataset.md, "Token files of other programs".
 """
 
 from __future__ import annotations
@@ -18,15 +16,14 @@ import xxhash
 
 from data_prep import layout
 from data_prep.begin import begin
-from data_prep.importers.foreign import Foreign, ids_of_index, index_of, open_foreign
+from data_prep.importers.foreign import Foreign, index_of, open_foreign
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import ALONE, Team, do_together, together
 from data_prep.sources import InputFile, find_inputs, require_file
-from data_prep.token_arrays import TokenArrayWriter, array_path
 from data_prep.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
 from data_prep.token_set import UnitIdentity, read_unit, write_unit
-from data_prep.tokenize import TokenizeWork, is_complete, missing_units
+from data_prep.tokenize import TokenizeWork, is_complete, missing_units, open_writers
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -92,7 +89,8 @@ def _make_plan(
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in found:
-        if file.name.endswith(".idx") and not os.path.exists(own_ids := ids_of_index(file.name)):
+        own_ids = file.name.removesuffix(".idx") + ".bin"
+        if file.name.endswith(".idx") and not os.path.exists(own_ids):
             raise DataError(f"{file.name}: {own_ids} is missing; copy it, or --exclude the index")
         if file.name.endswith(_COMPANIONS):
             continue
@@ -108,9 +106,7 @@ def _make_plan(
         inputs += own
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = (
-        f"{IMPORT_FIELD}{request.dtype or 'as described'}"  # another reading would be another plan
-    )
+    how = IMPORT_FIELD + (request.dtype or "as described")  # another reading is another plan
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
@@ -134,15 +130,7 @@ def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
     name = plan.inputs[source].name
     foreign = open_foreign(name, work.dtype)
     with contextlib.ExitStack() as stack:
-        writers = {
-            part: TokenArrayWriter(
-                stack.enter_context(files.atomic_writer(array_path(folder, unit))),
-                facts.vocab_size,
-                plan.dtype,
-                facts.eos_id,
-            )
-            for part, folder in folders.items()
-        }
+        writers = open_writers(work.base, unit, stack)
         below, line = held_out_below(plan.eval_fraction), 1
         for block in _blocks(name, foreign, facts):
             for part, numbers in _deal(block, below).items():
@@ -174,11 +162,8 @@ def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Documents' ids without EOS, uint32 each, a block of them at a time.
-
-    A document ends where the source says and behind every EOS, so that EOS stands nowhere but at
-    the end of a document, as in tokenized text.
-    """
+    """Documents' ids without EOS, uint32 each, a block of them at a time: they end where the source
+    says and behind every EOS."""
     ids, held, seen_eos = foreign.ids, [], len(foreign.ends) > 0 or len(foreign.ids) == 0
     for start in range(0, len(ids), _BLOCK_TOKENS):
         block = _checked(name, ids, start, facts.vocab_size)

@@ -29,3 +29,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     assert main(train_arguments(made.text, made.tokenizer)) == 0
     assert main(run_arguments(made.text, made.tokenizer, made.data)) == 0
     return made
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Where `arguments` looks for text; empty."""
+    (tmp_path / "text").mkdir()
+    return tmp_path / "text"

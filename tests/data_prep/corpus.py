@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data_prep.cli import main
+from tests.helpers.programs import ROOT
 
-_ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 16
 EOS = "<|endoftext|>"
 SPECIAL = f"a {EOS} b{EOS}{EOS}"
@@ -84,6 +85,20 @@ def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[
     ]
 
 
+def write_sentencepiece(path: Path, sentences: list[str]) -> None:
+    """Train a small sentencepiece model. Skips where the package is missing."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=file,
+            vocab_size=300,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` with its content."""
     return {
@@ -91,6 +106,17 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def refused(capsys, arguments: Sequence[str], *told: str) -> str:
+    """The command ends with 2, and all that it says beside progress is one line with all of `told`;
+    that line."""
+    capsys.readouterr()
+    assert main(arguments) == 2, arguments
+    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
+    assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
+    assert all(needle in lines[0] for needle in told), lines
+    return lines[0]
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -115,7 +141,7 @@ def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
         "print(open('/proc/self/status').read()); sys.exit(status)"
     )
     words = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
     return done.returncode, int(line.split()[1]) << 10, done.stderr
 

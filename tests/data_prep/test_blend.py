@@ -9,33 +9,14 @@ import signal
 import numpy as np
 import pytest
 
-from data_prep.blend import parse_weight
+from data_prep.blend import mixing_of, parse_weight
 from data_prep.cli import main
-from data_prep.mixing import Mixing, integer_weights
 from data_prep.permutation import Permutation
 from data_prep.shuffle import read_order
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError
-from tests.data_prep.corpus import run_killed_at, train_arguments, tree, write_corpus
-
-
-def mixing_of(*weights: str) -> Mixing:
-    return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
-
-
-@pytest.mark.parametrize(
-    ("weights", "total", "expected"),
-    [
-        (["1", "1", "1"], 10, (4, 3, 3)),  # ties to the first
-        (["0.5", "0.25", "0.25"], 8, (4, 2, 2)),
-        (["0.1", "0.2", "0.7"], 1, (0, 0, 1)),
-        (["3", "7"], 0, (0, 0)),
-        (["0.1", "0.1", "0.1"], 3 * 10**17, (10**17,) * 3),  # floats would miss
-    ],
-)
-def test_quotas(weights, total, expected):
-    assert mixing_of(*weights).quotas(total) == expected
+from tests.data_prep.corpus import refused, run_killed_at, train_arguments, tree, write_corpus
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
@@ -83,7 +64,7 @@ def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
         whole = [source] * (quota // size)
         parts.append(np.concatenate([*whole, source[last.apply(np.arange(quota % size))]]))
     total = manifest["num_instances"]
-    mixing = mixing_of("0.7", "0.3")
+    mixing = mixing_of(["0.7", "0.3"])
     assert tuple(len(part) for part in parts) == mixing.quotas(total)
     available = [source["instances"] for source in manifest["blend"]]
     assert total == (instances or mixing.before_repeating(available))
@@ -145,9 +126,7 @@ def test_refusals(made, second, tmp_path, capsys):
         (["blend", "--source", "a=1", "--out", "b", "--context", "4"], "a/tokens/plan.json"),
     ]
     for arguments, told in cases:
-        capsys.readouterr()
-        assert main(arguments) == 2, arguments
-        assert told in capsys.readouterr().err.splitlines()[-1], arguments
+        refused(capsys, arguments, told)
     assert read_order(made.data).seed == 5, "the sources are as they were"
 
 
@@ -156,8 +135,8 @@ def test_more_than_the_disk_holds_is_refused_before_anything_stands(
     made, second, tmp_path, capsys, instances
 ):
     out = tmp_path / "out"
-    assert main(blend_arguments(made.data, second, out, "--instances", str(instances))) == 2
-    assert f"{instances} instances of 16 take " in (error := capsys.readouterr().err)
+    error = refused(capsys, blend_arguments(made.data, second, out, "--instances", str(instances)))
+    assert f"{instances} instances of 16 take " in error
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
 
 

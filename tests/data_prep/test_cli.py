@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,10 +14,8 @@ from data_prep.cli import main
 from data_prep.options import size
 from data_prep.progress import Progress, short
 from data_prep.train_tokenizer import EOS
-from tests.data_prep.corpus import documents, run_arguments, train_arguments
-from tests.helpers.programs import python
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments, tree
+from tests.helpers.programs import ROOT, python
 
 
 def test_nothing_heavy_is_loaded_before_it_is_needed():
@@ -55,8 +52,7 @@ def test_train_tokenizer_sets_aside(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     arguments = train_arguments(tmp_path / "*.txt", tmp_path / "t.json", 260)
-    assert main(arguments) == 2
-    assert "b.txt:1: invalid UTF-8" in capsys.readouterr().err
+    refused(capsys, arguments, "b.txt:1: invalid UTF-8")
     assert not (tmp_path / "t.json").exists()
     assert main([*arguments, "--on-error", "quarantine", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["quarantined"]) == 1
@@ -76,8 +72,6 @@ def test_json_is_alone_on_standard_output(made, tmp_path, capsys):
 
 
 def test_steps_one_by_one_give_what_run_gives(made, tmp_path, capsys):
-    from tests.data_prep.corpus import tree
-
     out = str(tmp_path / "out")
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     options = dict(zip(words[1::2], words[2::2], strict=True))

@@ -81,8 +81,13 @@ def test_a_directory_that_cannot_be_read_is_an_error(text, monkeypatch):
 
 
 def test_lists(text):
-    (text / "list").write_text(f"# all\n  {text}/a.txt \n\n {text}/b/c.txt # but not d\n   # end\n")
+    (text / "list").write_text(f"# all\n  {text}/a.txt \n\n {text}/b/*.txt # but not d\n   # end\n")
     assert names(text, [f"@{text}/list"]) == ["a.txt", "b/c.txt"]
     (text / "b#1.txt").write_text("no comment")
     (text / "list").write_text(f"{text}/b#1.txt")
     assert names(text, [f"@{text}/list"]) == ["b#1.txt"]
+    (text / "list").write_text("# nothing\n")
+    with pytest.raises(DataError, match="the list names nothing"):
+        find_inputs([f"@{text}/list"])
+    with pytest.raises(DataError, match="is not a file"):
+        find_inputs([f"@{text}/gone"])

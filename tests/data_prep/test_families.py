@@ -128,8 +128,7 @@ def test_ids_of_a_run_are_the_librarys(tmp_path, made, family):
     lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
     (tmp_path / "text" / "a.jsonl").write_text(lines)
     given = arguments(made, tmp_path, "--memory", "2GB", "--eos", EOS)
-    given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
-    assert main(given) == 0
+    assert main([*given, "--tokenizer", str(tmp_path / "t.json")]) == 0
     library = open_tokenizer(tmp_path / "t.json")
     eos = library.token_to_id(EOS)
     found = stored_documents(tmp_path / "out")

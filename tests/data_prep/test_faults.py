@@ -8,11 +8,9 @@ import pytest
 
 from data_prep.cli import main
 from optimus import files
-from tests.data_prep.corpus import in_child, run_arguments, tree
+from tests.data_prep.corpus import in_child, refused, run_arguments, tree
 from tests.helpers.disks import small_disk
-from tests.helpers.programs import python
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import ROOT, python
 
 
 @pytest.fixture
@@ -58,10 +56,9 @@ def test_a_full_disk_with_two_workers(made, disk, capfd):
 def test_a_read_only_disk_is_refused(made, disk, capsys):
     place, remount = disk
     remount("ro")
-    assert main(run_arguments(made.text, made.tokenizer, place / "data")) == 2
-    assert f"--out '{place / 'data'}' cannot be made: Read-only" in capsys.readouterr().err
-    assert main(run_arguments(made.text, made.tokenizer, place)) == 2
-    assert "may not be written to" in capsys.readouterr().err
+    error = refused(capsys, run_arguments(made.text, made.tokenizer, place / "data"))
+    assert f"--out '{place / 'data'}' cannot be made: Read-only" in error
+    refused(capsys, run_arguments(made.text, made.tokenizer, place), "may not be written to")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

@@ -22,6 +22,7 @@ from optimus.errors import DataError
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,
+    refused,
     run_arguments,
     run_killed_at,
     tree,
@@ -78,9 +79,7 @@ def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
         ([*arguments, "--shard-size", "4096"], "instances_per_shard"),
         ([*arguments, "--eval-fraction", "0.2"], "eval_fraction"),
     ):
-        capsys.readouterr()
-        assert main(command) == 2
-        assert told in capsys.readouterr().err.splitlines()[-1]
+        refused(capsys, command, told)
     assert arrays(out) == []
     (out / "shards" / "shard-00001.npy").unlink()
     assert any("shard-00001" in line for line in verify(out))
@@ -275,8 +274,7 @@ def test_duplicate_ids_of_packed_arrays(made, tmp_path):
     (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')
     base = run_arguments(text, made.tokenizer, tmp_path / "one", "--on-error", "quarantine")
     assert main(base) == 0
-    base[base.index("--out") + 1] = str(tmp_path / "two")
-    assert main([*base, "--fused"]) == 0
+    assert main([*base, "--fused", "--out", str(tmp_path / "two")]) == 0
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
     assert "duplicate id" in one["quarantine.jsonl"].decode()
     gone = [name for name in one if name not in two]

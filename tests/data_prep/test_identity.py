@@ -20,6 +20,7 @@ from optimus import files
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,
+    refused,
     run_arguments,
     train_arguments,
     tree,
@@ -27,8 +28,7 @@ from tests.data_prep.corpus import (
     write_corpus,
 )
 from tests.helpers.processes import assert_gone, children_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import ROOT
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -73,7 +73,7 @@ def test_kills_at_random_moments_with_two_workers(tmp_path):
     assert main(train_arguments(text, tokenizer)) == 0
     whole, out = tmp_path / "whole", tmp_path / "data"
     assert main(run_arguments(text, tokenizer, whole)) == 0
-    command = [sys.executable, "-c", "import sys; from data_prep.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-m", "data_prep.cli"]
     command += run_arguments(text, tokenizer, out, "--workers", "2")
     orphans: set[int] = set()
     for _ in range(6):
@@ -93,7 +93,7 @@ def test_kills_at_random_moments_with_two_workers(tmp_path):
 
 def test_two_runs_at_once_write_the_same(made, tmp_path):
     out = tmp_path / "data"
-    command = [sys.executable, "-c", "import sys; from data_prep.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-m", "data_prep.cli"]
     command += run_arguments(made.text, made.tokenizer, out)
     both = [subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
@@ -132,15 +132,6 @@ def begun(made, tmp_path):
     shutil.copy(made.tokenizer, tokenizer)
     assert main(run_arguments(text, tokenizer, out)) == 0
     return text, tokenizer, out
-
-
-def refused(capsys, arguments: list[str], *needles: str) -> None:
-    capsys.readouterr()
-    assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data: error" in line]
-    assert len(lines) == 1
-    for needle in needles:
-        assert needle in lines[0]
 
 
 def test_changed_inputs_are_refused(begun, capsys):

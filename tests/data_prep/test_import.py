@@ -14,9 +14,9 @@ import xxhash
 
 from data_prep.cli import main
 from data_prep.importers import run as importing
-from data_prep.token_arrays import read_docs
-from tests.data_prep.corpus import tree
+from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_ranks import start_rank, statuses
+from tests.data_prep.test_tokenize import stored_documents
 
 VOCAB, EOS_ID = 400, 0
 CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
@@ -58,22 +58,20 @@ def flatten(documents: list[list[int]]) -> list[int]:
     return [token for document in documents for token in [*document, EOS_ID]]
 
 
-def run_import(made, out: Path, *inputs: Path | str, more: tuple[str, ...] = ()) -> int:
+def import_arguments(made, out: Path, *inputs: Path, more: tuple[str, ...] = ()) -> list[str]:
     words = ["import", "--tokenizer", str(made.tokenizer), "--out", str(out), *more]
-    return main([*words, "--workers", "1", "--input", *map(str, inputs)])
+    return [*words, "--workers", "1", "--input", *map(str, inputs)]
 
 
-def imported(out: Path, unit: int = 0) -> list[list[int]]:
-    """The documents of a token array without their EOS, read with numpy alone."""
-    tokens = np.load(out / "tokens" / f"unit-{unit:05d}.npy")
-    assert tokens.dtype == np.uint16
-    documents, start = [], 0
-    for number, (end, _, line) in enumerate(read_docs(out / "tokens", unit).tolist(), 1):
-        assert line == number and tokens[end - 1] == EOS_ID
-        documents.append(tokens[start : end - 1].tolist())
-        start = end
-    assert start == len(tokens)
-    return documents
+def run_import(*given, **more) -> int:
+    return main(import_arguments(*given, **more))
+
+
+def imported(out: Path) -> list[list[int]]:
+    """The documents of one file without their EOS."""
+    found = stored_documents(out)
+    assert [(line, ids[-1]) for _, line, ids in found] == [(n + 1, 0) for n in range(len(found))]
+    return [ids[:-1] for _, _, ids in found]
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q", "h"])
@@ -168,21 +166,18 @@ def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys
             content = struct.pack(f"<{len(one)}I", *one)
             if (xxhash.xxh3_64_intdigest(content) < 0.3 * 2**64) == held_out:
                 expected.append(one)
-        for unit in range(2):
-            tokens, start = np.load(folder / "tokens" / f"unit-{unit:05d}.npy").tolist(), 0
-            for end, source, line in read_docs(folder / "tokens", unit).tolist():
-                found.append(tokens[start : end - 1])
-                start = end
-                first = 200 if source == 0 else 0  # d.npy is the first input, and has the rest
-                assert documents[first + line - 1] == found[-1] and tokens[end - 1] == EOS_ID
+        for name, line, ids in stored_documents(folder):
+            first = 200 if name.endswith("d.npy") else 0
+            assert [*documents[first + line - 1], EOS_ID] == ids
+            found.append(ids[:-1])
         assert sorted(found) == sorted(expected) and len(found) > 30
         assert (answer[part] if part else answer)["documents"] == len(found)
     assert answer["eos_added"] == 200
     assert main(["shuffle", str(out), "--context", "16"]) == 0
     assert main(["shard", str(out), "--workers", "1"]) == 0
     assert main(["verify", str(out)]) == 0 and (out / "eval" / "manifest.json").exists()
-    assert run_import(made, out, *inputs, more=more[:2]) == 2
-    assert "eval_fraction = 0.3, now 0.0" in capsys.readouterr().err
+    error = refused(capsys, import_arguments(made, out, *inputs, more=more[:2]))
+    assert "eval_fraction = 0.3, now 0.0" in error
 
 
 def test_ranks_share_an_import(made, tmp_path, capsys):
@@ -201,10 +196,8 @@ def test_ranks_share_an_import(made, tmp_path, capsys):
     assert tree(many) == tree(one)
 
 
-def refused(made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()):
-    assert run_import(made, tmp_path / "out", *inputs, more=more) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("optimus-data: error: ") and needle in error, error
+def no_unit(made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()):
+    refused(capsys, import_arguments(made, tmp_path / "out", *inputs, more=more), needle)
     assert not list(tmp_path.glob("out/tokens/unit-*.json"))
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
@@ -215,26 +208,26 @@ def test_damage_is_one_line(made, tmp_path, capsys):
     path = write_megatron(a, good)
     index, content = a.with_suffix(".idx").read_bytes(), path.read_bytes()
     path.write_bytes(content[:-2])
-    refused(made, tmp_path, capsys, "its index says", path)
+    no_unit(made, tmp_path, capsys, "its index says", path)
     path.write_bytes(content[:-1])
-    refused(made, tmp_path, capsys, "no whole number of uint16 ids", path)
+    no_unit(made, tmp_path, capsys, "no whole number of uint16 ids", path)
     path.write_bytes(content)
     for cut in (0, 8, 30, len(index) - 1):
         a.with_suffix(".idx").write_bytes(index[:cut])
-        refused(made, tmp_path, capsys, "a.idx: ", path)
+        no_unit(made, tmp_path, capsys, "a.idx: ", path)
     a.with_suffix(".idx").write_bytes(index + bytes(5))
-    refused(made, tmp_path, capsys, "damaged or multimodal", path)
+    no_unit(made, tmp_path, capsys, "damaged or multimodal", path)
     a.with_suffix(".idx").unlink()
-    refused(made, tmp_path, capsys, "a.idx", path)
+    no_unit(made, tmp_path, capsys, "a.idx", path)
     a.with_suffix(".idx").write_bytes(index)
     (tmp_path / "b.idx").write_bytes(index)
-    refused(made, tmp_path, capsys, "b.bin is missing; copy it, or --exclude the index", tmp_path)
+    no_unit(made, tmp_path, capsys, "b.bin is missing; copy it, or --exclude the index", tmp_path)
     (tmp_path / "b.idx").unlink()
-    refused(made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2))
-    refused(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
-    refused(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
+    no_unit(made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2))
+    no_unit(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
+    no_unit(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
     (tmp_path / "b.txt").write_text("text")
-    refused(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
+    no_unit(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q"])
@@ -243,25 +236,25 @@ def test_ids_outside_the_vocabulary(made, tmp_path, capsys, code):
     wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
     for token in wrong:
         path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)
-        refused(made, tmp_path, capsys, f"a.bin: id {token} at token 4 lies outside", path)
+        no_unit(made, tmp_path, capsys, f"a.bin: id {token} at token 4 lies outside", path)
 
 
 def test_npy_files_that_cannot_be_taken(made, tmp_path, capsys):
     path = tmp_path / "a.npy"
     path.write_bytes(struct.pack("<4H", 5, 6, 7, 8))
-    refused(made, tmp_path, capsys, "give --dtype uint16 or", path)
-    refused(made, tmp_path, capsys, "holds no <|endoftext|>", path, more=("--dtype", "uint16"))
+    no_unit(made, tmp_path, capsys, "give --dtype uint16 or", path)
+    no_unit(made, tmp_path, capsys, "holds no <|endoftext|>", path, more=("--dtype", "uint16"))
     path.write_bytes(bytes(5))
-    refused(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
+    no_unit(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
     for array in (np.zeros((2, 3), np.uint16), np.zeros(3, np.float32)):
         np.save(path, array)
-        refused(made, tmp_path, capsys, "not one row of whole numbers", path)
+        no_unit(made, tmp_path, capsys, "not one row of whole numbers", path)
     np.save(path, np.zeros(3, np.uint16))
-    refused(
+    no_unit(
         made, tmp_path, capsys, "holds uint16, not --dtype uint32", path, more=("--dtype", "uint32")
     )
     path.write_bytes(path.read_bytes()[:-1])
-    refused(made, tmp_path, capsys, "damaged .npy", path)
+    no_unit(made, tmp_path, capsys, "damaged .npy", path)
 
 
 def test_another_reading_is_not_mixed_in(made, tmp_path, capsys):
@@ -269,9 +262,8 @@ def test_another_reading_is_not_mixed_in(made, tmp_path, capsys):
     (tmp_path / "a.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
     out, path = tmp_path / "out", tmp_path / "a.npy"
     assert run_import(made, out, path, more=("--dtype", "uint16")) == 0
-    assert run_import(made, out, path, more=("--dtype", "uint32")) == 2
-    assert "import uint16" in capsys.readouterr().err
+    refused(capsys, import_arguments(made, out, path, more=("--dtype", "uint32")), "import uint16")
     flat[0] += 1
     path.write_bytes(struct.pack(f"<{len(flat)}H", *flat))
-    assert run_import(made, out, path, more=("--dtype", "uint16")) == 2
-    assert "a.npy: changed since" in capsys.readouterr().err
+    error = refused(capsys, import_arguments(made, out, path, more=("--dtype", "uint16")))
+    assert "a.npy: changed since" in error

@@ -1,4 +1,4 @@
-"""Packed files, tables, lists of inputs, sentencepiece models: read whole, or refused by line."""
+"""Packed files, tables, sentencepiece models: read whole, or refused by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 from data_prep.cli import main
 from data_prep.parquet import DamagedTable, read_column
 from data_prep.streams import DamagedStream, damage_of_gzip, unpack
-from tests.data_prep.test_bad_input import arguments, one_error
+from tests.data_prep.corpus import refused, write_sentencepiece
+from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_tokenize import stored_documents
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -40,12 +41,6 @@ def zst(data: bytes, frame_bytes: int = 10_000) -> bytes:
 def table(path: Path, values: list[str | None], name: str = "text") -> None:
     columns = pyarrow.table({"id": list(range(len(values))), name: values})
     parquet.write_table(columns, path, row_group_size=100)
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    (tmp_path / "text").mkdir()
-    return tmp_path / "text"
 
 
 def ids_of(made, tmp_path: Path) -> list[tuple[int, list[int]]]:
@@ -79,19 +74,18 @@ def test_damaged_files_are_refused_or_left_out_whole(made, tmp_path, text, capsy
     content, needle = BAD_PACKED[name]
     (text / name).write_bytes(content)
     (text / "z.txt").write_text("good text " * 20)
-    assert main(arguments(made, tmp_path)) == 2
-    assert needle in (error := one_error(capsys)) and name in error
+    error = refused(capsys, arguments(made, tmp_path), needle)
+    assert name in error
     assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
     assert [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")] == ["z.txt"]
 
 
 def test_null_and_missing_columns(made, tmp_path, text, capsys):
     table(text / "a.parquet", ["good", None, "more"])
-    assert main(arguments(made, tmp_path)) == 2
-    assert "a.parquet:2: column 'text' is null" in one_error(capsys)
+    refused(capsys, arguments(made, tmp_path), "a.parquet:2: column 'text' is null")
     table(text / "a.parquet", ["good"], name="body")
-    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "other")]) == 2
-    assert "has no column 'text', only id, body; --text-field" in one_error(capsys)
+    error = refused(capsys, arguments(made, tmp_path, "--out", str(tmp_path / "other")))
+    assert "has no column 'text', only id, body; --text-field" in error
 
 
 def no_utf8(values: list[bytes]) -> pyarrow.Array:
@@ -105,8 +99,7 @@ def test_a_value_of_a_table_that_is_no_utf8(made, tmp_path, text, capsys, column
     bad = no_utf8([b"one", b"not \xff\xfe text", b"three"])
     columns = {"text": ["good", "some", "more"], "id": ["a", "b", "c"], column: bad}
     parquet.write_table(pyarrow.table(columns), text / "a.parquet")
-    assert main(arguments(made, tmp_path)) == 2
-    told = one_error(capsys)
+    told = refused(capsys, arguments(made, tmp_path))
     assert "a.parquet:2: " in told and ("invalid UTF-8: " if column == "text" else "'id'") in told
     assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
     assert [line for _, line, _ in stored_documents(tmp_path / "out")] == [1, 3]
@@ -160,8 +153,6 @@ def test_where_a_gzip_file_of_one_line_breaks_off_is_told_in_little_memory(tmp_p
 
 
 def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys):
-    import pyarrow
-
     strings = pyarrow.array(["one", "two"])
     for columns, names, told in (
         ([strings, strings], ["text", "text"], "has several columns 'text'; rename all but one"),
@@ -169,8 +160,7 @@ def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys
         ([strings.dictionary_encode()], ["text"], "not text; write it as string"),
     ):
         parquet.write_table(pyarrow.Table.from_arrays(columns, names), text / "a.parquet")
-        assert main(arguments(made, tmp_path)) == 2
-        assert told in one_error(capsys)
+        refused(capsys, arguments(made, tmp_path), told)
         shutil.rmtree(tmp_path / "out")
 
 
@@ -179,8 +169,7 @@ def test_a_table_whose_names_of_columns_are_damaged(made, text, tmp_path, capsys
     parquet.write_table(columns, text / "a.parquet")
     content = (text / "a.parquet").read_bytes()
     (text / "a.parquet").write_bytes(content.replace("é".encode(), b"\xff\xa9"))
-    assert main(arguments(made, tmp_path)) == 2
-    assert "a.parquet:1: damaged parquet: " in one_error(capsys)
+    refused(capsys, arguments(made, tmp_path), "a.parquet:1: damaged parquet: ")
 
 
 def test_no_row_is_lost_where_the_counts_of_a_table_are_damaged(tmp_path):
@@ -231,8 +220,7 @@ def test_a_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, p
         return real(wanted, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert main(arguments(made, tmp_path)) == 2
-    assert f"pip install {package}" in one_error(capsys)
+    refused(capsys, arguments(made, tmp_path), f"pip install {package}")
 
 
 def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
@@ -249,44 +237,14 @@ def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
     assert found[0] == found[1] and len(found[0][0]) == 80
 
 
-def test_lists_of_inputs(made, tmp_path, text, capsys):
-    for name in ("a b.txt", "#c.txt", "d1.txt", "d2.txt", "no.txt"):
-        (text / name).write_text(f"good text of {name}")
-    listed = tmp_path / "list"
-    listed.write_text(f"# comment\n{text}/a b.txt\n\n{text}/d?.txt\n")
-    given = arguments(made, tmp_path)
-    given[given.index("--input") + 1] = f"@{listed}"
-    assert main(given) == 0
-    names = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
-    assert names == ["a b.txt", "d1.txt", "d2.txt"]
-    capsys.readouterr()
-    listed.write_text("# nothing\n")
-    assert main(given) == 2 and "names nothing" in one_error(capsys)
-    listed.unlink()
-    assert main(given) == 2 and "is not a file" in one_error(capsys)
-
-
 def test_sentencepiece_ids_are_the_librarys(made, tmp_path, text, capsys):
     model = tmp_path / "spm.model"
-    with open(model, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20),
-            model_writer=file,
-            vocab_size=300,
-            hard_vocab_limit=False,
-            byte_fallback=True,
-            minloglevel=2,
-        )
+    write_sentencepiece(model, TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20)
     (text / "a.jsonl").write_bytes(LINES + b'{"text": "x </s> y<s>  \\n z"}\n{"text": ""}\n')
-    given = arguments(made, tmp_path)
-    given[given.index("--tokenizer") + 1] = str(model)
+    given = arguments(made, tmp_path, "--tokenizer", str(model))
     assert main(given) == 0
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     expected = [library.encode(t) for t in [*TEXTS, "x </s> y<s>  \n z", ""]]
     found = stored_documents(tmp_path / "out")
     assert [ids for _, _, ids in found] == [[*ids, library.eos_id()] for ids in expected]
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "out")]) == 0
-    assert main(["inspect", str(tmp_path / "out"), "0"]) == 0
-    assert main([*given, "--eos", "text"]) == 2
-    assert "not one of its control symbols" in one_error(capsys)
+    refused(capsys, [*given, "--eos", "text"], "not one of its control symbols")

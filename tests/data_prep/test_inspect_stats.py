@@ -109,12 +109,11 @@ def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, comma
     assert name in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_name_that_standard_output_cannot_say(made, tmp_path):
+def test_a_name_that_standard_output_cannot_say(made, tmp_path, text):
     """Strict UTF-8, as in most terminals, and a name in Latin-1."""
-    (tmp_path / "text").mkdir()
-    with open(os.fsencode(tmp_path / "text") + b"/caf\xe9.txt", "wb") as file:
+    with open(os.fsencode(text) + b"/caf\xe9.txt", "wb") as file:
         file.write(b"the cat sat " * 200)
-    assert main(run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "data")) == 0
+    assert main(run_arguments(text, made.tokenizer, tmp_path / "data")) == 0
     inspect = ["inspect", str(tmp_path / "data"), "0"]
     for more in ([], ["--json"]):
         words = ["-m", "data_prep.cli", *inspect, *more]

@@ -36,11 +36,12 @@ from tests.data_prep.corpus import (
     EOS,
     killed_until_done,
     measured,
+    refused,
     run_arguments,
     tree,
     words,
 )
-from tests.data_prep.test_bad_input import arguments, one_error
+from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_encoder import KINDS, make, nasty
 from tests.data_prep.test_tokenize import stored_documents
 
@@ -218,9 +219,7 @@ def test_what_has_no_cut_is_encoded_whole_within_memory(
     ((_, _, ids),) = stored_documents(tmp_path / "out")
     assert ids[:-1] == reference_encode(open_tokenizer(made.tokenizer), [text])[0].tolist()
     given += [str(tmp_path / "other"), "--memory", "260MB"]
-    capsys.readouterr()
-    assert main([*given, "--on-error", "quarantine"]) == 2, "memory decides nothing"
-    error = one_error(capsys)
+    error = refused(capsys, [*given, "--on-error", "quarantine"])  # memory decides nothing
     assert "bytes without a cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
     enough = error.split("--memory ")[1].split(",")[0]
     given[given.index("260MB")] = enough
@@ -242,14 +241,13 @@ def test_long_documents_give_the_same_bytes(made, long_ones, tmp_path):
     assert tree(out) == tree(made.data)
 
 
-def test_kills_within_long_texts_change_no_byte(made, tmp_path, request):
-    (tmp_path / "text").mkdir()
+def test_kills_within_long_texts_change_no_byte(made, tmp_path, text, request):
     rng = random.Random(8)
     for name, opener in (("a.txt", open), ("b.txt.gz", gzip.open)):
-        with opener(tmp_path / "text" / name, "wt") as file:
+        with opener(text / name, "wt") as file:
             file.write(words(rng, 2000) + "\n" + EOS)
-    (tmp_path / "text" / "c.txt").write_text("short")
-    given = run_arguments(tmp_path / "text", made.tokenizer, tmp_path / "whole")
+    (text / "c.txt").write_text("short")
+    given = run_arguments(text, made.tokenizer, tmp_path / "whole")
     assert main(given) == 0
     request.getfixturevalue("long_ones")
     given[given.index("--out") + 1] = str(tmp_path / "out")
@@ -259,14 +257,13 @@ def test_kills_within_long_texts_change_no_byte(made, tmp_path, request):
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
-    assert main(arguments(made, tmp_path)) == 2
-    assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in one_error(capsys)
-    (tmp_path / "text" / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
-    assert main([*arguments(made, tmp_path), "--out", str(tmp_path / "o")]) == 2
-    assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in one_error(capsys)
+def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, text, capsys):
+    (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
+    error = refused(capsys, arguments(made, tmp_path))
+    assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in error
+    (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xc3")
+    error = refused(capsys, arguments(made, tmp_path, "--out", str(tmp_path / "o")))
+    assert "a.txt:41: invalid UTF-8: unexpected end of data (byte 120 " in error
 
 
 LONG = "return " * 6_000_000
@@ -290,28 +287,23 @@ def test_memory_holds_while_a_long_document_is_tokenized(made, tmp_path, name, m
     assert open_tokenizer(made.tokenizer).decode(ids[:-1]) == LONG
 
 
-def test_what_does_not_fit_is_refused_by_line(made, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    path = tmp_path / "text" / "a.jsonl"
+def test_what_does_not_fit_is_refused_by_line(made, tmp_path, text, capsys):
+    path = text / "a.jsonl"
     line = json.dumps({"text": "w" * 20_000_000})
     path.write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good too, good too"}}\n')
     given = arguments(made, tmp_path, "--memory", "250MB")
-    assert main(given) == 2
-    error = one_error(capsys)
+    error = refused(capsys, given)
     assert f"{path}:2: a line of {len(line) + 1} bytes needs 70 MB of memory" in error
     assert "--memory 2" in error and "--max-document" in error
-    assert main([*given, "--on-error", "quarantine"]) == 2, "memory never decides what is left out"
-    one_error(capsys)
+    refused(capsys, [*given, "--on-error", "quarantine"])  # memory never decides what is left out
     aside = [*given, "--max-document", "1MB", "--out", str(tmp_path / "other")]
-    assert main(aside) == 2
-    assert "above --max-document 1000000" in one_error(capsys)
+    refused(capsys, aside, "above --max-document 1000000")
     assert main([*aside, "--on-error", "quarantine"]) == 0
     (listed,) = (tmp_path / "other" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(listed)["line"] == 2
     assert [line for _, line, _ in stored_documents(tmp_path / "other")] == [1, 3]
-    capsys.readouterr()
-    assert main([*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"]) == 2
-    assert "max_document = 1000000, now None" in one_error(capsys)
+    error = refused(capsys, [*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"])
+    assert "max_document = 1000000, now None" in error
 
 
 SMALL = [f"small text {n} " * 20 for n in range(5000)]
@@ -321,7 +313,7 @@ def write_table(folder: Path, values: list[str], **options) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     parquet.write_table(pyarrow.table({"text": values}), folder / "a.parquet", **options)
 
 
@@ -438,36 +430,28 @@ def test_pages_bound_every_run_of_values(tmp_path, packing, options):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
-def test_max_document_of_every_kind(made, tmp_path, capsys, name):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "b.txt").write_text("good text " * 9)
+def test_max_document_of_every_kind(made, tmp_path, text, name):
+    (text / "b.txt").write_text("good text " * 9)
     if name == "a.parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.table({"text": ["x" * 101, "good"]}), folder / name)
-    elif name == "a.txt":
-        (folder / name).write_text("x" * 101)
+        write_table(text, ["x" * 101, "good"])
     else:
-        (folder / name).write_bytes(gzip.compress(b"x" * 101))
+        packed = gzip.compress(b"x" * 101)
+        (text / name).write_bytes(packed if name.endswith("gz") else b"x" * 101)
     given = arguments(made, tmp_path, "--max-document", "100", "--on-error", "quarantine")
     assert main(given) == 0
     kept = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
     assert kept == (["a.parquet", "b.txt"] if name == "a.parquet" else ["b.txt"])
 
 
-def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(made, tmp_path, capsys):
+def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
+    made, tmp_path, text, capsys
+):
     config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
     (tmp_path / "t.json").write_text(json.dumps(config))
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some words " * 30_000)
-    given = arguments(made, tmp_path, "--memory", "260MB")
-    given[given.index("--tokenizer") + 1] = str(tmp_path / "t.json")
-    assert main(given) == 2
-    assert "a.txt:0: a document of 330000 bytes needs 99 MB" in one_error(capsys)
-    given[given.index("--memory") + 1] = "400MB"
-    assert main(given) == 0
+    (text / "a.txt").write_text("some words " * 30_000)
+    given = arguments(made, tmp_path, "--tokenizer", str(tmp_path / "t.json"), "--memory", "260MB")
+    refused(capsys, given, "a.txt:0: a document of 330000 bytes needs 99 MB")
+    assert main([*given, "--memory", "400MB"]) == 0
 
 
 def test_memory_is_divided_among_workers(made):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -70,17 +69,6 @@ def test_how_far_a_mix_goes_without_repeating():
         assert all(quota <= size for quota, size in inside)
         beyond = zip(mixing.quotas(count + 1), available, strict=True)
         assert any(quota > size for quota, size in beyond)
-
-
-def test_no_source_runs_ahead_of_its_share():
-    """Never a whole instance ahead; and in a period each has its weight exactly."""
-    rng = random.Random(3)
-    for _ in range(30):
-        weights = [rng.choice([1, 2, 5, rng.randint(1, 300)]) for _ in range(rng.randint(1, 12))]
-        sources, numbers = Mixing(weights).locate(0, sum(weights))
-        assert np.bincount(sources, minlength=len(weights)).tolist() == weights
-        share = (np.arange(sum(weights)) + 1) * np.array(weights)[sources] / sum(weights)
-        assert (numbers + 1 - share < 1).all()
 
 
 @pytest.mark.parametrize(

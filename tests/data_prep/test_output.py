@@ -6,23 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from data_prep.cli import main
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
-from tests.data_prep.corpus import run_arguments, tree
-
-ROOT = Path(__file__).resolve().parents[2]
-CODE = "import sys; from data_prep.cli import main; sys.exit(main())"
+from tests.data_prep.corpus import run_arguments, tree, write_sentencepiece
+from tests.helpers.programs import ROOT
 
 
 def into_a_closed_pipe(words: list[str]) -> tuple[int, str]:
     """Exit status and standard error of a command whose standard output is read by nobody."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", CODE, *words]
+    command = [sys.executable, "-m", "data_prep.cli", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     return done.returncode, done.stderr
@@ -43,23 +40,9 @@ def test_a_mistake_is_told_into_a_closed_pipe_too(made):
     assert status == 2 and "nowhere is not a directory" in error
 
 
-@pytest.fixture
-def model(made, tmp_path) -> Path:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    path = tmp_path / "spm.model"
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["abc def ghi jkl mno été"] * 20),
-            model_writer=file,
-            vocab_size=280,
-            hard_vocab_limit=False,
-            byte_fallback=True,
-            minloglevel=2,
-        )
-    return path
-
-
-def test_a_sentencepiece_model_keeps_its_kind_of_name(made, model, tmp_path, capsys):
+def test_a_sentencepiece_model_keeps_its_kind_of_name(made, tmp_path, capsys):
+    model = tmp_path / "spm.model"
+    write_sentencepiece(model, ["abc def ghi jkl mno été"] * 20)
     out, old = tmp_path / "out", tmp_path / "old"
     assert main(run_arguments(made.text, model, out)) == 0
     for place in (out, out / "eval"):

@@ -96,12 +96,3 @@ def test_every_image_is_equally_likely():
     chi2 = ((counts - seeds / n) ** 2 / (seeds / n)).sum()
     free = (n - 1) ** 2
     assert abs(chi2 - free) < 4 * np.sqrt(2 * free)
-
-
-def test_seeds_and_epochs_give_other_orders():
-    orders = {
-        tuple(Permutation(50, seed, epoch).apply(np.arange(50)))
-        for seed in range(4)
-        for epoch in range(4)
-    }
-    assert len(orders) == 16

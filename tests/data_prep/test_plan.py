@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from data_prep.cli import main
 from data_prep.plan import duration
-from tests.data_prep.corpus import measured, run_arguments, tree
+from tests.data_prep.corpus import measured, refused, run_arguments, tree
 
 
 def test_plan_is_near_the_truth(made, tmp_path, capsys):
@@ -34,7 +35,7 @@ def test_plan_is_near_the_truth(made, tmp_path, capsys):
 
 
 def test_plan_says_when_it_does_not_fit(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Free())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     assert main(["plan", *words[1:]]) == 1
     assert "does NOT fit" in capsys.readouterr().out
@@ -52,8 +53,7 @@ def test_plan_says_why_nothing_can_be_sampled(made, tmp_path, capsys, case):
     content, why = WITHOUT_TEXT[case]
     (tmp_path / "a.jsonl").write_text(content)
     words = run_arguments(tmp_path / "a.jsonl", made.tokenizer, tmp_path / "out")
-    assert main(["plan", *words[1:]]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
+    told = refused(capsys, ["plan", *words[1:]])
     assert f"nothing of 1 inputs can be sampled: {tmp_path / why if 'a.' in why else why}" in told
 
 
@@ -68,10 +68,6 @@ def test_plan_where_nothing_may_be_written(made, tmp_path, capsys, monkeypatch):
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     assert main(["plan", *words[1:]]) == 0
     assert "? to shard" in capsys.readouterr().out
-
-
-class Free:
-    free = 1000
 
 
 def test_durations():
@@ -99,6 +95,6 @@ def test_plan_refuses_what_an_unrecognised_tokenizer_cannot_take_whole(made, tmp
     (tmp_path / "t.json").write_text(json.dumps(config))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 30_000}) + "\n")
     words = run_arguments(tmp_path / "a.jsonl", tmp_path / "t.json", tmp_path / "o")
-    assert main(["plan", *words[1:], "--memory", "260MB"]) == 2
-    assert "a.jsonl:1: a document of 330000 bytes needs 99 MB" in capsys.readouterr().err
+    error = refused(capsys, ["plan", *words[1:], "--memory", "260MB"])
+    assert "a.jsonl:1: a document of 330000 bytes needs 99 MB" in error
     assert main(["plan", *words[1:], "--memory", "400MB"]) == 0

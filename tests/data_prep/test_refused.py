@@ -10,7 +10,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.verify import verify
-from tests.data_prep.corpus import run_arguments, train_arguments, tree
+from tests.data_prep.corpus import refused, run_arguments, train_arguments, tree
 
 
 @pytest.fixture(scope="module")
@@ -22,35 +22,32 @@ def other(made, tmp_path_factory):
     return base
 
 
-def refused(arguments: list[str], out, told: str, capsys) -> None:
-    """The command ends with 2, says `told` in one line, and leaves `out` as it was."""
+def untouched(arguments: list[str], out, told: str, capsys) -> None:
+    """The command is refused and leaves `out` as it was."""
     before = tree(out)
-    capsys.readouterr()
-    assert main(arguments) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
-    assert len(error) == 1 and told in error[0], error
+    refused(capsys, arguments, told)
     assert tree(out) == before
 
 
 def test_shuffle_into_another_data_set(made, other, tmp_path, capsys):
     shutil.copytree(other / "data", tmp_path / "b")
     command = ["shuffle", str(made.data), "--context", "16", "--to", str(tmp_path / "b")]
-    refused(command, tmp_path / "b", "was made of other token arrays", capsys)
+    untouched(command, tmp_path / "b", "was made of other token arrays", capsys)
     for name in ("b/order.json", "b/eval/order.json"):
         (tmp_path / name).unlink()
-    refused(command, tmp_path / "b", "has token arrays of its own", capsys)
+    untouched(command, tmp_path / "b", "has token arrays of its own", capsys)
     shutil.rmtree(tmp_path / "b" / "tokens")
     shutil.rmtree(tmp_path / "b" / "eval")
-    refused(command, tmp_path / "b", "is another tokenizer", capsys)
+    untouched(command, tmp_path / "b", "is another tokenizer", capsys)
 
 
 def test_blend_into_another_data_set(made, other, tmp_path, capsys):
     shutil.copytree(other / "data", tmp_path / "b")
     command = ["blend", "--source", f"{made.data}=1", "--context", "16"]
     command += ["--out", str(tmp_path / "b")]
-    refused(command, tmp_path / "b", "holds another data set, no blend", capsys)
+    untouched(command, tmp_path / "b", "holds another data set, no blend", capsys)
     (tmp_path / "b" / "order.json").unlink()
-    refused(command, tmp_path / "b", "has token arrays of its own", capsys)
+    untouched(command, tmp_path / "b", "has token arrays of its own", capsys)
 
 
 @pytest.mark.parametrize("how", ["blend", "shuffle --to"])
@@ -65,7 +62,7 @@ def test_run_into_a_data_set_without_token_arrays(made, other, tmp_path, capsys,
         assert main(["shard", str(out)]) == 0
     for tokenizer in (other / "t.json", made.tokenizer):
         command = run_arguments(made.text, tokenizer, out)
-        refused(command, out, "holds a data set whose token arrays are elsewhere", capsys)
+        untouched(command, out, "holds a data set whose token arrays are elsewhere", capsys)
     assert list(verify(out)) == []
 
 
@@ -75,7 +72,7 @@ def test_tokenize_over_an_import_says_so(made, tmp_path, capsys):
     base = ["--tokenizer", str(made.tokenizer), "--out", str(tmp_path / "out")]
     assert main(["import", "--input", str(source), *base]) == 0
     command = ["tokenize", "--input", str(made.text), *base]
-    refused(command, tmp_path / "out", "begun with imported token files, now text", capsys)
+    untouched(command, tmp_path / "out", "begun with imported token files, now text", capsys)
 
 
 def test_a_damaged_tokenizer_of_ones_own_is_written_again(made, tmp_path):
@@ -94,6 +91,5 @@ def test_an_output_whose_name_is_no_utf8_is_refused_before_it_is_begun(made, tmp
 def test_inputs_below_the_output_are_told_as_such(made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text")
-    assert main(run_arguments(Path("*.txt"), made.tokenizer, Path("."))) == 2
-    told = capsys.readouterr().err
+    told = refused(capsys, run_arguments(Path("*.txt"), made.tokenizer, Path(".")))
     assert "names only files below --out" in told and "--exclude" not in told

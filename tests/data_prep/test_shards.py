@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -17,7 +18,7 @@ from data_prep.gather import Gatherer
 from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from data_prep.shard import PROCESS_BYTES, divide_memory, memory_for
-from data_prep.shuffle import default_shard_bytes, read_order
+from data_prep.shuffle import read_order, rows_of_shard
 from data_prep.token_arrays import array_path
 from data_prep.verify import verify
 from optimus.errors import ConfigError, DataError
@@ -88,7 +89,8 @@ def test_strategies_give_the_same_rows(made, tmp_path, monkeypatch, carry, dense
     assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "37", *more]) == 0
     source = concatenation(tmp_path, carry, 37)
     asked = np.random.default_rng(1).permutation(len(source))[:500]
-    with Gatherer(tmp_path, read_order(tmp_path), window_bytes) as gatherer:
+    gatherer = Gatherer(tmp_path, read_order(tmp_path), window_bytes)
+    with contextlib.closing(gatherer):
         assert np.array_equal(gatherer.rows(asked), source[asked])
         assert gatherer.rows(asked[:0]).shape == (0, 37)
 
@@ -201,6 +203,6 @@ def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
 
 
 def test_default_shard_size():
-    assert default_shard_bytes(100, 512) == 4 << 20
-    assert default_shard_bytes(1 << 20, 1 << 10) == 16 << 20
-    assert default_shard_bytes(1 << 30, 8 << 10) == 1 << 30
+    assert rows_of_shard(100, 512, 0) * 512 == 4 << 20
+    assert rows_of_shard(1 << 20, 1 << 10, 0) << 10 == 16 << 20
+    assert rows_of_shard(1 << 30, 8 << 10, 0) * (8 << 10) == 1 << 30

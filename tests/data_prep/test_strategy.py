@@ -25,4 +25,4 @@ def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):
     assert choose() == "gather"
     monkeypatch.undo()
     monkeypatch.setattr(strategy, "_PROBE_ROWS", 1)
-    assert 0 < strategy.random_read_cost(made.data, order, 32) < 1e6
+    assert 0 < strategy.random_read_cost(made.data, order) < 1e6

@@ -16,7 +16,7 @@ from data_prep.token_plan import TokenPlan, held_out_below
 from data_prep.token_set import read_token_set
 from data_prep.tokenizer import read_facts
 from optimus.errors import DataError
-from tests.data_prep.corpus import EOS, SPECIAL, documents, run_arguments
+from tests.data_prep.corpus import EOS, documents, run_arguments
 
 
 def stored_documents(dataset: Path) -> list[tuple[str, int, list[int]]]:
@@ -45,25 +45,6 @@ def test_ids_equal_the_library_document_by_document(made):
     assert stored_documents(made.data) == expected["train"]
     assert stored_documents(made.data / "eval") == expected["held-out"]
     assert len(expected["train"]) > 200 and len(expected["held-out"]) > 20
-
-
-def test_special_token_text_is_plain_text(made):
-    tokenizer = Tokenizer.from_file(str(made.tokenizer))
-    eos = tokenizer.token_to_id(EOS)
-    assert eos in tokenizer.encode(SPECIAL).ids, "the library's default would take it for EOS"
-    every = stored_documents(made.data) + stored_documents(made.data / "eval")
-    texts = [tokenizer.decode(ids[:-1]) for _, _, ids in every]
-    assert SPECIAL in texts
-    assert all(ids[-1] == eos and eos not in ids[:-1] for _, _, ids in every)
-
-
-def test_empty_documents_are_kept(made):
-    eos = read_facts(made.tokenizer).eos_id
-    every = stored_documents(made.data) + stored_documents(made.data / "eval")
-    empty = {name for name, _, ids in every if ids == [eos]}
-    assert {Path(name).name for name in empty} == {
-        *("__init__.py", "a.jsonl", "b.jsonl.gz", "c.json.gz")
-    }
 
 
 def test_held_out_threshold_is_exact():
@@ -96,16 +77,6 @@ def test_dtype_follows_the_vocabulary(tmp_path, size, dtype):
     assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, size)
 
 
-def test_an_id_outside_the_vocabulary_is_refused(tmp_path):
-    """numpy alone would wrap it in silence."""
-    from data_prep.token_arrays import TokenArrayWriter
-
-    with open(tmp_path / "array", "wb") as file:
-        writer = TokenArrayWriter(file, 65536, "uint16", 0)
-        with pytest.raises(DataError, match="id 70000"):
-            writer.append([np.array([5, 70000], np.uint32)], [(0, 0)])
-
-
 def test_truncation_padding_and_templates_of_the_file_are_ignored(tmp_path, made):
     """They belong to inference; here they would lose text or add tokens."""
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
@@ -118,17 +89,6 @@ def test_truncation_padding_and_templates_of_the_file_are_ignored(tmp_path, made
     out = tmp_path / "out"
     assert main(run_arguments(made.text, tmp_path / "tokenizer.json", out)) == 0
     assert stored_documents(out) == stored_documents(made.data)
-
-
-def test_added_tokens_that_are_not_special_count_as_in_the_library(tmp_path, made):
-    tokenizer = Tokenizer.from_file(str(made.tokenizer))
-    tokenizer.add_tokens(["return self.x"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text("def f(self): return self.x")
-    arguments = ["tokenize", "--input", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
-    assert main([*arguments, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
-    ((_, _, ids),) = stored_documents(tmp_path / "out")
-    assert ids[-2] == tokenizer.token_to_id("return self.x")
 
 
 def test_eos_is_found_or_named(tmp_path):
