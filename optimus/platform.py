@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import resource
@@ -16,7 +15,6 @@ import torch
 from optimus.errors import ConfigError, one_line
 from optimus.launch_env import available_cores
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _IPEX = "intel_extension_for_pytorch"
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
@@ -112,19 +110,6 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
         threads = 1 if deterministic else max(1, available_cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Let the C library keep what tensors on a CPU free, for the next step's.
-
-    By itself glibc maps large blocks anew each time and gives them back, and the kernel clears them
-    page by page: 0.8 s of 10 in a step of a model with 50304 x 2048 embeddings. Other libraries
-    know no such switch.
-    """
-    libc = ctypes.CDLL(None)
-    if device.type == "cpu" and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import re
-import subprocess
 import sys
 import time
 
@@ -99,20 +97,3 @@ def test_compiling_beside_ipex_is_refused(how, tmp_path, monkeypatch):
     else:
         check_compile(True)
     check_compile(False)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="no glibc here")
-def test_memory_that_a_tensor_freed_is_the_next_ones():
-    """In a process of its own: without, a tensor of 64 MB takes a page fault every 4 KiB."""
-    code = """
-import resource, torch
-from optimus import platform
-torch.set_num_threads(1)
-platform.keep_freed_memory(torch.device("cpu"))
-for _ in range(12):  # small ones take of its room at first
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 24)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1000

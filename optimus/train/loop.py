@@ -81,10 +81,8 @@ def train(config: Config, launch: LaunchEnv) -> None:
 
 
 def fix_arithmetic(config: Config, world: World) -> int:
-    """Threads, memory and kernels of this rank, before anything is computed; how many threads."""
+    """Threads and kernels of this rank, before anything is computed; how many threads."""
     deterministic = config.train.deterministic
-    if config.optim.resident == "all":  # else chunks come and go to need less memory
-        platform.keep_freed_memory(world.device)
     local = world.launch.local_world_size
     threads = platform.set_threads(config.train.threads, deterministic, local)
     if deterministic:

@@ -23,6 +23,9 @@ from optimus_kernels.product import fastest_library
 Microbatch = tuple[Tensor, Tensor | None]
 """Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
 
+FEW_TOKENS = 256
+"""Attention to fewer is slower through oneDNN, up to six times where every length is new to it."""
+
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """`last_backward(stage, late)` is entered around the stage's last B, or its last W: no gradient of
 the stage is added to behind it. In a W `late` are the weights whose gradients are still to come."""
@@ -144,9 +147,8 @@ class Executor:
         if torch.autograd._profiler_enabled():
             table = {kind: _in_a_range(do) for kind, do in table.items()}
         action = None
-        like = microbatches[0][0].new_empty(0, dtype=self._dtype)
         try:
-            with fastest_library(like):  # batches have few shapes, each of which it compiles
+            with self._library(*microbatches[0]):
                 for action in actions:
                     self._waited_ns = 0
                     start = clock()
@@ -158,6 +160,13 @@ class Executor:
             raise LostPeerError(f"{error}; the rank was at {action}") from error
         assert not (self._held or self._arrived or self._leaving or self._late), "left behind"
         return self.terms
+
+    def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
+        """Where products of a pass go: batches have few shapes, documents have many, and oneDNN
+        compiles each."""
+        if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
+            return nullcontext()
+        return fastest_library(tokens.new_empty(0, dtype=self._dtype))
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]

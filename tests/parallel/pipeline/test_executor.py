@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from optimus.dist.channels import Channels
 from optimus.parallel.pipeline import executor as subject
-from optimus.parallel.pipeline.executor import Executor
+from optimus.parallel.pipeline.executor import FEW_TOKENS, Executor
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.stage import Output, Terms
 from optimus_kernels import product
@@ -27,12 +27,15 @@ class OneNumber:
         return Output(None, loss, Terms(loss.detach(), loss, loss, []))
 
 
-def run(stage: OneNumber | None = None) -> Executor:
+def run(
+    stage: OneNumber | None = None, length: int = 3, document_ids: Tensor | None = None
+) -> Executor:
     """A step of two microbatches on one stage."""
     schedule = make_schedule("1f1b", 1, 1, 2)
     stages = {0: stage or OneNumber()}
     one = Executor(schedule, stages, Channels(), lambda tokens: (1,), torch.float32)
-    one.run([(torch.ones(3), None)] * 2, lambda stage, microbatch: None, lambda: None)
+    microbatch = torch.ones(1, length), document_ids
+    one.run([microbatch] * 2, lambda stage, microbatch: None, lambda: None)
     return one
 
 
@@ -49,7 +52,9 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
-def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("where", ["long", "short", "documents"])
+def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
+    """Not where attention would have many shapes, or is faster through the other."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 
@@ -60,5 +65,7 @@ def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch):
             return super().forward(*args)
 
     monkeypatch.setattr(product, "_onednn_is_better", lambda: True)
-    run(Watched())
-    assert set(seen) == {"bf16"} and len(seen) > 4 and settings.fp32_precision == before
+    length = FEW_TOKENS - (where == "short")
+    run(Watched(), length, torch.zeros(1, length) if where == "documents" else None)
+    assert set(seen) == {"bf16" if where == "long" else before} and len(seen) > 4
+    assert settings.fp32_precision == before
