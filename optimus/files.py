@@ -20,6 +20,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from optimus.errors import CheckpointError
+
 _READ_BYTES = 4 << 20
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]+\.tmp", re.DOTALL)
@@ -153,3 +155,16 @@ def xxh3_file(path: str | os.PathLike) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def read_at(fd: int, start: int, into: memoryview, path: Path) -> None:
+    """Fill `into` with the bytes of an open file from `start` on. Raises CheckpointError naming
+    `path` if they cannot be read or it ends before."""
+    try:
+        while into:
+            count = os.preadv(fd, [into], start)
+            if not count:
+                raise CheckpointError(f"{path}: ends before byte {start + len(into)}")
+            into, start = into[count:], start + count
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None

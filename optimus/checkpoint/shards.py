@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
+from optimus import files
 from optimus.checkpoint.threads import Stop
 from optimus.checkpoint.write_behind import WriteBehind
 from optimus.errors import CheckpointError, OptimusError
@@ -266,14 +267,7 @@ class ShardReader:
 
     def _read(self, into: memoryview, offset: int) -> None:
         traffic["bytes"] += len(into)
-        try:
-            while into:
-                count = os.preadv(self._fd, [into], offset)
-                if not count:
-                    raise CheckpointError(f"{self.path}: ends before byte {offset + len(into)}")
-                into, offset = into[count:], offset + count
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        files.read_at(self._fd, offset, into, self.path)
 
 
 def _by_block(runs: numpy.ndarray, block_bytes: int) -> Iterator[tuple[int, list[list[int]]]]:

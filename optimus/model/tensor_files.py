@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimus import files
 from optimus.errors import CheckpointError, one_line
 
 MODEL = "model.safetensors"
@@ -65,14 +66,7 @@ class TensorFile:
     def read(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         traffic["bytes"] += len(into)
-        try:
-            while into:
-                count = os.preadv(self._fd, [into], start)
-                if not count:
-                    raise CheckpointError(f"{self.path}: ends before byte {start + len(into)}")
-                into, start = into[count:], start + count
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        files.read_at(self._fd, start, into, self.path)
 
     def close(self) -> None:
         if self._fd >= 0:
