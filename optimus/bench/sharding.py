@@ -36,7 +36,7 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
     update_s = race(updates, rounds, world, time.thread_time)
     step_s = race(steps, rounds, world, time.perf_counter)
     experts, others = _elements(contestants[0][0])
-    dp, ep = mesh.sizes.dp, mesh.sizes.ep
+    dp, ep = mesh.dp, mesh.ep
     return {
         "dp": dp,
         "ep": ep,

@@ -153,8 +153,8 @@ class Run:
             flight.dataset,
             flight.plan.instances,
             config.train.microbatch_size,
-            flight.mesh.data_rank(world.rank),
-            flight.mesh.num_data_ranks,
+            self.groups.data.rank,
+            self.groups.data.size,
             config.data.document_mask,
         )
         self._start_up = start_up

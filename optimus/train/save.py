@@ -261,7 +261,7 @@ class Saves:
         }
 
     def _ranks(self) -> dict[str, int]:
-        sizes = self._flight.mesh.sizes._asdict()
+        sizes = self._flight.mesh._asdict()
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_companions(self, directory: Path) -> None:

@@ -175,7 +175,7 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:
-        sizes = [f"parallel.{axis}={size}" for axis, size in mesh.sizes._asdict().items()]
+        sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
         return Holdings(load_config(path, [*sizes, f"optim.sharding={sharding}"]), mesh)
 
     saved = holdings(Mesh(pp=2, dp=416, ep=12), "epso")

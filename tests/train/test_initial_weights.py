@@ -20,7 +20,7 @@ from optimus.dist.world import start_world
 from optimus.errors import CheckpointError, ConfigError
 from optimus.model import tensor_files
 from optimus.model.hf import write_hf
-from optimus.parallel.layout import make_layout
+from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import spread as spread_module
 from optimus.train.spread import spread
