@@ -31,17 +31,6 @@ def test_no_launcher_is_one_process():
     assert read_launch_env({}) is SINGLE and not is_launched({})
 
 
-def test_torchrun():
-    launch = read_launch_env(TORCHRUN)
-    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (
-        3,
-        4,
-        1,
-        2,
-    )
-    assert launch.init_method == "env://" and not launch.is_first
-
-
 def test_a_rendezvous_file_needs_no_address():
     own = {"RANK": "0", "WORLD_SIZE": "2", "OPTIMUS_RENDEZVOUS": "file:///x"}
     assert read_launch_env(own).init_method == "file:///x"
@@ -162,6 +151,7 @@ OPEN_MPI = {
 @pytest.mark.parametrize(
     ("environ", "told", "where"),
     [
+        (TORCHRUN, (3, 4, 1, 2), "env://"),
         (STEP, (5, 8, 1, 4), "tcp://n2:"),
         (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # the runs of an array are apart
         (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),
