@@ -183,6 +183,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(t
         manager.decide_start(tmp_path, "auto")
 
 
+def test_damage_is_found_when_a_checkpoint_is_named_directly(tmp_path):
+    manifest = save(tmp_path, 5)
+    damage(manifest)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        manager.resolve(manifest.path)
+
+
 @pytest.mark.parametrize("load", ["auto", "run", "link", "target"])
 def test_a_slot_that_is_a_link_is_the_runs_own(tmp_path, load):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

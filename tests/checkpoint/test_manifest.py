@@ -32,6 +32,16 @@ def test_sealed_checkpoint_reads_back(sealed):
     manifest.verify()
 
 
+def test_what_is_too_large_to_be_hashed_at_once_is_known_by_its_size(sealed):
+    path = sealed.path / "a.bin"
+    os.truncate(path, 999)
+    with pytest.raises(CheckpointError, match="a.bin: 999 bytes, but its manifest says 1000"):
+        sealed.check(hashed_bytes=0)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="a.bin: No such file"):
+        sealed.check(hashed_bytes=0)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 99}'])
 def test_a_bad_manifest_is_no_checkpoint(sealed, content):
     (sealed.path / MANIFEST).write_text(content)
