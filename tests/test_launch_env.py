@@ -168,7 +168,7 @@ def test_ranks_of_a_cluster(environ, told, where):
     launch = read_launch_env(environ)
     assert told == (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     assert launch.init_method.startswith(where)
-    assert read_rank(environ) == launch.rank
+    assert read_rank(environ) == launch.rank and launch.is_first == (launch.rank == 0)
 
 
 def test_all_ranks_of_a_job_take_one_port_and_jobs_differ():
