@@ -19,15 +19,6 @@ def test_atomic_writer_shows_all_or_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_until_the_commit_only_a_temporary_name_exists(tmp_path):
-    path = tmp_path / "f"
-    with files.atomic_writer(path) as file:
-        file.write(b"x")
-        (only,) = tmp_path.iterdir()
-        assert files.is_temporary(only) and not path.exists()
-    assert not files.is_temporary(path) and path.read_bytes() == b"x"
-
-
 def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
     data = os.urandom(5 << 20)
     (tmp_path / "f").write_bytes(data)

@@ -26,7 +26,7 @@ from optimus.chunks.states import ChunkStates, Home, StateShard
 from optimus.chunks.storage import Memory
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import ALONE, Group, all_gather
+from optimus.dist.collectives import ALONE, Group
 
 
 class ChunkEngine:
@@ -285,20 +285,6 @@ class ChunkEngine:
         low, high = max(where.start, start), min(where.stop, start + len(part))
         if low < high:
             own[low - where.start : high - where.start].copy_(part[low - start : high - start])
-
-    def whole(self, state: str) -> dict[str, Tensor]:
-        """A state of every parameter here, by name, put together over shards: a collective of their
-        ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
-        self.wait()
-        out = {}
-        for one in self.chunks:
-            flat = getattr(one, state)
-            if one.home.shards.size > 1:
-                flat = flat.new_empty(one.chunk.length)
-                all_gather(flat, getattr(one, state), one.home.shards)
-            out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
-        frozen = self.frozen.masters() if state == "master" else {}
-        return {name: out[name] for name in self._named} | frozen
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter whose part in this rank's shard is bad; "" if none is."""

@@ -37,7 +37,7 @@ from optimus.checkpoint.transfer import write_shard  # noqa: E402
 from optimus.dist.collectives import Group  # noqa: E402
 from optimus.model.tensor_files import as_bytes  # noqa: E402
 from tests.checkpoint.test_corruption import load_as_a_run_does  # noqa: E402
-from tests.helpers import kill_points  # noqa: E402
+from tests.helpers import small_saves  # noqa: E402
 
 WRITERS, BLOCK_BYTES = 4, 1000
 UNSEEN, WRONG = "unseen by verify", "wrong values loaded"
@@ -49,12 +49,12 @@ def save(run_dir: Path, step: int) -> None:
     final, name = manager.full_path(run_dir, step), uuid.uuid4().hex
     directory, written = manifest.begin(final), []
     for rank in range(WRITERS):
-        states = kill_points.make_states(step, Group(WRITERS, rank))
+        states = small_saves.make_states(step, Group(WRITERS, rank))
         mesh, place = states.groups.mesh, states.groups.place
         parts = states.parts(spans_to_write(states.held, states.boxes, mesh, place))
         bytes_of = lambda state, span, of=states: as_bytes(of.memory(state, span))  # noqa: E731
         written.append(write_shard(directory, Identity(name, step, rank), parts, bytes_of))
-    (directory / INDEX).write_bytes(encode(name, step, written, kill_points.SHAPES))
+    (directory / INDEX).write_bytes(encode(name, step, written, small_saves.SHAPES))
     (directory / "config.toml").write_text(f"step = {step}\n")
     names = {one.shard.name for one in written}
     manifest.finish(directory, final, kind="full", step=step, updates=step, shards=names)
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
     args = parser.parse_args()
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK_BYTES
-    kill_points.SHAPES = {"a": (70, 9), "b": (330,), "c": (40, 50)}  # several blocks a file
+    small_saves.SHAPES = {"a": (70, 9), "b": (330,), "c": (40, 50)}  # several blocks a file
     results = Results(args.out)
     done = {kind: collections.Counter() for kind in KINDS}
     for record in results.records:

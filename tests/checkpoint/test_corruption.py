@@ -11,7 +11,7 @@ import pytest
 
 from optimus.checkpoint import manager
 from optimus.checkpoint.load import load_full
-from tests.helpers import kill_points
+from tests.helpers import small_saves
 from tests.helpers.damage import flip_one, truncate, zero
 from tests.helpers.programs import python
 
@@ -21,7 +21,7 @@ FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     for step in (1, 2):
-        kill_points.save(tmp_path, step)
+        small_saves.save(tmp_path, step)
     return tmp_path
 
 
@@ -30,7 +30,7 @@ def load_as_a_run_does(run_dir: Path) -> int:
     damaged = {}
     while True:
         start = manager.decide_start(run_dir, "auto", damaged)
-        states = kill_points.make_states(0)
+        states = small_saves.make_states(0)
         if not (problem := load_full(states, start.full, "broadcast")):
             break
         damaged[start.full.path] = problem

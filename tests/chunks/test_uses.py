@@ -10,21 +10,7 @@ from torch import nn
 
 from optimus.chunks.departures import Departures, Parcel
 from optimus.chunks.states import Home
-from optimus.chunks.uses import Completion, FirstUses, Procession
-
-
-def test_a_chunk_goes_when_it_and_those_before_it_are_ready():
-    gone: list[int] = []
-    procession = Procession([2, 1, 0], gone.append)
-    procession.ready(0)
-    procession.ready(1)
-    assert gone == []
-    procession.ready(2)
-    assert gone == [2, 1, 0]
-    procession.rest()
-    procession.ready(2)
-    procession.rest()
-    assert gone == [2, 1, 0, 2, 1, 0]
+from optimus.chunks.uses import Completion, FirstUses
 
 
 class Net(nn.Module):

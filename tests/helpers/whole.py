@@ -12,9 +12,10 @@ from optimus.checkpoint.load import check_shapes
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Want, read_wants
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.axes import MODEL
-from optimus.dist.collectives import receive, send
+from optimus.dist.collectives import all_gather, receive, send
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Place
 from optimus.dist.rules import copy_axes
@@ -22,6 +23,22 @@ from optimus.model.tensor_files import as_bytes
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import Intervals, Placement, whole_model
+
+
+def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
+    """A state of every parameter of a rank, by name, put together over shards: a collective of
+    their ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
+    engine.wait()
+    out = {}
+    for one in engine.chunks:
+        flat = getattr(one, state)
+        if one.home.shards.size > 1:
+            flat = flat.new_empty(one.chunk.length)
+            all_gather(flat, getattr(one, state), one.home.shards)
+        out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
+    if state == "master":
+        out |= {name: view.float() for name, view in engine.frozen.parameters().items()}
+    return out
 
 
 class WholeModel:
@@ -32,9 +49,10 @@ class WholeModel:
         self._meta = whole_model(config.model)
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
-    def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, engine: ChunkEngine, state: str) -> dict[str, Tensor]:
         """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold
         but copies give nothing."""
+        local = whole_of(engine, state)
         everyone, mesh = self._groups.everyone, self._layout.mesh
         if everyone.rank == 0:
             return dict(local) if mesh.dp == mesh.world_size else self._receive_all(local)

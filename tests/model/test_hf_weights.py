@@ -11,15 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError
-from optimus.model.hf import (
-    config_from_hf,
-    load_hf_state_dict,
-    read_hf_config,
-)
+from optimus.model.hf import read_hf_config
 from optimus.model.hf import write_hf as write_stretches
 from optimus.model.hf.names import pieces
 from optimus.model.transformer import Transformer
-from tests.model.small import small_config, small_model, some_tokens
+from tests.model.small import small_model, some_tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -123,26 +119,12 @@ def test_shards_keep_to_their_size_and_are_indexed(tmp_path):
     assert index["metadata"]["total_size"] == total
 
 
-def test_experts_may_be_merged_on_disk_or_in_a_state_dict(tmp_path):
-    theirs = their_directory(tmp_path / "theirs")
-    separate = load_hf_model(tmp_path / "theirs").state_dict()
-
-    model = Transformer(config_from_hf(theirs.config.to_dict()))
-    load_hf_state_dict(model, theirs.state_dict())  # merged in transformers 5
+def test_experts_may_be_merged_on_disk(tmp_path):
+    theirs = their_directory(tmp_path)
+    separate = load_hf_model(tmp_path).state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in theirs.state_dict()
-    assert_same_tensors(model.state_dict(), separate)
-
-    (tmp_path / "theirs" / "model.safetensors").unlink()
-    save_file(theirs.state_dict(), tmp_path / "theirs" / "model.safetensors")
-    assert_same_tensors(load_hf_model(tmp_path / "theirs").state_dict(), separate)
-
-    load_hf_state_dict(model, on_disk_of(theirs, tmp_path / "again"))
-    assert_same_tensors(model.state_dict(), separate)
-
-
-def on_disk_of(theirs, path):
-    theirs.save_pretrained(path)
-    return on_disk(path)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    assert_same_tensors(load_hf_model(tmp_path).state_dict(), separate)
 
 
 def test_files_are_those_of_the_library_in_whatever_order_they_are_written(tmp_path):
@@ -260,10 +242,3 @@ def test_training_dtype_may_differ_from_the_stored_one(tmp_path):
     load_weights(wide, tmp_path / "out")
     for name, value in model.state_dict().items():
         assert torch.equal(wide.state_dict()[name], value.bfloat16().float()), name
-
-
-def test_config_of_a_written_directory_is_the_models(tmp_path):
-    config = small_config("olmo", tie_embeddings=True, pad_token_id=2, eos_token_ids=[1])
-    model = Transformer(config)
-    write_hf(tmp_path / "out", config, model.state_dict(), "fp32")
-    assert load_hf_model(tmp_path / "out").config == config

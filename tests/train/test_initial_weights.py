@@ -55,7 +55,7 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     spread(shard.layout, partial(states.put, "master"), opening, world, how)
     read = {key: tensor_files.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
-    whole = WholeModel(config, shard.layout, groups).gather(states.whole("master"))
+    whole = WholeModel(config, shard.layout, groups).gather(states, "master")
     return read, {name: one.clone() for name, one in whole.items()}
 
 

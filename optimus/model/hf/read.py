@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
@@ -29,36 +29,24 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     known = {name: files.meta(name) for name in files.names() if not name.endswith(_DERIVED)}
     files.close()
     _no_strangers(set(known), model, path)
-    _fill(model, known, str(path))
-
-
-def load_hf_state_dict(model: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy a transformers model's state_dict into `model`, its experts merged or not."""
-    _no_strangers(set(state), model, "state_dict")
-    _fill(model, state, "state_dict")
-
-
-@torch.no_grad()
-def _fill(model: Transformer, source: Mapping[str, Tensor], where: str) -> None:
     for name, parameter in model.named_parameters():
         merged = hf_name(name)
-        if is_expert(name) and merged in source:
-            _copy(parameter, source[merged], merged, where)
+        if is_expert(name) and merged in known:
+            _check(parameter, known[merged], merged, path)
             continue
         for theirs, view in pieces(name, parameter):
-            if theirs not in source:
-                raise CheckpointError(f"{where}: tensor {theirs} is missing")
-            _copy(view, source[theirs], theirs, where)
+            if theirs not in known:
+                raise CheckpointError(f"{path}: tensor {theirs} is missing")
+            _check(view, known[theirs], theirs, path)
 
 
-def _copy(target: Tensor, value: Tensor, name: str, where: str) -> None:
+def _check(target: Tensor, value: Tensor, name: str, where: str | os.PathLike) -> None:
     if value.shape != target.shape:
         raise CheckpointError(
             f"{where}: tensor {name} has shape {list(value.shape)}, the model {list(target.shape)}"
         )
     if not value.is_floating_point():
         raise CheckpointError(f"{where}: tensor {name} is of {value.dtype}, not floating point")
-    target.copy_(value)
 
 
 def places(config: ModelConfig, files: TensorFiles) -> Iterator[tuple[str, str, int]]:
