@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""What the pipeline executor itself costs, per action.
+
+    python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
+
+`interpretation`: the loop over a list whose actions do nothing, trace included. `bookkeeping`: one
+rank with four stages of a model that adds one number to its input, so that what is left is the
+entry into autograd and what the executor keeps; the same forwards and backwards called by hand are
+taken off. CPU seconds of one thread; medians and quartiles.
+
+`posting`: what it takes to post a send or a receive of a message of --bytes to another process over
+gloo, from the executor's own trace: wall-clock time, since gloo's threads share the work. Waiting
+for a message is none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+
+from optimus.dist.channels import Channels
+from optimus.dist.groups import join_groups
+from optimus.dist.mesh import Mesh
+from optimus.dist.world import end_world, start_world
+from optimus.launch_env import LaunchEnv
+from optimus.parallel.pipeline.actions import RECEIVES, SENDS
+from optimus.parallel.pipeline.executor import Executor
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.stage import Output, Terms, backward
+
+STAGES = 4
+
+
+class OneNumber:
+    """A stage whose model is a number added to the stream."""
+
+    def __init__(self, number: int, stages: int = STAGES) -> None:
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None) -> Output:
+        x = self.weight + (tokens if x is None else x)
+        terms = Terms(None, x, x, [])
+        return Output(None, x.sum(), terms) if self.is_last else Output(x, None, terms)
+
+
+class Interpreted(Executor):
+    """Plays the list with a table of actions that do nothing."""
+
+    def run_nothing(self, microbatches: list) -> None:
+        table = dict.fromkeys(self._table, lambda action: None)
+        self._play(self._actions, microbatches, table)
+
+    def keep(self, actions: list) -> None:
+        self._actions = actions
+
+
+def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
+    """The same forwards and backwards with no executor."""
+    for tokens, ids in microbatches:
+        outputs, inputs, x = [], [], None
+        for number in range(STAGES):
+            if x is not None:
+                x = x.detach().requires_grad_()
+            inputs.append(x)
+            outputs.append(stages[number].forward(x, tokens, ids))
+            x = outputs[-1].x
+        grad = None
+        for number in reversed(range(STAGES)):
+            backward(outputs[number], grad)
+            grad = None if inputs[number] is None else inputs[number].grad
+
+
+def measure(function, repeat: int) -> list[float]:
+    function()
+    taken = []
+    for _ in range(repeat):
+        start = time.process_time()
+        function()
+        taken.append(time.process_time() - start)
+    return taken
+
+
+def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
+    """One of two processes that send each other microbatches of a pipeline of two stages."""
+    torch.set_num_threads(1)
+    world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
+    channels = join_groups(Mesh(pp=2), world).channels
+    stage, schedule = OneNumber(rank, 2), make_schedule("1f1b", 2, 1, microbatches)
+    executor = Executor(
+        schedule, {rank: stage}, channels, lambda tokens: (1, length), torch.float32
+    )
+    posted = {"send": [], "receive": []}
+    for _ in range(repeat):
+        executor.run([(torch.zeros(1, length), None)] * microbatches, lambda *_: None, lambda: None)
+        for name, kinds in (("send", SENDS), ("receive", RECEIVES)):
+            took = [e.end_ns - e.start_ns for e in executor.trace if e.action.kind in kinds]
+            posted[name].append(statistics.median(took) / 1e3)
+    end_world()
+    if rank == 0:
+        for name, values in posted.items():
+            show(f"posting a {name} of {4 * length} bytes over gloo", values)
+
+
+def show(name: str, values: list[float]) -> None:
+    low, middle, high = statistics.quantiles(values, n=4)
+    print(f"{name}: {middle:.2f} us an action (quartiles {low:.2f} to {high:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--bytes", type=int, default=65536, help="of a message between stages")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    schedule = make_schedule("interleaved", 1, STAGES, args.microbatches)
+    stages = {number: OneNumber(number) for number in range(STAGES)}
+    executor = Interpreted(schedule, stages, Channels(), lambda tokens: (1, 1), torch.float32)
+    microbatches = [(torch.zeros(1, 1), None)] * args.microbatches
+    compute = [a for a in schedule.ranks[0] if a.kind in executor._table]
+    executor.keep(compute)
+    nothing = measure(lambda: executor.run_nothing(microbatches), args.repeat)
+    show("interpretation with trace", [1e6 * s / len(compute) for s in nothing])
+
+    def run() -> None:
+        executor.run(microbatches, lambda stage, microbatch: None, lambda: None)
+
+    whole, hand = [], []
+    for _ in range(args.repeat):  # in turn, so that a noisy machine disturbs both alike
+        whole += measure(run, 1)
+        hand += measure(lambda: by_hand(stages, microbatches), 1)
+    show("with autograd entry, all", [1e6 * s / len(compute) for s in whole])
+    show("the same by hand", [1e6 * s / len(compute) for s in hand])
+    own = [1e6 * (a - b) / len(compute) for a, b in zip(whole, hand, strict=True)]
+    show("bookkeeping (the difference)", own)
+    with tempfile.TemporaryDirectory() as folder:
+        rank = (f"file://{folder}/meeting", args.microbatches, args.repeat, args.bytes // 4)
+        processes.spawn(post, rank, nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
