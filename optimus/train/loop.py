@@ -26,6 +26,7 @@ from optimus.model.init import initialise_
 from optimus.observe.start_up import StartUp
 from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
+from optimus.train.heap import Heap
 from optimus.train.kernels import settle_kernels
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
@@ -157,6 +158,7 @@ class Run:
             flight.mesh.num_data_ranks,
             config.data.document_mask,
         )
+        self.heap = Heap()
         self._start_up = start_up
         if start_up is not None:
             start_up.done("model and states")
@@ -201,6 +203,7 @@ class Run:
         start = time.perf_counter()
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
+        self.heap.after_update()
         seconds = time.perf_counter() - start
         if self.directory is None:
             return
