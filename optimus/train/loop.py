@@ -40,13 +40,13 @@ from optimus.train.update import Updater, UpdateResult
 from optimus_kernels.product import fastest_library
 
 
-def train(config: Config, launch: LaunchEnv) -> None:
-    """Run this rank's part of a training run to its end.
+def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
+    """Run this rank's part of a training run to its end. `process`: as for StartUp.
 
     Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
     a signal.
     """
-    start_up = StartUp()
+    start_up = StartUp(process)
     flight = directory = trouble = None
     try:
         platform.check_compile(config.train.compile)
