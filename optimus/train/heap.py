@@ -1,7 +1,7 @@
 """Memory that glibc's heap keeps free but can no longer use, given back to the system.
 
 Small blocks that live long settle between an update's tensors: oneDNN keeps a compiled product for
-each number of rows that an expert got, 150 KB each of the latest 1024. Where one stands, the next
+each number of rows that an expert got, 120 KB each of the latest 1024. Where one stands, the next
 tensor does not fit, and the heap grows, at each such place by up to 32 MB; larger blocks are mapped
 by themselves. docs/benchmarks/step.md has what a long run held with and without this.
 """

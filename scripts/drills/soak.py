@@ -87,8 +87,7 @@ class Trend(NamedTuple):
 
     def told(self, scale: float, unit: str) -> str:
         rise, error = self.rise / scale, self.error / scale
-        verdict = "  GROWS" if self.grows else ""
-        return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}{verdict}"
+        return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
 
 def main() -> int:
