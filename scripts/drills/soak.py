@@ -5,7 +5,7 @@
 
 Runs the demo's configuration on the demo's data (made under --work the first time), stopped by
 train.deadline_s, and samples every process of it once a second: resident memory of its own
-(anonymous and shared; pages of mapped files apart), open files but for the data's shards, which
+(anonymous and shared, not pages of files), open files but for the data's shards, which
 stay open once read, threads; and the time of every step, by the clock and in processor time of all
 ranks, which other programs disturb less. Through the medians of twelve windows behind the first
 fifth goes a straight line, told as the rise from the first to the last with its interval of 95 %.
@@ -50,7 +50,6 @@ class Sample(NamedTuple):
     """Of one process at one moment."""
 
     own_bytes: int
-    file_bytes: int
     open_files: int
     threads: int
     cpu_s: float
@@ -188,14 +187,12 @@ def _sample(pid: int, data: Path) -> Sample | None:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-        own, shared, mapped = (
-            int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")
-        )
+        own = sum(int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem"))
         files, threads = _open_files(pid, data), int(status["Threads"][0])
         cpu = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S
     except (OSError, KeyError):
         return None
-    return Sample(own + shared, mapped, files, threads, cpu)
+    return Sample(own, files, threads, cpu)
 
 
 def _open_files(pid: int, data: Path) -> int:
@@ -231,7 +228,6 @@ def _memory(samples: dict[Process, History]) -> list[str]:
             continue
         for what, scale, unit in (
             ("own_bytes", 1e6, "MB"),
-            ("file_bytes", 1e6, "MB"),
             ("open_files", 1, "files"),
             ("threads", 1, "threads"),
         ):
@@ -239,7 +235,7 @@ def _memory(samples: dict[Process, History]) -> list[str]:
             trend = _trend(list(of_pid), values)
             told = f"{trend.told(scale, unit)}, most {max(values) / scale:.4g}"
             print(f"process {number} {what:10} {told}")
-            if trend.grows and what != "file_bytes":  # these the data set bounds
+            if trend.grows:
                 wrong.append(f"process {number}: {what} grows")
     return wrong
 
