@@ -65,3 +65,15 @@ def test_a_file_system_without_fsync_of_directories_is_told_once(
     files.fsync_dir(tmp_path)
     told = capsys.readouterr().err
     assert told.count("no fsync of directories") == 1 and str(tmp_path) in told
+
+
+def test_a_file_is_synced_where_advice_is_refused(tmp_path, monkeypatch):
+    def refuse(fd, *_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with open(tmp_path / "f", "wb") as file:
+        files.sync_to_disk(file.fileno())
+    monkeypatch.delattr(os, "posix_fadvise")
+    with open(tmp_path / "f", "wb") as file:
+        files.sync_to_disk(file.fileno())

@@ -110,6 +110,15 @@ def test_slots_alternate_and_no_mixture_is_ever_read(tmp_path):
     assert small_saves.look(tmp_path, (2,)) == 2
 
 
+def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(FullSaver, "_prepare", lambda saver, directory: 1 / 0)
+    with pytest.raises(
+        OptimusError, match="step-00000001 not written: ZeroDivisionError: division"
+    ):
+        kill_points.save(tmp_path, 1)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(save_module.manifests, "begin", lambda *_: go_on.wait(10))
