@@ -115,7 +115,7 @@ def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypa
     with pytest.raises(
         OptimusError, match="step-00000001 not written: ZeroDivisionError: division"
     ):
-        kill_points.save(tmp_path, 1)
+        small_saves.save(tmp_path, 1)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

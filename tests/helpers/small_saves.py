@@ -39,7 +39,8 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
         shards.append(StateShard(chunk, first, home, {state: flat.clone() for state in STATES}))
     boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
     mesh = Mesh(dp=group.size)
-    groups = Groups(mesh, mesh.place(group.rank), group, dp=group, data=group)
+    along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
+    groups = Groups(mesh, mesh.place(group.rank), group, along)
     return RankStates(groups, shards, boxes, SHAPES)
 
 
