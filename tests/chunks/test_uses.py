@@ -10,7 +10,17 @@ from torch import nn
 
 from optimus.chunks.departures import Departures, Parcel
 from optimus.chunks.states import Home
-from optimus.chunks.uses import Completion, FirstUses
+from optimus.chunks.uses import Completion, FirstUses, Procession
+
+
+def test_what_was_ready_in_one_step_is_not_in_the_next():
+    gone: list[int] = []
+    procession = Procession([2, 1, 0], gone.append)
+    for chunk in (0, 1, 2):
+        procession.ready(chunk)
+    procession.rest()
+    procession.ready(2)
+    assert gone == [2, 1, 0, 2]
 
 
 class Net(nn.Module):
