@@ -82,6 +82,16 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
         assert torch.equal(found[name], expected) or relative(found[name], expected) < 1e-5, name
 
 
+def test_nothing_crosses_the_border():
+    """Bit for bit: no token of one document moves anything of another."""
+    model, tokens = small_model("olmo"), some_tokens()
+    changed = tokens.clone()
+    changed[0, :5] = (tokens[0, :5] + 1) % 61
+    before, after = (model(x, IDS) for x in (tokens, changed))
+    assert torch.equal(before[0, 5:], after[0, 5:]) and torch.equal(before[1:], after[1:])
+    assert not torch.equal(before[0, :5], after[0, :5])
+
+
 def test_without_ids_nothing_changes():
     """One document a sequence is plain causal attention; without ids no code of masks runs."""
     model, tokens = small_model(), some_tokens()
