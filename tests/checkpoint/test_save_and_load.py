@@ -96,20 +96,6 @@ def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
     assert names == ["step-00000001", "step-00000002"]
 
 
-def test_slots_alternate_and_no_mixture_is_ever_read(tmp_path):
-    """Shard files of another step, of the same size, in their place."""
-    for step in (1, 2, 3):
-        small_saves.save(tmp_path, step)
-    names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
-    assert names == ["step-00000002", "step-00000003"]
-    small_saves.look(tmp_path, (3,))
-    old, new = (manager.full_path(tmp_path, step) / "shard-00000.bin" for step in (2, 3))
-    shutil.copyfile(old, new)
-    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
-        manager.read_manifest(new.parent).check()
-    assert small_saves.look(tmp_path, (2,)) == 2
-
-
 def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypatch):
     monkeypatch.setattr(FullSaver, "_prepare", lambda saver, directory: 1 / 0)
     with pytest.raises(

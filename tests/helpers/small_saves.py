@@ -1,4 +1,4 @@
-"""Saves of three small parameters on one process or a few, and what is left of them."""
+"""Saves of three small parameters, on one process or as one of a few."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.load import load_full
 from optimus.checkpoint.pieces import Scatter
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
@@ -19,7 +18,6 @@ from optimus.dist.collectives import ALONE, Group
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Mesh
 from optimus.errors import OptimusError
-from tests.helpers.whole import read_whole
 
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 
@@ -69,20 +67,3 @@ def save(run_dir: Path, step: int) -> None:
     path = manager.full_path(run_dir, step)
     save_full(make_states(step), path, write, step=step, updates=step)
     manager.forget_old(run_dir, keep_models=0)
-
-
-def look(run_dir: Path, steps: tuple[int, ...]) -> int:
-    """The step of the newest valid checkpoint, one of `steps`, all of whose bytes are its own."""
-    newest = manager.newest_valid(run_dir)
-    assert newest is not None, "no valid checkpoint is left"
-    assert newest.step in steps, newest.step
-    for state in STATES:
-        whole = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-        read_whole(newest, whole, state)
-        assert all((tensor == newest.step).all() for tensor in whole.values()), "a mixture"
-    start = manager.decide_start(run_dir, "auto")
-    assert start.step == newest.step and start.full is not None
-    states = make_states(0)
-    assert load_full(states, start.full, "broadcast") == ""
-    manager.prepare_directory(run_dir, start)
-    return newest.step
