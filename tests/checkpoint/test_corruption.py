@@ -82,4 +82,5 @@ def test_files_of_the_other_slot_are_found_out(run_dir):
         whole = path.read_bytes()
         path.write_bytes((old / path.name).read_bytes())
         assert manager.newest_valid(run_dir).step == 1, path.name
+        assert manager.decide_start(run_dir, "auto").step == 1, path.name
         path.write_bytes(whole)
