@@ -62,3 +62,5 @@ def test_any_batch_of_tokens(shape):
     terms = small_model().losses(torch.ones(shape, dtype=torch.int64))
     assert terms.num_targets == shape[0] * (shape[1] - 1)
     assert torch.isfinite(terms.ce_sum + terms.aux + terms.z)
+    dense = small_model("olmo").losses(torch.ones(shape, dtype=torch.int64))
+    assert float(dense.aux) == float(dense.z) == 0
