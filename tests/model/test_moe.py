@@ -204,6 +204,15 @@ def test_experts_compile_in_16_bit_in_both_forms(backend, form):
         assert relative(value.float(), expected.float()) < 1e-2
 
 
+def test_second_derivatives_are_refused():
+    experts = make_experts(torch.float32)
+    x = torch.randn(6, D, requires_grad=True)
+    out = experts(x, torch.rand(6, 2), spread(6, 2)).sum()
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(out, x, create_graph=True)
+    assert torch.autograd.grad(out, x)[0].abs().max() > 0
+
+
 def test_block_accepts_no_token_at_all():
     block = FastSparseMoE(small_config())
     for parameter in block.parameters():
