@@ -5,10 +5,11 @@
 
 Runs the demo's configuration on the demo's data (made under --work the first time), stopped by
 train.deadline_s, and samples every process of it once a second: resident memory of its own
-(anonymous and shared, not pages of files), open files but for the data's shards, which
-stay open once read, threads; and the time of every step, by the clock and in processor time of all
-ranks, which other programs disturb less. Through the medians of twelve windows behind the first
-fifth goes a straight line, told as the rise from the first to the last with its interval of 95 %.
+(anonymous and shared, not pages of files), open files but for the data's shards, which stay open
+once read, threads; and the time of every step, by the clock and in processor time of all ranks,
+which other programs disturb less. Through the medians of twelve windows behind the first fifth goes
+a straight line, told as the rise from the first to the last with its interval of 95 %. Memory rises
+in some hundred updates until libraries have what they keep: a run should take thousands.
 Exit status 0: memory, files, threads and the processor time of a step do not rise beyond noise and
 a hundredth; the run ended with 3, as after any deadline, behind a checkpoint that verifies; no
 process and no file is left.
