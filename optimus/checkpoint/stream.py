@@ -76,12 +76,11 @@ class FileWeights(Weights):
             model = Transformer(config)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
-        own = [(name, name, 0) for name in self.shapes]
-        is_hf = is_hf_directory(path)
+        own = ((name, name, parameter) for name, parameter in model.named_parameters())
         found = []
-        for theirs, ours, begun in places(config, self._files) if is_hf else own:
+        for theirs, ours, part in places(config, self._files) if is_hf_directory(path) else own:
             file, stored = self._files.find(theirs)
-            stop = begun + math.prod(stored.shape)
+            begun, stop = part.storage_offset(), part.storage_offset() + part.numel()
             for start in range(begun, stop, PIECE):
                 piece = Piece(ours, boxes[ours], start, min(start + PIECE, stop))
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize

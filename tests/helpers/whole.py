@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.load import check_shapes
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Want, read_wants
@@ -16,7 +15,7 @@ from optimus.config import Config
 from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Place
-from optimus.model.tensor_files import as_bytes
+from optimus.model.tensor_files import as_bytes, check_shapes
 from optimus.parallel.layout import Layout, stage_parameters
 from optimus.parallel.placement import Intervals, Placement, place_parameters, whole_model
 
@@ -109,7 +108,7 @@ def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "mas
     shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
     if state != "master":
         shapes = {name: index.shapes[name] for name in index.shapes} | shapes
-    check_shapes(manifest.path, index, shapes)
+    check_shapes(manifest.path, index.shapes, shapes)
     wants = []
     for name, tensor in into.items():
         assert tensor.dtype is torch.float32 and tensor.is_contiguous()

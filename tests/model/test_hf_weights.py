@@ -11,11 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError
-from optimus.model.hf import (
-    config_from_hf,
-    load_hf_state_dict,
-    read_hf_config,
-)
+from optimus.model.hf import read_hf_config
 from optimus.model.hf import write_hf as write_stretches
 from optimus.model.hf.names import pieces
 from optimus.model.transformer import Transformer
@@ -123,26 +119,13 @@ def test_shards_keep_to_their_size_and_are_indexed(tmp_path):
     assert index["metadata"]["total_size"] == total
 
 
-def test_experts_may_be_merged_on_disk_or_in_a_state_dict(tmp_path):
+def test_experts_may_be_merged_on_disk(tmp_path):
     theirs = their_directory(tmp_path / "theirs")
     separate = load_hf_model(tmp_path / "theirs").state_dict()
-
-    model = Transformer(config_from_hf(theirs.config.to_dict()))
-    load_hf_state_dict(model, theirs.state_dict())  # merged in transformers 5
-    assert "model.layers.0.mlp.experts.gate_up_proj" in theirs.state_dict()
-    assert_same_tensors(model.state_dict(), separate)
-
+    assert "model.layers.0.mlp.experts.gate_up_proj" in theirs.state_dict()  # of transformers 5
     (tmp_path / "theirs" / "model.safetensors").unlink()
     save_file(theirs.state_dict(), tmp_path / "theirs" / "model.safetensors")
     assert_same_tensors(load_hf_model(tmp_path / "theirs").state_dict(), separate)
-
-    load_hf_state_dict(model, on_disk_of(theirs, tmp_path / "again"))
-    assert_same_tensors(model.state_dict(), separate)
-
-
-def on_disk_of(theirs, path):
-    theirs.save_pretrained(path)
-    return on_disk(path)
 
 
 def test_files_are_those_of_the_library_in_whatever_order_they_are_written(tmp_path):

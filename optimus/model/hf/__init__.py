@@ -1,7 +1,7 @@
 """Hugging Face directories of OlmoForCausalLM and OlmoeForCausalLM, read and written."""
 
 from optimus.model.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
-from optimus.model.hf.read import check_hf_weights, load_hf_state_dict, places
+from optimus.model.hf.read import check_hf_weights, places
 from optimus.model.hf.write import plan_hf, write_hf, write_hf_json
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "is_hf_directory",
-    "load_hf_state_dict",
     "places",
     "plan_hf",
     "read_hf_config",

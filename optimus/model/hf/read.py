@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.errors import CheckpointError
 from optimus.model.hf.names import hf_name, is_expert, pieces
-from optimus.model.tensor_files import TensorFiles
+from optimus.model.tensor_files import TensorFiles, check_shapes
 from optimus.model.transformer import Transformer
 
-# What a checkpoint may hold without a place in the model: angles that version 4 once saved.
-_DERIVED = "rotary_emb.inv_freq"
+# What a directory may hold without a place in the model: angles that version 4 once saved, and a
+# head that is tied all the same.
+_IDLE = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
@@ -24,65 +24,21 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     model: CheckpointError if a tensor is missing, of another shape, not a floating-point one, or
     without a place in the model, or a file cannot be read or is not complete."""
     files = TensorFiles(Path(path))
-    with torch.device("meta"):
-        model = Transformer(config)
-    known = {name: files.meta(name) for name in files.names() if not name.endswith(_DERIVED)}
+    expected = {theirs: tuple(view.shape) for theirs, _, view in places(config, files)}
+    wanted = (name for name in files.names() if name in expected or not name.endswith(_IDLE))
+    found = {name: files.find(name)[1].shape for name in wanted}
     files.close()
-    _no_strangers(set(known), model, path)
-    _fill(model, known, str(path))
+    check_shapes(path, found, expected)
 
 
-def load_hf_state_dict(model: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy a transformers model's state_dict into `model`, its experts merged or not."""
-    _no_strangers(set(state), model, "state_dict")
-    _fill(model, state, "state_dict")
-
-
-@torch.no_grad()
-def _fill(model: Transformer, source: Mapping[str, Tensor], where: str) -> None:
-    for name, parameter in model.named_parameters():
-        merged = hf_name(name)
-        if is_expert(name) and merged in source:
-            _copy(parameter, source[merged], merged, where)
-            continue
-        for theirs, view in pieces(name, parameter):
-            if theirs not in source:
-                raise CheckpointError(f"{where}: tensor {theirs} is missing")
-            _copy(view, source[theirs], theirs, where)
-
-
-def _copy(target: Tensor, value: Tensor, name: str, where: str) -> None:
-    if value.shape != target.shape:
-        raise CheckpointError(
-            f"{where}: tensor {name} has shape {list(value.shape)}, the model {list(target.shape)}"
-        )
-    if not value.is_floating_point():
-        raise CheckpointError(f"{where}: tensor {name} is of {value.dtype}, not floating point")
-    target.copy_(value)
-
-
-def places(config: ModelConfig, files: TensorFiles) -> Iterator[tuple[str, str, int]]:
-    """(name in `files`, our parameter, the element of it flattened with which that one begins) of
-    every tensor that a directory which `check_hf_weights` has passed has for the model."""
+def places(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+    """(name there, our parameter, a view on meta of the part of it that it is) of every tensor that
+    a directory of tensors with these names has for the model: experts may be merged there."""
     with torch.device("meta"):
         model = Transformer(config)
     for name, parameter in model.named_parameters():
-        if is_expert(name) and hf_name(name) in files:
-            yield hf_name(name), name, 0
+        if is_expert(name) and hf_name(name) in names:
+            yield hf_name(name), name, parameter
             continue
         for theirs, view in pieces(name, parameter):
-            yield theirs, name, view.storage_offset()
-
-
-def _no_strangers(names: Set[str], model: Transformer, where: str | os.PathLike) -> None:
-    """Refuse tensors the configuration has no place for, such as biases it does not mention."""
-    expected = {"lm_head.weight"}  # may be there although tied: transformers then ignores it
-    for name, parameter in model.named_parameters():
-        expected.add(hf_name(name))
-        expected.update(theirs for theirs, _ in pieces(name, parameter))
-    strangers = sorted(name for name in names - expected if not name.endswith(_DERIVED))
-    if strangers:
-        raise CheckpointError(
-            f"{where}: tensor {strangers[0]} ({len(strangers)} in all) has no place in the model "
-            "that its configuration describes"
-        )
+            yield theirs, name, view
