@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.config import Config
-from optimus.data.loader import Microbatch
-from optimus.train.batch import BatchPlan
 from optimus_kernels import product
 
 GEMMS = (
@@ -72,14 +69,15 @@ class Peak:
         return min(found)
 
 
-def random_microbatches(config: Config, plan: BatchPlan, seed: int) -> list[Microbatch]:
-    """An update's microbatches of one data rank."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (plan.microbatch_size, plan.seq_len)
-    return [
-        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
-        for _ in range(plan.microbatches_per_rank)
-    ]
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Within, so many threads compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forget(block: nn.Module, x: Tensor) -> None:

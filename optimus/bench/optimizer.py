@@ -18,8 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.bench.meters import Absent, clocked, device_name, free_bytes, versions
-from optimus.bench.pairs import paired
+from optimus.bench.meters import (
+    Absent,
+    clocked,
+    device_name,
+    free_bytes,
+    on_threads,
+    versions,
+)
+from optimus.bench.pairs import paired, turns
 from optimus.errors import ConfigError, OptimusError
 from optimus_kernels import adamw_, backend
 from optimus_kernels.squares import BLOCK, new_bins, square_bins_
@@ -133,17 +140,14 @@ def bench_optimizer(
         raise ConfigError("--rounds and --threads begin at 1, --size at 16")
     place = torch.device(device)
     wanted = list(dict.fromkeys(("ours", "bound", *(peers or PEERS))))
-    cases, before = [], torch.get_num_threads()
-    try:
-        for size in sizes:
-            if 2.5 * _HELD * size > free_bytes(place):
-                cases.append({"parameters": size, "skipped": "too little memory"})
-                continue
-            for count in threads if place.type == "cpu" else (1,):
-                torch.set_num_threads(count)
+    cases = []
+    for size in sizes:
+        if 2.5 * _HELD * size > free_bytes(place):
+            cases.append({"parameters": size, "skipped": "too little memory"})
+            continue
+        for count in threads if place.type == "cpu" else (1,):
+            with on_threads(count):
                 cases.append(_case(size, count, rounds, wanted, place))
-    finally:
-        torch.set_num_threads(before)
     found = backend.active(place)
     return {
         "device": device_name(place),
@@ -232,14 +236,11 @@ def _race(
         for _ in range(repeat):
             way()
 
-    names = list(runs)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        turn = names[number % len(names) :] + names[: number % len(names)]
-        for name in turn:
-            found = [clocked(functools.partial(repeated, way), device)[0] for way in runs[name]]
-            if number:  # the first round warms up
-                times[name].append(min(seconds[clock] for seconds in found) / repeat)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number, name in turns(runs, rounds):
+        found = [clocked(functools.partial(repeated, way), device)[0] for way in runs[name]]
+        if number:
+            times[name].append(min(seconds[clock] for seconds in found) / repeat)
     return times
 
 

@@ -8,18 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optimus.bench.meters import random_microbatches
+from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects
-from optimus.dist.groups import join_groups
 from optimus.dist.world import World
 from optimus.errors import OptimusError
-from optimus.model.init import initialise_
 from optimus.parallel.recompute_cost import KeptBytes
-from optimus.train.preflight import divide
 from optimus.train.shard import Shard
-from optimus.train.update import Updater
 
 _WARMUP = 2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -45,13 +41,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     """Peak of resident memory in the last of a few updates, and the bytes of its parts."""
-    mesh, plan = divide(config, world.size)
-    groups = join_groups(mesh, world)
-    own = random_microbatches(config, plan, seed=world.rank)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    ours = make_ours(config, world)
+    states, own, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
         updater.run(step, own)
     states.wait()
@@ -63,7 +54,7 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
         "parameters": sum(one.params.nbytes for one in states.chunks),
         "gradients": sum(one.grads.nbytes for one in states.chunks),
         "states": sum(_state_bytes(one) for one in states.chunks),
-        "activations": _activations(shard, own[0]),
+        "activations": _activations(ours.shard, own[0]),
         "two_chunks": 2 * max(one.grads.nbytes for one in states.chunks),
     }
     return peak, parts

@@ -6,15 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from optimus.bench.ours import make_ours
 from optimus.bench.pairs import paired, race
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.config import Config
-from optimus.dist.groups import join_groups
 from optimus.dist.world import World
-from optimus.model.init import initialise_
-from optimus.train.preflight import divide
-from optimus.train.shard import Shard
 
 
 def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> dict[str, Any]:
@@ -24,29 +21,28 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
     stands between a backward and the next forward (reduction, norm, update, gather), on the wall.
     A collective of all ranks.
     """
-    mesh, plan = divide(so, world.size)
-    groups = join_groups(mesh, world)
-    contestants = []
-    for config in (so, epso):
-        shard = Shard(config, groups, plan, world.device)
-        initialise_(shard.model, 0, shard.layout.placements)
-        contestants.append((shard.make_states(), config))
-    updates = [_make_update(states, config) for states, config in contestants]
-    steps = [_make_step(states) for states, _ in contestants]
+    both = {"so": make_ours(so, world), "epso": make_ours(epso, world)}
+    updates = {name: _make_update(one.states, one.config) for name, one in both.items()}
+    steps = {name: _make_step(one.states) for name, one in both.items()}
     update_s = race(updates, rounds, world, time.thread_time)
-    step_s = race(steps, rounds, world, time.perf_counter)
-    experts, others = _elements(contestants[0][0])
-    dp, ep = mesh.sizes.dp, mesh.sizes.ep
+    step_s = race(steps, rounds, world)
+    experts, others = _elements(both["so"].states)
+    dp, ep = both["so"].groups.mesh.dp, both["so"].groups.mesh.ep
     return {
         "dp": dp,
         "ep": ep,
         "experts": experts,
         "others": others,
         "predicted": (experts / dp + others / (dp * ep)) / (experts / dp + others / dp),
-        "shard_elements": [states.layout.shard_length for states, _ in contestants],
-        "update": {"so_s": update_s[0], "epso_s": update_s[1], "paired": paired(*update_s[::-1])},
-        "step": {"so_s": step_s[0], "epso_s": step_s[1], "paired": paired(*step_s[::-1])},
+        "shard_elements": [one.states.layout.shard_length for one in both.values()],
+        "update": _told(update_s),
+        "step": _told(step_s),
     }
+
+
+def _told(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    so, epso = seconds["so"], seconds["epso"]
+    return {"so_s": so, "epso_s": epso, "paired": paired(epso, so)}
 
 
 def _elements(states: ChunkEngine) -> tuple[int, int]:
