@@ -147,12 +147,9 @@ def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
     peak = Peak(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
-    taken = []
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.add(b, c, alpha=2, out=a)
-        taken.append(time.perf_counter() - start)
-    return flops, 3 * a.nbytes / min(taken)
+    return flops, 3 * a.nbytes / platform.best_of(
+        5, lambda: torch.add(b, c, alpha=2, out=a), device
+    )
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:

@@ -59,13 +59,13 @@ def _make_update(states: ChunkEngine, config: Config) -> Callable[[], None]:
 
 def _make_step(states: ChunkEngine) -> Callable[[], None]:
     def step() -> None:
-        states.reduce(0)
-        states.finish()
+        states.gradients.reduce(0)
+        states.gradients.finish()
         states.grad_norm()
         states.update(1e-4)
         states.wait()
 
-    states.start()
+    states.gradients.start()
     for one in states.chunks:
         one.grads.fill_(1e-3)
     return step

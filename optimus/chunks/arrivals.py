@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from optimus.chunks.states import ChunkStates
-from optimus.chunks.uses import FirstUses
+from optimus.chunks.uses import watch_first_uses
 from optimus.dist.collectives import Transfer, begin_all_gather
 
 
@@ -23,8 +23,8 @@ class Arrivals:
         self, readers: Iterable[tuple[nn.Module, Collection[str]]], chunk_of: Mapping[str, int]
     ) -> None:
         """From now on gathers go on until a module that reads the chunk is called, or `wait`.
-        `readers` as in FirstUses, all that read a parameter among them."""
-        FirstUses(readers, chunk_of.__getitem__, self._wait_for)
+        `readers` as in watch_first_uses, all that read a parameter among them."""
+        watch_first_uses(readers, chunk_of.__getitem__, self._wait_for)
         self._awaited = True
 
     def gather(self, one: ChunkStates) -> None:

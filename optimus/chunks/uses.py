@@ -13,21 +13,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 
-class FirstUses:
-    """Calls `before(chunk)` ahead of every module that reads a chunk."""
-
-    def __init__(
-        self,
-        readers: Iterable[tuple[nn.Module, Collection[str]]],
-        chunk_of: Callable[[str], int],
-        before: Callable[[int], None],
-    ) -> None:
-        """`readers`: modules with the names of all parameters that their call reads, in the order
-        of forward. The hooks run outside of what torch.compile makes of a module's `forward`."""
-        for module, names in readers:
-            chunks = tuple(dict.fromkeys(map(chunk_of, names)))
-            if chunks:
-                module.register_forward_pre_hook(functools.partial(_ahead, chunks, before))
+def watch_first_uses(
+    readers: Iterable[tuple[nn.Module, Collection[str]]],
+    chunk_of: Callable[[str], int],
+    before: Callable[[int], None],
+) -> None:
+    """Have `before(chunk)` called ahead of every module that reads a chunk. `readers`: modules with
+    the names of all parameters that their call reads, in the order of forward. The hooks run
+    outside of what torch.compile makes of a module's `forward`."""
+    for module, names in readers:
+        chunks = tuple(dict.fromkeys(map(chunk_of, names)))
+        if chunks:
+            module.register_forward_pre_hook(functools.partial(_ahead, chunks, before))
 
 
 def _ahead(

@@ -13,19 +13,9 @@ _PROMPT_TOKENS = 16
 
 
 def sample_text(model: nn.Module, dataset: TokenDataset, new_tokens: int, seed: int) -> str:
-    """The beginning of the first instance of `dataset`, continued by the model.
-
-    Token ids as text where the data set carries no tokenizer.
-    """
+    """The beginning of the first instance of `dataset`, continued by the model."""
     device = next(model.parameters()).device
     instance = torch.from_numpy(dataset.read(0, 1))[0].to(device)
     prompt = instance[: min(_PROMPT_TOKENS, dataset.context)]
     new = generate(model, prompt, new_tokens, context=dataset.context, seed=seed)
-    return decode(dataset.tokenizer_file, torch.cat([prompt, new]).tolist())
-
-
-def decode(tokenizer_file: str | None, ids: list[int]) -> str:
-    """Text of token ids, by the tokenizer file beside a data set or in a checkpoint."""
-    if tokenizer_file is None:
-        return " ".join(map(str, ids))
-    return TextTokenizer(tokenizer_file).decode(ids)
+    return TextTokenizer(dataset.tokenizer_file).decode(torch.cat([prompt, new]).tolist())

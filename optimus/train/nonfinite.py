@@ -123,15 +123,15 @@ class Watch:
         """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
         on the rank that put it into a collective first: backward runs once more to see that."""
         states, sent = self._states, []
-        states.finish()  # what is under way
-        states.start()
+        states.gradients.finish()  # what is under way
+        states.gradients.start()
         looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
         with uncompiled(self._config), looking:
             self._shard.executor.run(
                 microbatches,
-                lambda stage, _: states.reduce(stage),
+                lambda stage, _: states.gradients.reduce(stage),
                 lambda: None,
-                states.before_backward,
+                states.gradients.before_backward,
             )
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf

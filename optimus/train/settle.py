@@ -41,14 +41,22 @@ def take_dispatch(
     line: the checkpoint's where it `kept` one, else what is measured to be faster."""
     if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
         return config, []
-    if config.train.deterministic:
+    train = config.train
+    if train.deterministic:
         choice, why = "allgather", "train.deterministic takes it"
     elif kept != "auto":
         choice, why = kept, "as in the checkpoint"
     else:
         experts = {id(p) for one in dispatchers(shard.model)[:1] for p in one.experts.parameters()}
         states.gather([name for name, p in shard.model.named_parameters() if id(p) in experts])
-        seconds = _measure(config, groups, shard)
+        seconds = measure_dispatches(
+            shard.model,
+            (train.microbatch_size * train.seq_len, config.model.hidden_size),
+            config.model.num_experts_per_tok,
+            dtype_of(train.dtype),
+            groups.everyone,
+            seed=groups.data.rank,
+        )
         choice = min(seconds, key=lambda name: seconds[name])
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
         why = f"{times} for a layer, forward and backward, on the slowest rank"
@@ -57,18 +65,6 @@ def take_dispatch(
     parallel = config.parallel.model_copy(update={"ep_dispatch": choice})
     news = f"{_DISPATCH}: {choice} ({why})"
     return config.model_copy(update={"parallel": parallel}), [news]
-
-
-def _measure(config: Config, groups: Groups, shard: Shard) -> dict[str, float]:
-    model, train = config.model, config.train
-    return measure_dispatches(
-        shard.model,
-        (train.microbatch_size * train.seq_len, model.hidden_size),
-        model.num_experts_per_tok,
-        dtype_of(train.dtype),
-        groups.everyone,
-        seed=groups.data.rank,
-    )
 
 
 def recompute_news(config: Config, groups: Groups, shard: Shard) -> list[str]:

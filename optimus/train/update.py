@@ -65,7 +65,7 @@ class Updater:
         if config.train.deterministic:
             shard.keep_microbatches_apart()
         self._watch = Watch(config, groups, shard, states)
-        states.before_sum = self._watch.look_at
+        states.gradients.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -79,13 +79,13 @@ class Updater:
         own = self._shard.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        self._states.start()
+        self._states.gradients.start()
         terms = self._shard.executor.run(
             own,
-            lambda stage, microbatch: self._states.reduce(stage),
+            lambda stage, microbatch: self._states.gradients.reduce(stage),
             self._make_update(step, own, lr),
-            self._states.before_backward,
-            self._states.last_backward,
+            self._states.gradients.before_backward,
+            self._states.gradients.last_backward,
         )
         return self._result(step, terms, lr, scale)
 
@@ -97,7 +97,9 @@ class Updater:
             overflow = self._watch.anyone_in_trouble()
             if overflow and not scaling.can_fall:
                 self._watch.explain(own, scaling.at_its_least())
-            self._states.finish(self._far_ends)  # of thrown away gradients too: all is received
+            self._states.gradients.finish(
+                self._far_ends
+            )  # of thrown away gradients too: all is received
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
                 scaling.after_overflow()

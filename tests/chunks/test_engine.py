@@ -40,7 +40,7 @@ def make_engine(model, dtype=torch.float32, chunk_length=4000) -> ChunkEngine:
     model.separate_tied_uses()
     for name, leaf in model.tied_uses().items():
         engine.add_use(Use(name, leaf, "embed.weight"))
-    engine.start()
+    engine.gradients.start()
     return engine
 
 
@@ -50,8 +50,8 @@ def backward(model, seed=0):
 
 
 def complete(engine: ChunkEngine) -> None:
-    engine.reduce(0)
-    engine.finish()
+    engine.gradients.reduce(0)
+    engine.gradients.finish()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,7 +75,7 @@ def test_update_equals_torch_adamw_to_the_last_bit():
         plain.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, weight_decay=0.1, fused=True
     )
     for step in range(3):
-        engine.start()
+        engine.gradients.start()
         optimizer.zero_grad()
         backward(model, step)
         backward(plain, step)
@@ -97,7 +97,7 @@ def test_the_length_of_chunks_changes_no_bit():
         model = make_model()
         engine = make_engine(model, chunk_length=chunk_length)
         for step in range(2):
-            engine.start()
+            engine.gradients.start()
             backward(model, step)
             complete(engine)
             engine.update(OPTIM.lr)
@@ -169,7 +169,7 @@ def test_a_replaced_gradient_is_named():
     name, parameter = list(model.named_parameters())[3]
     parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(AssertionError, match=name):
-        engine.reduce(0)
+        engine.gradients.reduce(0)
 
 
 def test_norm_survives_gradients_whose_squares_overflow():

@@ -10,7 +10,7 @@ from torch import nn
 
 from optimus.chunks.departures import Departures, Parcel
 from optimus.chunks.states import Home
-from optimus.chunks.uses import Completion, FirstUses, Procession
+from optimus.chunks.uses import Completion, Procession, watch_first_uses
 
 
 def test_a_chunk_goes_when_it_and_those_before_it_are_ready():
@@ -177,7 +177,7 @@ def test_every_reader_announces_its_chunks_before_it_runs():
         (net.layers[2], ["2"]),
         (net, []),
     ]
-    FirstUses(readers, chunk_of, events.append)
+    watch_first_uses(readers, chunk_of, events.append)
     for number, layer in enumerate(net.layers):
         layer.register_forward_hook(lambda *_, number=number: events.append(f"layer {number}"))
     with torch.no_grad():

@@ -155,19 +155,19 @@ def _train(case: Case, world: Group) -> Outcome:
     engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
     losses, gradients = [], []
-    engine.before_sum = lambda one: gradients.append(engine.resident_bytes["grads"])
+    engine.gradients.before_sum = lambda one: gradients.append(engine.resident_bytes["grads"])
     for step in range(case.steps):
         gradients.clear()
         traffic.clear()
-        engine.start()
+        engine.gradients.start()
         for microbatch in range(case.microbatches):
             number = (step * case.microbatches + microbatch) * world.size + world.rank
             loss = (tower(batch(number, case.dtype)) - 1).square().float().mean()
             (loss / (case.microbatches * world.size)).backward()
             losses.append(loss.item())
             if each or microbatch == case.microbatches - 1:
-                engine.reduce(0)
-        engine.finish()
+                engine.gradients.reduce(0)
+        engine.gradients.finish()
         engine.update(LR)
     counted = {name: list(entry) for (_, name), entry in traffic.items()}
     planned, trace, plan = 0, [], []

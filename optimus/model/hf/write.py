@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -53,8 +53,10 @@ def write_hf(
     weights: Iterable[tuple[str, int, Tensor]],
     dtypes: Mapping[str, torch.dtype],
     file_bytes: int = FILE_BYTES,
+    beside: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write config.json and safetensors, an expert a tensor, each parameter in its one of `dtypes`.
+    """Write config.json and safetensors, an expert a tensor, each parameter in its one of `dtypes`;
+    `beside` puts further files into the directory.
 
     `weights` are (our name, first element, values) of stretches of flattened parameters, in any
     order, which come as they are needed: one is in memory at a time. Files hold at most
@@ -75,6 +77,7 @@ def write_hf(
     try:
         write_hf_json(temporary, config, plan)
         write_all(temporary, plan, weights)
+        beside(temporary)
         if directory.exists():
             directory.rmdir()
         commit(temporary, directory)

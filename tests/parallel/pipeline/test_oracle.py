@@ -48,10 +48,12 @@ def both_ways(schedule: str) -> tuple[Result, Result]:
 
 def ours(shard: Shard, tokens: Tensor, targets: int) -> Result:
     states = shard.make_states()
-    states.start()
+    states.gradients.start()
     microbatches = [(one, None) for one in tokens.split(1)]
     terms = shard.executor.run(
-        microbatches, lambda stage, microbatch: states.reduce(stage), states.finish
+        microbatches,
+        lambda stage, microbatch: states.gradients.reduce(stage),
+        states.gradients.finish,
     )
     sums = [terms[place].ce_sum for place in sorted(terms)]
     losses = [float(ce_sum) / targets for ce_sum in sums if ce_sum is not None]
