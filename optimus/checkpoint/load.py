@@ -11,7 +11,7 @@ from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Span, spans_to_read
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.transfer import Want, read_wants
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
 from optimus.errors import CheckpointError
 from optimus.model.tensor_files import as_bytes, check_shapes
@@ -75,7 +75,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
             Want(state, span.pieces, as_bytes(host))
             for (state, span), host in zip(batch, hosts, strict=True)
         ]
-        read_wants(manifest.path, index, wants)
+        with Readers(manifest.path, index, 1) as readers:
+            readers.read(wants)
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)

@@ -241,9 +241,10 @@ def finish(
     **facts: Any,
 ) -> Manifest:
     """Seal what `begin` began: all is made durable, described by a manifest of these `facts` (those
-    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers have
-    made durable and that the index describes, `entries` such that are described already. Raises
-    OptimusError instead once `stop` is set, which it no longer can be behind that, and OSError."""
+    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers
+    have made durable and that the index describes, `entries` such that are described already.
+    Raises OptimusError instead once `stop` is set, which it no longer can be behind that, and
+    OSError."""
     final = Path(path)
     known = {*shards, *(entry.name for entry in entries)}
     entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)

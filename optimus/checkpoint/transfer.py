@@ -57,13 +57,6 @@ def write_shard(
     return Written(shard, pieces)
 
 
-def read_wants(directory: Path, index: Index, wants: Sequence[Want]) -> None:
-    """Fill the memory of every want; a file that holds some of them is opened once, and a block of
-    it read once. Raises CheckpointError naming the file that is damaged or what is missing."""
-    with Readers(directory, index, 1) as readers:
-        readers.read(wants)
-
-
 class Readers:
     """The shard files of a checkpoint, of which the last `limit` stay open, with the block that
     was not read in whole: whoever wants one thing after the other reads it once."""
@@ -74,7 +67,9 @@ class Readers:
         """The last used last."""
 
     def read(self, wants: Sequence[Want]) -> None:
-        """As `read_wants`."""
+        """Fill the memory of every want; a file that holds some of them is opened once, and a block
+        of it read once. Raises CheckpointError naming the file that is damaged or what is
+        missing."""
         try:
             runs = plan_reads(self._index, wants)
         except CheckpointError as error:

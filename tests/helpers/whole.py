@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.transfer import Want, read_wants
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import Config
 from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
@@ -114,4 +114,5 @@ def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "mas
         assert tensor.dtype is torch.float32 and tensor.is_contiguous()
         piece = Piece(name, whole_box(tensor.shape), 0, tensor.numel())
         wants.append(Want(state, [(piece, 0)], as_bytes(tensor)))
-    read_wants(manifest.path, index, wants)
+    with Readers(manifest.path, index, 1) as readers:
+        readers.read(wants)
