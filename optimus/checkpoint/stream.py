@@ -7,12 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import torch
 import xxhash
 from torch import Tensor
 
+from optimus import files
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
@@ -28,7 +28,7 @@ _OPEN_FILES = 32
 """Shard files that are open at once, each with a block of 4 MiB."""
 
 
-class Weights(ABC):
+class Weights(files.Closing, ABC):
     """Weights in the order in which files hold them, piece by piece: little of them is in memory.
 
     A context in which files may be open, and an iterable of `pieces` with their values, flat on the
@@ -53,15 +53,6 @@ class Weights(ABC):
         """The same as (name, first element, values) of the flattened whole parameters."""
         for piece, values in self:
             yield piece.name, piece.start, values
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let files go that are open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class FileWeights(Weights):

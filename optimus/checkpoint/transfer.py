@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy
 
+from optimus import files
 from optimus.checkpoint.index import ITEMSIZE, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardReader, ShardWriter, aligned
@@ -57,7 +58,7 @@ def write_shard(
     return Written(shard, pieces)
 
 
-class Readers:
+class Readers(files.Closing):
     """The shard files of a checkpoint, of which the last `limit` stay open, with the block that
     was not read in whole: whoever wants one thing after the other reads it once."""
 
@@ -91,12 +92,6 @@ class Readers:
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
-
-    def __enter__(self) -> Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def plan_reads(index: Index, wants: Sequence[Want]) -> numpy.ndarray:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from optimus import files
 from optimus.data.buffers import BufferPool
 from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
@@ -52,7 +53,7 @@ def make_microbatch(
     return Microbatch(torch.from_numpy(tokens), ids)
 
 
-class Loader:
+class Loader(files.Closing):
     """Microbatches of one data rank, read ahead by a thread. A context manager.
 
     Stateless in the update number: any update may be asked for at any time, by any number of
@@ -87,12 +88,6 @@ class Loader:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of update `step` (from 1), in order.
