@@ -18,8 +18,8 @@ from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world, tells_first
 from optimus.errors import LostPeerError, OptimusError, Stopped
+from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
-from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_

@@ -14,10 +14,9 @@ from optimus.config import ModelConfig
 from optimus.errors import CheckpointError, ConfigError, OptimusError
 from optimus.files import commit, temporary_name, write_json
 from optimus.model.hf.config import config_to_hf
-from optimus.model.hf.names import pieces
+from optimus.model.hf.names import places
 from optimus.model.tensor_files import INDEX
 from optimus.model.tensor_writer import FilePlan, Planned, TensorWriter, create_files, plan_files
-from optimus.model.transformer import Transformer
 
 FILE_BYTES = 5_000_000_000
 
@@ -26,12 +25,9 @@ def plan_hf(
     config: ModelConfig, dtypes: Mapping[str, torch.dtype], file_bytes: int = FILE_BYTES
 ) -> FilePlan:
     """The files of a model whose parameters are written in these dtypes, an expert a tensor."""
-    with torch.device("meta"):
-        model = Transformer(config)
     tensors = (
         Planned(theirs, name, view.storage_offset(), dtypes[name], tuple(view.shape))
-        for name, parameter in model.named_parameters()
-        for theirs, view in pieces(name, parameter)
+        for theirs, name, view in places(config, ())
     )
     return plan_files(tensors, file_bytes, {"format": "pt"})
 
