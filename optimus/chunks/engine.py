@@ -152,18 +152,6 @@ class ChunkEngine:
             numbers = {self.slots[name].chunk for name in names if name in self.slots}
             self.cache.hold({n for n in numbers if self.chunks[n].divided})
 
-    @property
-    def resident_bytes(self) -> dict[str, int]:
-        """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
-        flats = {
-            "params": [one.params for one in self.chunks],
-            "grads": self.gradients.flats,
-        }
-        return {
-            kind: sum(flat.untyped_storage().nbytes() for flat in every)
-            for kind, every in flats.items()
-        }
-
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
