@@ -15,9 +15,9 @@ from optimus.chunks.layout import Slot
 from optimus.chunks.memory import Piece
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
-from optimus.chunks.reduce import FastReduction, OrderedReduction
+from optimus.chunks.reduce import FastReduction
 from optimus.chunks.states import ChunkStates, Home
-from optimus.chunks.storage import Memory
+from optimus.chunks.storage import Kept, Memory
 from optimus.chunks.tied import Use, UseInPieces, WholeUse
 from optimus.chunks.units import Unit
 from optimus.dist.collectives import Group, all_gather, all_reduce_sum
@@ -43,8 +43,7 @@ class Gradients:
     ) -> None:
         """`named`: trained parameters in order of first use, views of `chunks`. `in_pieces`: whole
         for one backward only, which waits for `follow`. The rest as for ChunkEngine."""
-        self._chunks, self._deterministic = list(chunks), deterministic
-        self._grad_dtype = grad_dtype
+        self._chunks, self._grad_dtype = list(chunks), grad_dtype
         self._by_name: dict[str, tuple[ChunkStates, Slot]] = {
             slot.name: (one, slot) for one in chunks for slot in one.chunk.slots
         }
@@ -57,10 +56,9 @@ class Gradients:
         # Freed storage takes no new views.
         targets = {name: one.view(one.grads, slot) for name, (one, slot) in self._by_name.items()}
         together = any(one.home.adders.size > 1 for one in chunks)
-        if in_pieces:
+        if in_pieces or (deterministic and together):
+            memory = memory if in_pieces else Kept()
             self._reduction = PieceReduction(self._chunks, deterministic, reduce_dtype, memory)
-        elif deterministic and together:
-            self._reduction = OrderedReduction(self._chunks)
         else:
             self._reduction = FastReduction(self._chunks, reduce_dtype, overlap)
         early = overlap and together and not (deterministic or in_pieces)
@@ -74,12 +72,15 @@ class Gradients:
 
     def add_use(self, use: Use, home: Home) -> None:
         """Give a further use of a parameter a gradient buffer of its own."""
-        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
         if isinstance(self._reduction, PieceReduction):
-            states = UseInPieces(use, home)
+            states: WholeUse | UseInPieces = UseInPieces(use, home)
             self._reduction.add(states)
+            send = partial(self._reduction.after, states)
+        else:
+            states = WholeUse(use, home, self._grad_dtype)
+            send = states.after
         self._uses.append(states)
-        self._depart(states, {use.name: (use.leaf, states.target)}, states.after)
+        self._depart(states, {use.name: (use.leaf, states.target)}, send)
 
     def _depart(
         self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
@@ -139,7 +140,7 @@ class Gradients:
 
     def release(self) -> None:
         """After the update."""
-        if isinstance(self._reduction, PieceReduction):
+        if self._follower is not None:
             self._reduction.release()
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.memory import Piece
 from optimus.chunks.states import Home
-from optimus.dist.collectives import ALONE, Transfer, all_gather, begin_all_reduce_sum
+from optimus.dist.collectives import ALONE, Transfer, begin_all_reduce_sum
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,16 @@ class Use:
 class WholeUse:
     """The gradient of a further use, kept whole on every rank that adds it."""
 
-    def __init__(self, use: Use, home: Home, ordered: bool, dtype: torch.dtype) -> None:
-        self.use, self.home, self._ordered = use, home, ordered and home.adders.size > 1
+    def __init__(self, use: Use, home: Home, dtype: torch.dtype) -> None:
+        self.use, self.home = use, home
         self._under_way: Transfer | None = None
         self.grads = torch.zeros(use.leaf.shape, dtype=dtype, device=use.leaf.device)
-        self.target = self.grads
-        """Where backward adds, of the leaf's shape."""
-        self.grad = self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
-        """The sum, of the leaf's shape."""
+        self.grad = self.target = self.total = self.grads
+        """Where backward adds, and the sum: of the leaf's shape."""
 
     def pieces(self) -> Iterator[Piece]:
         """Everything that this holds."""
         yield Piece("tied", self.grads)
-        yield Piece("tied", self.total)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         yield self.use.name, self.grads
@@ -47,18 +44,9 @@ class WholeUse:
     def start(self) -> None:
         self.finish()
         self.grads.zero_()
-        self.total.zero_()
 
     def after(self) -> None:
-        group = self.home.adders
-        if not self._ordered:
-            self._under_way = begin_all_reduce_sum(self.grads, group)
-            return
-        every = self.grads.new_empty(group.size * len(self.grads), *self.grads.shape[1:])
-        all_gather(every, self.grads, group)
-        for contribution in every.chunk(group.size):
-            self.total.add_(contribution)
-        self.grads.zero_()
+        self._under_way = begin_all_reduce_sum(self.grads, self.home.adders)
 
     def finish(self) -> None:
         if self._under_way is not None:
@@ -67,8 +55,8 @@ class WholeUse:
 
 
 class UseInPieces:
-    """The gradient of a further use, divided between its backward and the update like that of an
-    undivided chunk (PieceReduction): every rank that adds it wants the whole sum."""
+    """The gradient of a further use, added up like that of an undivided chunk (PieceReduction):
+    every rank that adds it wants the whole sum."""
 
     def __init__(self, use: Use, home: Home) -> None:
         self.use, self.home = use, replace(home, shards=ALONE, spread=home.adders)
@@ -88,9 +76,6 @@ class UseInPieces:
 
     def start(self) -> None:
         """The reduction does."""
-
-    def after(self) -> None:
-        """The reduction is told by whoever follows the units."""
 
     def finish(self) -> None:
         """The reduction does."""
