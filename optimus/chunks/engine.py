@@ -24,7 +24,7 @@ from optimus.chunks.states import ChunkStates, Home, StateShard
 from optimus.chunks.storage import Memory
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import ALONE, Group, all_gather
+from optimus.dist.collectives import ALONE, Group
 
 
 class ChunkEngine:
@@ -245,10 +245,7 @@ class ChunkEngine:
         self.wait()
         out = {}
         for one in self.chunks:
-            flat = getattr(one, state)
-            if one.home.shards.size > 1:
-                flat = flat.new_empty(one.chunk.length)
-                all_gather(flat, getattr(one, state), one.home.shards)
+            flat = one.whole(getattr(one, state))
             out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
         frozen = self.frozen.masters() if state == "master" else {}
         return {name: out[name] for name in self._named} | frozen

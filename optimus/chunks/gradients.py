@@ -18,9 +18,9 @@ from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.reduce import FastReduction
 from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Kept, Memory
-from optimus.chunks.tied import Use, UseInPieces, WholeUse
+from optimus.chunks.tied import Use, UseBuffer
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import Group, all_gather, all_reduce_sum
+from optimus.dist.collectives import Group, all_reduce_sum
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 
@@ -50,7 +50,7 @@ class Gradients:
         self.before_sum: Callable[[Buffer], None] = lambda one: None
         """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
         self._follower: Follower | None = None
-        self._uses: list[WholeUse | UseInPieces] = []
+        self._uses: list[UseBuffer] = []
         dtypes_agree = all(p.dtype is grad_dtype for p in named.values())
         self._accumulates_natively = dtypes_agree or (_WIDENS_NATIVELY and not compiled)
         # Freed storage takes no new views.
@@ -68,27 +68,20 @@ class Gradients:
         for one in by_first_use(chunks, named):
             names = [slot.name for slot in one.chunk.slots]
             parts = {name: (named[name], targets[name]) for name in names}
-            self._depart(one, parts, partial(self._reduction.after, one))
+            self._depart(one, parts)
 
     def add_use(self, use: Use, home: Home) -> None:
         """Give a further use of a parameter a gradient buffer of its own."""
-        if isinstance(self._reduction, PieceReduction):
-            states: WholeUse | UseInPieces = UseInPieces(use, home)
-            self._reduction.add(states)
-            send = partial(self._reduction.after, states)
-        else:
-            states = WholeUse(use, home, self._grad_dtype)
-            send = states.after
-        self._uses.append(states)
-        self._depart(states, {use.name: (use.leaf, states.target)}, send)
+        buffer = UseBuffer(use, home, self._grad_dtype)
+        self._reduction.add(buffer)
+        self._uses.append(buffer)
+        self._depart(buffer, {use.name: (use.leaf, buffer.total)})
 
-    def _depart(
-        self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
-    ) -> None:
-        """Let backward add into these parts of the buffer, which leaves by `send`."""
+    def _depart(self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Let backward add into these parts of the buffer, which leaves for the reduction."""
         for leaf, part in parts.values():
             self._accumulate(leaf, part)
-        self._departures.add(Parcel(buffer, parts, send))
+        self._departures.add(Parcel(buffer, parts, partial(self._reduction.after, buffer)))
 
     def _accumulate(self, leaf: Tensor, target: Tensor) -> None:
         """Let backward add into `target`, in its dtype."""
@@ -147,8 +140,6 @@ class Gradients:
         """Before the first backward of a step."""
         self._reduction.start()
         self._departures.start()
-        for use in self._uses:
-            use.start()
         if self._follower is not None:
             self._follower.start()
 
@@ -173,8 +164,6 @@ class Gradients:
         if self._follower is not None:
             self._follower.finish()
         self._reduction.finish()
-        for use in self._uses:
-            use.finish()
         far_ends = far_ends or {}
         for name, group in far_ends.items():
             if group.size > 1 and name in self._by_name:
@@ -187,23 +176,12 @@ class Gradients:
         """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
         own = [use.total for use in self._uses if use.use.owner == name]
         one, slot = self._by_name[name]
-        whole = torch.zeros(slot.shape, dtype=torch.float32, device=one.grad.device)
-        if own:
-            whole.add_(own[0])
-        else:
-            self._gather_grad(name, whole)
+        held = own[0] if own else one.view(one.whole(one.grad), slot)
+        whole = held.to(torch.float32, copy=True)
         all_reduce_sum(whole, group)
         here = one.piece_of(one.grad, slot)
         if here is not None:
             here[0].copy_(whole.flatten()[here[1]])
-
-    def _gather_grad(self, name: str, into: Tensor) -> None:
-        one, slot = self._by_name[name]
-        whole = one.grad
-        if one.home.shards.size > 1:
-            whole = one.grad.new_empty(one.chunk.length)
-            all_gather(whole, one.grad, one.home.shards)
-        into.copy_(one.view(whole, slot))
 
     def _add_whole(self, name: str, gradient: Tensor) -> None:
         one, slot = self._by_name[name]

@@ -8,13 +8,13 @@ together to the shard that the rank updates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.memory import Piece
-from optimus.chunks.states import ChunkStates
+from optimus.chunks.pieces import Buffer
 from optimus.dist.collectives import (
     Transfer,
     all_gather,
@@ -24,7 +24,7 @@ from optimus.dist.collectives import (
 )
 
 _UNDER_WAY = 2
-"""Chunks that may travel at once: a backend may hold a copy of each."""
+"""Buffers that may travel at once: a backend may hold a copy of each."""
 
 
 class FastReduction:
@@ -34,24 +34,28 @@ class FastReduction:
     or a shard of several pieces takes memory on the way.
     """
 
-    def __init__(self, chunks: list[ChunkStates], dtype: torch.dtype, overlap: bool) -> None:
-        self._chunks, self._dtype = chunks, dtype
+    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, overlap: bool) -> None:
+        self._buffers, self._dtype = list(buffers), dtype
         self._at_once = _UNDER_WAY if overlap else 0
-        self._under_way: deque[tuple[ChunkStates, Transfer]] = deque()
-        self._pieces: list[tuple[ChunkStates, Tensor]] = []
+        self._under_way: deque[tuple[Buffer, Transfer]] = deque()
+        self._pieces: list[tuple[Buffer, Tensor]] = []
+
+    def add(self, one: Buffer) -> None:
+        """Add up one more buffer."""
+        self._buffers.append(one)
 
     def start(self) -> None:
         self._wait(0)  # for what a step left behind that was given up
         self._pieces.clear()
-        for one in self._chunks:
+        for one in self._buffers:
             one.grads.zero_()
 
     def pieces(self) -> Iterator[Piece]:
         """Nothing is held between steps."""
         return iter(())
 
-    def after(self, one: ChunkStates) -> None:
-        """Behind the last backward of a step that adds to this chunk."""
+    def after(self, one: Buffer) -> None:
+        """Behind the last backward of a step that adds to this buffer."""
         group = one.home.adders
         if group.size == 1:
             return
@@ -83,5 +87,5 @@ class FastReduction:
         for one, piece in self._pieces:
             all_gather(one.grad, piece.to(one.grad.dtype), one.home.spread)
         self._pieces.clear()
-        for one in self._chunks:
+        for one in self._buffers:
             all_reduce_sum(one.grad, one.home.partial_over)
