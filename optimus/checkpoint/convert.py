@@ -12,7 +12,7 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
 from optimus.config import Config, dump_toml
-from optimus.errors import CheckpointError, ConfigError
+from optimus.errors import CheckpointError
 from optimus.model.hf import is_hf_directory, read_hf_config, write_hf
 from optimus.model.hf.write import write_all
 from optimus.model.tensor_writer import Planned, plan_files
@@ -50,8 +50,6 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
     CheckpointError where it is damaged; a run's newest full one is passed over then. Raises
     ConfigError where something is at `out`."""
     source, out = Path(source), Path(out)
-    if out.exists():
-        raise ConfigError(f"{out} exists already; remove it or choose another place")
     damaged: dict[Path, str] = {}
     while True:
         path = manager.resolve(source, thorough=False, but=damaged)

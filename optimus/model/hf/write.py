@@ -59,13 +59,13 @@ def write_hf(
     `file_bytes` (more only where one tensor is larger). The directory appears complete or not at
     all.
 
-    Raises ConfigError if the directory is there and not empty or transformers cannot express the
+    Raises ConfigError if the directory is there or transformers cannot express the
     model, CheckpointError if elements of a tensor are missing or superfluous, OptimusError if files
     cannot be written, and what `weights` raises.
     """
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty; name a new directory")
+    if directory.exists():
+        raise ConfigError(f"{directory} exists already; remove it or choose another place")
     plan = plan_hf(config, dtypes, file_bytes)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(directory)
@@ -74,8 +74,6 @@ def write_hf(
         write_hf_json(temporary, config, plan)
         write_all(temporary, plan, weights)
         beside(temporary)
-        if directory.exists():
-            directory.rmdir()
         commit(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
