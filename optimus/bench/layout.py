@@ -46,8 +46,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     )
     config, _ = take_kernels(config, world, {})
     ours = make_ours(config, world)
-    groups, shard, schedule = ours.groups, ours.shard, ours.shard.layout.schedule
-    _, news = take_dispatch(config, groups, shard, ours.states)
+    groups, part, schedule = ours.groups, ours.part, ours.part.layout.schedule
+    _, news = take_dispatch(config, groups, part, ours.states)
     updater, own = ours.updater(), ours.microbatches()
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
@@ -60,8 +60,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         if step <= _WARMUP:
             continue
         seconds.append(max(all_gather_objects(taken, world.everyone)))
-        bubbles.append(_measured_bubble(shard.executor.trace, groups))
-        for event in shard.executor.trace:
+        bubbles.append(_measured_bubble(part.executor.trace, groups))
+        for event in part.executor.trace:
             costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
     counted = all_gather_objects(_by_axes(traffic), groups.everyone)
     means = {key: statistics.fmean(values) for key, values in costs.items()}

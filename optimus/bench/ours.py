@@ -14,7 +14,7 @@ from optimus.dist.world import World
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan
 from optimus.train.preflight import divide
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from optimus.train.update import Updater
 
 
@@ -25,13 +25,13 @@ class Ours(NamedTuple):
     world: World
     groups: Groups
     plan: BatchPlan
-    shard: Shard
+    part: RankModel
     states: ChunkEngine
 
     def updater(self) -> Updater:
         """From here on experts add their gradients to the chunks themselves."""
         return Updater(
-            self.config, self.groups, self.shard, self.states, self.plan, self.world.device
+            self.config, self.groups, self.part, self.states, self.plan, self.world.device
         )
 
     def microbatches(self) -> list[Microbatch]:
@@ -49,6 +49,6 @@ def make_ours(config: Config, world: World) -> Ours:
     """A collective of all ranks."""
     mesh, plan = divide(config, world.size)
     groups = join_groups(mesh, world, config.parallel.virtual_stages)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
-    return Ours(config, world, groups, plan, shard, shard.make_states())
+    part = RankModel(config, groups, plan, world.device)
+    initialise_(part.model, config.train.seed, part.layout.placements)
+    return Ours(config, world, groups, plan, part, part.make_states())

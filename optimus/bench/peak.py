@@ -48,8 +48,8 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     updater.run(1 + _WARMUP, own)
     states.wait()
     peak = _status("VmHWM")
-    with KeptBytes(ours.shard.model) as kept:
-        ours.shard.model.losses(own[0].tokens)
+    with KeptBytes(ours.part.model) as kept:
+        ours.part.model.losses(own[0].tokens)
     two = 2 * max(one.grads.nbytes for one in states.chunks)
     held = states.bytes_held()["total"]
     return peak, {"states": held, "activations": kept.total, "two_chunks": two}

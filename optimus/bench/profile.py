@@ -96,7 +96,7 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         raise ConfigError(f"--profile is of CPUs, and this is {world.device}; set train.device=cpu")
     threads = fix_arithmetic(config, world)
     ours = make_ours(config, world)
-    plan, shard, microbatches = ours.plan, ours.shard, ours.microbatches()
+    plan, part, microbatches = ours.plan, ours.part, ours.microbatches()
     updater = ours.updater()
     taken: list[float] = []
     phases: dict[str, list[float]] = defaultdict(list)
@@ -106,14 +106,14 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         if step > _WARMUP:
             taken.append(seconds)
-            for phase, value in _by_phase(shard.executor.trace, seconds).items():
+            for phase, value in _by_phase(part.executor.trace, seconds).items():
                 phases[phase].append(value)
     peak, bandwidth = _best_speeds(config, world.device)
     bounds = _bounds(config, plan, peak, bandwidth)
     start = time.perf_counter()
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
     profiling = torch.profiler.profile(activities=on_cpu)
-    with _named_modules(shard.model), profiling as profiler:
+    with _named_modules(part.model), profiling as profiler:
         updater.run(steps + 1 + _WARMUP, microbatches)
     profiled = time.perf_counter() - start
     rows = _rows(profiler.events(), bounds)

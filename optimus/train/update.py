@@ -20,8 +20,8 @@ from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan
 from optimus.train.loss_scale import LossScale
 from optimus.train.nonfinite import Watch
+from optimus.train.rank_model import RankModel
 from optimus.train.schedule import clips_at, learning_rate
-from optimus.train.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Updater:
         self,
         config: Config,
         groups: Groups,
-        shard: Shard,
+        part: RankModel,
         states: ChunkEngine,
         plan: BatchPlan,
         device: torch.device,
@@ -60,11 +60,11 @@ class Updater:
         """`loss_scale`: that of a run which goes on; None begins anew."""
         self._loss_scale = loss_scale or LossScale(config, plan.num_microbatches)
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
-        self._shard, self._states = shard, states
-        shard.add_in_place(states)
+        self._part, self._states = part, states
+        part.add_in_place(states)
         if config.train.deterministic:
-            shard.keep_microbatches_apart()
-        self._watch = Watch(config, groups, shard, states)
+            part.keep_microbatches_apart()
+        self._watch = Watch(config, groups, part, states)
         states.gradients.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
@@ -75,12 +75,12 @@ class Updater:
         Raises NonFiniteError on every rank, before masters change, if any rank's loss or gradient
         is not finite; while the loss scale can still fall, the update is skipped instead.
         """
-        self._shard.executor.loss_scale = scale = self._loss_scale.scale
-        own = self._shard.to_device(microbatches)
+        self._part.executor.loss_scale = scale = self._loss_scale.scale
+        own = self._part.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
         self._states.gradients.start()
-        terms = self._shard.executor.run(
+        terms = self._part.executor.run(
             own,
             lambda stage, microbatch: self._states.gradients.reduce(stage),
             self._make_update(step, own, lr),
@@ -167,7 +167,7 @@ class Updater:
         rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
         if self._groups.place.tp == 0:
             for (stage, _), one in terms.items():
-                here = [layer for layer in self._shard.layout.layers[stage] if layer in sparse]
+                here = [layer for layer in self._part.layout.layers[stage] if layer in sparse]
                 for layer, counts in zip(here, one.counts, strict=True):
                     rows[sparse.index(layer), : len(counts)] += counts
         all_reduce_sum(rows, self._groups.everyone)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.helpers.updates import make_shard, numbered
 
@@ -24,7 +24,7 @@ Result = tuple[list[float], dict[str, Tensor]]
 class Part(nn.Module):
     """One stage as torch's package wants it: a module from what arrives to what leaves."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: RankModel) -> None:
         super().__init__()
         self.model = shard.model
         self.first, self.last = shard.layout.has_first, shard.layout.has_last
@@ -46,7 +46,7 @@ def both_ways(schedule: str) -> tuple[Result, Result]:
     return mine, theirs(other.shard, schedule, tokens, one.plan.targets)
 
 
-def ours(shard: Shard, tokens: Tensor, targets: int) -> Result:
+def ours(shard: RankModel, tokens: Tensor, targets: int) -> Result:
     states = shard.make_states()
     states.gradients.start()
     microbatches = [(one, None) for one in tokens.split(1)]
@@ -60,7 +60,7 @@ def ours(shard: Shard, tokens: Tensor, targets: int) -> Result:
     return losses, gradients(shard)
 
 
-def theirs(shard: Shard, schedule: str, tokens: Tensor, targets: int) -> Result:
+def theirs(shard: RankModel, schedule: str, tokens: Tensor, targets: int) -> Result:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def theirs(shard: Shard, schedule: str, tokens: Tensor, targets: int) -> Result:
     return [float(one.detach()) for one in losses], gradients(shard)
 
 
-def gradients(shard: Shard) -> dict[str, Tensor]:
+def gradients(shard: RankModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in shard.model.named_parameters()}
 
 
