@@ -18,9 +18,8 @@ import torch
 
 from optimus import files
 from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
-from optimus.bench.meters import versions
+from optimus.bench.meters import paired, race, versions
 from optimus.bench.ours import make_ours
-from optimus.bench.pairs import paired, race
 from optimus.bench.peak import peak_above
 from optimus.bench.ranks import mula_like, on_ranks
 from optimus.checkpoint.manifest import read_manifest

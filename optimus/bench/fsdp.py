@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from optimus.bench.meters import paired, race
 from optimus.bench.ours import make_ours
-from optimus.bench.pairs import paired, race
 from optimus.bench.step import PlainLoop
 from optimus.config import Config
 from optimus.data.loader import Microbatch

@@ -26,12 +26,13 @@ from optimus.bench.meters import (
     free_bytes,
     non_gemm_share,
     on_threads,
+    paired,
     saved_bytes,
+    turns,
     versions,
 )
 from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
 from optimus.bench.moe_peers import PEERS, Peer
-from optimus.bench.pairs import paired, turns
 from optimus.config import make_config
 from optimus.errors import ConfigError, OptimusError
 from optimus.model.moe import FastSparseMoE

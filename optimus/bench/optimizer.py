@@ -24,9 +24,10 @@ from optimus.bench.meters import (
     device_name,
     free_bytes,
     on_threads,
+    paired,
+    turns,
     versions,
 )
-from optimus.bench.pairs import paired, turns
 from optimus.errors import ConfigError, OptimusError
 from optimus_kernels import adamw_, backend
 from optimus_kernels.squares import BLOCK, new_bins, square_bins_

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.bench.meters import clocked
+from optimus.bench.meters import clocked, turns
 from optimus.bench.ours import make_ours
-from optimus.bench.pairs import turns
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.world import World, start_world

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import optimus_kernels as kernels
-from optimus.bench.meters import clocked, device_name, versions
+from optimus.bench.meters import clocked, device_name, paired, versions
 from optimus.bench.moe import make_block, make_tensors
 from optimus.bench.moe_cases import CPU_CASES, Case, make_case
-from optimus.bench.pairs import paired
 from optimus.bench.peak import peak_above
 
 WAYS = ("straight", "autograd")
