@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from optimus.chunks.departures import Departures, Parcel
+from optimus.chunks.arrivals import watch_first_uses
+from optimus.chunks.departures import Completion, Departures, Parcel, Procession
 from optimus.chunks.states import Home
-from optimus.chunks.uses import Completion, Procession, watch_first_uses
 
 
 def test_a_chunk_goes_when_it_and_those_before_it_are_ready():
