@@ -13,6 +13,7 @@ from data_prep.machine import usable_memory
 from data_prep.ranks import Team
 from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path
+from optimus import files
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
@@ -58,8 +59,7 @@ def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
         end = os.fstat(fd).st_size
         if end < 64 * size:
             return 1.0
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files.drop_cached(fd)
         start = time.perf_counter()
         os.pread(fd, size, HEADER_BYTES)
         middle = time.perf_counter()

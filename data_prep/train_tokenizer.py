@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.long_text import LongText
 from data_prep.progress import Progress
 from data_prep.sources import InputFile
+from data_prep.workspace import make_folder
 from optimus import files
 from optimus.errors import ConfigError, DataError
 
@@ -35,7 +37,10 @@ def train_tokenizer(
     """
     if vocab_size < MIN_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
-    _require_writable(Path(out))
+    out = Path(out)
+    if out.is_dir():
+        raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
+    make_folder(out.parent, out)  # before hours are spent on its content
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -56,20 +61,6 @@ def train_tokenizer(
     return tokenizer.get_vocab_size(), set_aside
 
 
-def _require_writable(out: Path) -> None:
-    """Raises DataError where `out` cannot become a file, before hours are spent on its content."""
-    if out.is_dir():
-        raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"--out {str(out)!r}: its folder cannot be made: {error.strerror}"
-        ) from None
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise DataError(f"--out {str(out)!r}: {str(out.parent)!r} may not be written to")
-
-
 def _batches(
     inputs: Sequence[InputFile],
     text_field: str,
@@ -84,9 +75,9 @@ def _batches(
             set_aside.append(_line(file, problem))
             continue
         for item in _items(file, text_field, progress):
-            if isinstance(item, Document):
+            if not isinstance(item, Problem):
                 batch.append(item.text)
-                held += len(item.text)
+                held += len(batch[-1])
             elif quarantine:
                 set_aside.append(_line(file, item))
             else:
@@ -99,10 +90,12 @@ def _batches(
     progress.note("merging pairs")
 
 
-def _items(file: InputFile, text_field: str, progress: Progress) -> Iterator[Document | Problem]:
+def _items(
+    file: InputFile, text_field: str, progress: Progress
+) -> Iterator[Document | Problem | LongText]:
     """Documents and problems of a file; damage of the whole file is a DataError."""
     try:
-        yield from _read(file, text_field, progress.advance)
+        yield from InputReader(file, text_field, progress.advance)
     except DamagedFile as error:
         raise DataError(_line(file, error.problem)) from None
 
@@ -110,19 +103,11 @@ def _items(file: InputFile, text_field: str, progress: Progress) -> Iterator[Doc
 def _damage(file: InputFile, text_field: str) -> Problem | None:
     """Why none of a file counts, if so: known at its end, so it is read once for that."""
     try:
-        for _ in _read(file, text_field, lambda count: None):
+        for _ in InputReader(file, text_field, lambda count: None):
             pass
     except DamagedFile as error:
         return error.problem
     return None
-
-
-def _read(
-    file: InputFile, text_field: str, advance: Callable[[int], None]
-) -> Iterator[Document | Problem]:
-    for item in InputReader(file, text_field, advance):
-        assert isinstance(item, Document | Problem)  # long texts are given only to who takes them
-        yield item
 
 
 def _line(file: InputFile, problem: Problem) -> str:

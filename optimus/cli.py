@@ -211,7 +211,7 @@ class _PrintSettings(argparse.Action):
 
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
-    from optimus.launch_env import read_launch_env
+    from optimus.launch_env import STARTED, read_launch_env
     from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
 
     if _is_rank_of_a_launcher():
@@ -233,7 +233,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     prepare_meeting(launch)
     from optimus.train.loop import train
 
-    train(config, launch)
+    train(config, launch, STARTED)
     return 0
 
 

@@ -25,7 +25,6 @@ _PACKAGES = (
     "numpy",
     "transformers",
     "tokenizers",
-    "safetensors",
     "intel_extension_for_pytorch",
     "oneccl_bindings_for_pytorch",
     "triton",

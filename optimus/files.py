@@ -71,7 +71,12 @@ def fsync_dir(path: str | os.PathLike) -> None:
 def sync_to_disk(fd: int) -> None:
     """fsync a file, and let the kernel's cache go of it: whoever reads it then reads the disk."""
     os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
+    drop_cached(fd)
+
+
+def drop_cached(fd: int) -> None:
+    """Let the kernel's cache go of a file: advice, which not every file system takes."""
+    with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -116,19 +116,6 @@ def test_kernels_that_cannot_be_had_are_one_line_everywhere(
     assert err.count("\n") == 1 and "OPTIMUS_KERNELS = sycl" in err and "use cpu or torch" in err
 
 
-def test_training_starts_from_a_converted_checkpoint(rank_pool, run_dir, tiny_data, tmp_path):
-    hf, ours = str(tmp_path / "hf"), str(tmp_path / "ours")
-    assert main(["convert", "to-hf", str(run_dir), hf]) == 0
-    assert main(["convert", "from-hf", hf, ours]) == 0
-    losses = []
-    for source in (hf, ours, "none"):
-        run = tmp_path / f"run-{len(losses)}"
-        tree = tiny_tree(tiny_data, run, train__max_steps=4, checkpoint__load=source)
-        train_on(rank_pool.run, 1, tree)
-        losses.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
-    assert losses[0] == losses[1] < losses[2] - 0.01
-
-
 def test_bench_step_runs(tiny_data, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     assert main(["bench", "step", str(config), "--steps", "3", "--json"]) == 0

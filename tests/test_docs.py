@@ -145,11 +145,6 @@ def test_the_map_shows_what_is_there():
     assert len(folders) == len(set(folders)), "a folder stands in the map twice"
 
 
-def test_the_map_reader_reads():
-    text = "## Map of the folders\n```text\na/   x\n  b/  y\n  c.py  z\n    d/\ne/  w\n```\n"
-    assert mapped_folders(text) == ["a", "a/b", "a/b/d", "e"]
-
-
 def test_the_command_reader_reads():
     text = "```sh\nA=1 make x  # note\ncd y && optimus \\\n  train a.toml | tail\n```\n"
     text += "```toml\nb = 1\n```\n"

@@ -19,15 +19,6 @@ def test_atomic_writer_shows_all_or_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_until_the_commit_only_a_temporary_name_exists(tmp_path):
-    path = tmp_path / "f"
-    with files.atomic_writer(path) as file:
-        file.write(b"x")
-        (only,) = tmp_path.iterdir()
-        assert files.is_temporary(only) and not path.exists()
-    assert not files.is_temporary(path) and path.read_bytes() == b"x"
-
-
 def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
     data = os.urandom(5 << 20)
     (tmp_path / "f").write_bytes(data)
@@ -74,3 +65,15 @@ def test_a_file_system_without_fsync_of_directories_is_told_once(
     files.fsync_dir(tmp_path)
     told = capsys.readouterr().err
     assert told.count("no fsync of directories") == 1 and str(tmp_path) in told
+
+
+def test_a_file_is_synced_where_advice_is_refused(tmp_path, monkeypatch):
+    def refuse(fd, *_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with open(tmp_path / "f", "wb") as file:
+        files.sync_to_disk(file.fileno())
+    monkeypatch.delattr(os, "posix_fadvise")
+    with open(tmp_path / "f", "wb") as file:
+        files.sync_to_disk(file.fileno())

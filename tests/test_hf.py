@@ -111,32 +111,6 @@ def test_bf16_blocks_are_theirs():
             assert relative(found[name].float(), value.float()) < 1e-2, name
 
 
-def test_bf16_model_is_theirs_where_tokens_go_to_the_same_experts():
-    """Rounding tips a near-tie of the router one way or the other; those few tokens are set aside.
-
-    transformers' own bf16 differs in as many tokens from fp32.
-    """
-    theirs, ours = twins(torch.bfloat16)
-    a, b = (model(**batch(), output_router_logits=True) for model in (theirs, ours))
-    alike = torch.ones(48, dtype=torch.bool)
-    for mine, expected in zip(b.router_logits, a.router_logits, strict=True):
-        routes = [logits.topk(2).indices.sort().values for logits in (mine, expected)]
-        alike &= (routes[0] == routes[1]).all(1)
-    assert alike.sum() >= 46
-    found, expected = (out.logits.flatten(0, 1)[alike].float() for out in (b, a))
-    assert relative(found, expected) < 1e-2
-
-
-def test_router_logits_and_auxiliary_loss_stay():
-    theirs, ours = twins()
-    inputs = {**batch(padded=True), "output_router_logits": True}
-    a, b = theirs(**inputs), ours(**inputs)
-    assert len(b.router_logits) == 2
-    for mine, expected in zip(b.router_logits, a.router_logits, strict=True):
-        assert mine.shape == expected.shape and relative(mine, expected) < 1e-5
-    assert b.aux_loss.item() == pytest.approx(a.aux_loss.item(), rel=1e-6)
-
-
 def test_state_dict_goes_both_ways(tmp_path):
     theirs = olmoe()
     before = copy.deepcopy(theirs.state_dict())
@@ -180,24 +154,6 @@ def test_a_state_dict_with_something_missing_is_refused():
     with pytest.raises(RuntimeError, match="Unexpected key.*experts"):
         strange = expert.replace("experts", "experts.x")
         ours.load_state_dict({**state, expert: value, strange: value})
-
-
-def test_save_pretrained_and_from_pretrained(tmp_path):
-    theirs, ours = twins()
-    ours.save_pretrained(tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    tensors = [_read(tmp_path / name) for name in ("ours", "theirs")]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    again = transformers.OlmoeForCausalLM.from_pretrained(tmp_path / "ours")
-    assert torch.equal(again(**batch()).logits, theirs(**batch()).logits)
-    assert torch.equal(use_fast_moe(again)(**batch()).logits, ours(**batch()).logits)
-
-
-def _read(directory) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(directory / "model.safetensors")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

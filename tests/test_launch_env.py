@@ -31,17 +31,6 @@ def test_no_launcher_is_one_process():
     assert read_launch_env({}) is SINGLE and not is_launched({})
 
 
-def test_torchrun():
-    launch = read_launch_env(TORCHRUN)
-    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (
-        3,
-        4,
-        1,
-        2,
-    )
-    assert launch.init_method == "env://" and not launch.is_first
-
-
 def test_a_rendezvous_file_needs_no_address():
     own = {"RANK": "0", "WORLD_SIZE": "2", "OPTIMUS_RENDEZVOUS": "file:///x"}
     assert read_launch_env(own).init_method == "file:///x"
@@ -162,6 +151,7 @@ OPEN_MPI = {
 @pytest.mark.parametrize(
     ("environ", "told", "where"),
     [
+        (TORCHRUN, (3, 4, 1, 2), "env://"),
         (STEP, (5, 8, 1, 4), "tcp://n2:"),
         (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # the runs of an array are apart
         (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),
@@ -178,7 +168,7 @@ def test_ranks_of_a_cluster(environ, told, where):
     launch = read_launch_env(environ)
     assert told == (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     assert launch.init_method.startswith(where)
-    assert read_rank(environ) == launch.rank
+    assert read_rank(environ) == launch.rank and launch.is_first == (launch.rank == 0)
 
 
 def test_all_ranks_of_a_job_take_one_port_and_jobs_differ():

@@ -86,6 +86,9 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     except OptimusError as error:
         refuse_together(launch, error)
     nproc = ranks_to_start(args.nproc, launch.world_size)
+    if args.profile and max(nproc, launch.world_size) > 1:
+        message = f"--profile is of one process, not of {max(nproc, launch.world_size)}"
+        raise ConfigError(message, on_every_rank=True)
     if nproc and not args.profile:
         from optimus.train.preflight import divide
         from optimus.train.spawn import spawn_local
@@ -95,9 +98,6 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.profile:
         from optimus.bench.profile import format_profile, profile_step
 
-        if launch.world_size > 1:
-            message = f"--profile is of one process, and {launch.world_size} were started"
-            raise ConfigError(message, on_every_rank=True)
         result, text = profile_step(config, args.steps), format_profile
     elif launch.world_size == 1 and not args.nproc:
         from optimus.bench.step import bench_step, format_result

@@ -65,7 +65,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
             costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
     counted = all_gather_objects(_by_axes(traffic), groups.everyone)
     means = {key: statistics.fmean(values) for key, values in costs.items()}
-    everywhere = {k: v for part in all_gather_objects(means, groups.pp) for k, v in part.items()}
+    by_stage = all_gather_objects(means, groups.over("pp"))
+    everywhere = {k: v for part in by_stage for k, v in part.items()}
     end_world()
     if not launch.is_first:
         return None
@@ -76,7 +77,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         "threads": threads,
         "dtype": config.train.dtype,
         "settled": news,
-        "mesh": mesh.sizes._asdict(),
+        "mesh": mesh._asdict(),
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,
         "virtual_stages": schedule.virtual_stages,
@@ -108,7 +109,7 @@ def _measured_bubble(trace: list[Event], groups: Groups) -> float:
     last = max(event.end_ns for event in trace if event.action.kind not in others)
     within = (event for event in trace if event.end_ns <= last)
     reducing = sum(event.busy_ns for event in within if event.action.kind is Kind.REDUCE_GRAD)
-    every = all_gather_objects((last - trace[0].start_ns - reducing, busy), groups.pp)
+    every = all_gather_objects((last - trace[0].start_ns - reducing, busy), groups.over("pp"))
     span = max(span for span, _ in every)
     return span / statistics.fmean([busy for _, busy in every]) - 1
 

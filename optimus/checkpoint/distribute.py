@@ -15,9 +15,9 @@ from torch import Tensor
 
 from optimus.checkpoint.pieces import STRIPE, Held, Part, bounds, part_of
 from optimus.chunks.states import StateShard
+from optimus.config.axes import AXES
 from optimus.dist.collectives import Group, all_reduce_sum, broadcast
 from optimus.dist.groups import Groups
-from optimus.dist.mesh import AXES
 
 Distribute = Literal["broadcast", "all_reduce"]
 
@@ -30,7 +30,7 @@ def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Dis
     if part.count == 1:
         return
     start, stop = bounds(held, part)
-    along = [(getattr(groups, axis), getattr(mesh, axis)) for axis in AXES if axis in held.copies]
+    along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in held.copies]
     for flat in flats:
         if how == "all_reduce":
             flat[:start] = 0

@@ -14,7 +14,7 @@ from typing import Any
 from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
-from optimus.dist.mesh import AXES
+from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, one_line
 
 _HASHED_BYTES = 64 << 20
@@ -85,10 +85,15 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "updates": manifest.updates,
         "origin": manifest.origin,
         "layout": _layout(manifest),
-        "ranks": math.prod(manifest.ranks[axis] for axis in AXES) if manifest.ranks else None,
+        "ranks": _world(manifest.ranks) if manifest.ranks else None,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved_at)),
         "age_s": round(time.time() - saved_at, 3),
     }
+
+
+def _world(ranks: Mapping[str, int]) -> int:
+    """`ranks` as in a manifest, which may be older than an axis."""
+    return math.prod(ranks.get(axis, 1) for axis in AXES)
 
 
 def _layout(manifest: Manifest) -> str | None:
@@ -96,8 +101,8 @@ def _layout(manifest: Manifest) -> str | None:
     settings = manifest.settings
     if "optim.sharding" not in settings:
         return None
-    sizes = manifest.ranks or {axis: settings[f"parallel.{axis}"] for axis in AXES}
-    words = [f"{axis}{sizes[axis] or '?'}" for axis in AXES] + [settings["optim.sharding"]]
+    sizes = manifest.ranks or {axis: settings.get(f"parallel.{axis}", 1) for axis in AXES}
+    words = [f"{axis}{sizes.get(axis, 1) or '?'}" for axis in AXES] + [settings["optim.sharding"]]
     words += [settings["parallel.schedule"]] if sizes["pp"] > 1 else []
     return " ".join([*words, settings["train.dtype"]])
 
@@ -204,7 +209,7 @@ def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any
     Stages hold different parameters, which nobody else could write: so greatest by mean is taken
     of the ranks of each stage, and of the nodes that have ranks of it, and the worst stage counts.
     """
-    world = math.prod(ranks[axis] for axis in AXES)
+    world = _world(ranks)
     stage = world // ranks["pp"]
     every = [sizes.get(rank, 0) for rank in range(world)]
     by_rank, by_node = [], []

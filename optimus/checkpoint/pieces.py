@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from optimus.chunks.layout import ALIGNMENT, Chunk
-from optimus.dist.mesh import AXES, Mesh, Place
+from optimus.config.axes import MODEL
+from optimus.dist.mesh import Mesh, Place
 
 Scatter = Literal["balanced", "paper"]
 Intervals = tuple[tuple[int, int], ...]
@@ -73,12 +74,7 @@ WHOLE = Part(0, 1)
 
 def part_of(mesh: Mesh, place: Place, copies: Collection[str]) -> Part:
     """Which part of a shard falls to the rank at `place`, of those that hold the same."""
-    index, count = 0, 1
-    for axis in AXES:
-        if axis in copies:
-            size = getattr(mesh, axis)
-            index, count = index * size + getattr(place, axis), count * size
-    return Part(index, count)
+    return Part(mesh.number_of(place, copies), mesh.size_of(copies))
 
 
 def bounds(held: Held, part: Part) -> tuple[int, int]:
@@ -134,8 +130,7 @@ def spans_to_read(
 
 def writer_in_paper(mesh: Mesh, place: Place) -> int:
     """The data-parallel index that writes the model-parallel shard at `place`: m mod dp."""
-    shard = (place.pp * mesh.ep + place.ep) * mesh.tp + place.tp
-    return shard % mesh.dp
+    return mesh.number_of(place, MODEL) % mesh.dp
 
 
 def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:

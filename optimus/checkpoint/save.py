@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import uuid
 from abc import ABC, abstractmethod
@@ -24,7 +26,7 @@ from optimus.checkpoint.threads import Stop, Task
 from optimus.checkpoint.transfer import shard_size, write_shard
 from optimus.checkpoint.underway import Underway
 from optimus.dist.collectives import all_reduce_sum, broadcast_object
-from optimus.errors import NonFiniteError, OptimusError
+from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.model.tensor_files import as_bytes
 
 BEGIN_S = 60.0
@@ -60,6 +62,7 @@ class Saver(ABC):
         most."""
         self._parts, self._limit_s, self._begin_s = parts, limit_s, min(limit_s, begin_s)
         self._staging = Staging(parts, states.device, dtype) if staged else None
+        self._directory: Path | None = None
 
     def begin(
         self,
@@ -68,13 +71,13 @@ class Saver(ABC):
         write_companions: Callable[[Path], None],
         after_seal: Callable[[], None] = lambda: None,
         *,
-        beside: int = 0,
+        beside: Callable[[], int] = lambda: 0,
         step: int,
         **facts: Any,
     ) -> Underway:
         """Begin to write `final`. A collective of all ranks; no save of this one is under way.
 
-        The first rank makes a fresh directory where there is room for this one and `beside` bytes
+        The first rank makes a fresh directory where there is room for this one and `beside()` bytes
         more, every rank writes its part there and makes it durable, the first rank adds what
         describes it and `write_companions`, checks all files and seals them; then it calls
         `after_seal`. Staged, the states may change at once; otherwise once the save is over. Raises
@@ -120,6 +123,15 @@ class Saver(ABC):
             clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
         )
 
+    def unwritten(self) -> int:
+        """Bytes of the latest save for which the disk has given no room yet: of one that failed,
+        all. On the first rank."""
+        given = 0
+        if self._directory is not None:
+            with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as there:
+                given = sum(512 * one.stat().st_blocks for one in there)
+        return max(0, self.bytes - given)
+
     def _opened(self, opening: Task, final: Path) -> Generation | str:
         """A new generation, or why there is none; soon, since all ranks wait for it."""
         opening.wait(self._begin_s)
@@ -127,10 +139,10 @@ class Saver(ABC):
             return opening.value()
         return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
 
-    def _make(self, final: Path, beside: int) -> Generation | str:
+    def _make(self, final: Path, beside: Callable[[], int]) -> Generation | str:
         """A new generation, or why there is none."""
         try:
-            directory = manifests.begin(final, self.bytes, beside)
+            self._directory = directory = manifests.begin(final, self.bytes, beside())
             try:
                 self._prepare(directory)
             except BaseException:
@@ -141,6 +153,8 @@ class Saver(ABC):
             return f"{final.name} not written: {final.parent}: {error.strerror}"
         except OptimusError as error:
             return str(error)
+        except Exception as error:  # the other ranks wait for an answer
+            return f"{final.name} not written: {type(error).__name__}: {one_line(error)}"
 
     def _prepare(self, directory: Path) -> None:  # noqa: B027 - most have nothing to do
         """What the first rank does there before any writes. Raises OSError."""

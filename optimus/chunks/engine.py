@@ -239,17 +239,6 @@ class ChunkEngine:
         if low < high:
             own[low - where.start : high - where.start].copy_(part[low - start : high - start])
 
-    def whole(self, state: str) -> dict[str, Tensor]:
-        """A state of every parameter here, by name, put together over shards: a collective of their
-        ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
-        self.wait()
-        out = {}
-        for one in self.chunks:
-            flat = one.whole(getattr(one, state))
-            out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
-        frozen = self.frozen.masters() if state == "master" else {}
-        return {name: out[name] for name in self._named} | frozen
-
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter whose part in this rank's shard is bad; "" if none is."""
         self.wait()

@@ -52,10 +52,6 @@ class FrozenParameters:
         """Views of them, by name."""
         return dict(self._views)
 
-    def masters(self) -> dict[str, Tensor]:
-        """In fp32, by name."""
-        return {name: view.float() for name, view in self._views.items()}
-
     def shards(self) -> Iterator[StateShard]:
         """What checkpoints keep of them: values in fp32, which are their own masters. What is put
         into narrower ones' copies counts from `settle` on, which lets the copies go."""

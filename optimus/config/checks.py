@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from optimus.config.axes import BLOCK, MODEL
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError
 
@@ -42,7 +43,7 @@ def _heads(config: Config) -> None:
     if kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model.num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}; "
-            f"the nearest that does is {_nearest_divisor(heads, kv_heads)}"
+            f"the nearest that does is {nearest_divisor(heads, kv_heads)}"
         )
     if not model.head_dim and model.hidden_size % heads:
         raise ConfigError(
@@ -132,7 +133,7 @@ def _compile(config: Config) -> None:
             "train.compile = true would compile anew for every layout of documents; use "
             "data.document_mask = false or train.compile = false"
         )
-    for axis in ("tp", "ep"):
+    for axis in BLOCK:
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
                 f"train.compile = true: with parallel.{axis} = {size} ranks talk within a block, "
@@ -322,7 +323,7 @@ def _sampling(config: Config) -> None:
     """Writing a text token by token needs the whole model on one rank."""
     if not config.train.sample_interval:
         return
-    for axis in ("pp", "ep", "tp"):
+    for axis in MODEL:
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
                 f"train.sample_interval = {config.train.sample_interval} needs the whole model on "
@@ -347,6 +348,7 @@ def _not_yet(config: Config) -> None:
         raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
-def _nearest_divisor(number: int, near: int) -> int:
+def nearest_divisor(number: int, near: int) -> int:
+    """The divisor of `number` that is nearest to `near`."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: abs(d - near))

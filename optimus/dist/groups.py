@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as distributed
 
+from optimus.config.axes import DATA, SAME, Axes
 from optimus.dist.channels import NO_CHANNELS, Channels, open_channels
 from optimus.dist.collectives import ALONE, Group, lost_peers
-from optimus.dist.mesh import Mesh, Place
+from optimus.dist.mesh import ENDS, Mesh, Place
 from optimus.dist.world import World, silent_libraries
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
@@ -24,23 +26,29 @@ class Groups:
     mesh: Mesh
     place: Place
     everyone: Group
-    pp: Group = ALONE
-    dp: Group = ALONE
-    ep: Group = ALONE
-    tp: Group = ALONE
-    data: Group = ALONE
-    """dp x ep: ranks that see different data; the rank within is the data rank."""
-    model: Group = ALONE
-    """pp x ep x tp: ranks that together hold one whole model."""
-    ends: Group = ALONE
-    """The first and the last pipeline stage."""
+    along: Mapping[Axes, Group]
+    """Those of `Mesh.groups_of`."""
     channels: Channels = NO_CHANNELS
     """To and from the neighbours along pp."""
 
-    def over(self, axes: tuple[str, ...]) -> Group:
-        """The group along some of the data axes, as `optimus.dist.rules` names them."""
-        groups = {(): ALONE, ("dp",): self.dp, ("ep",): self.ep, ("dp", "ep"): self.data}
-        return groups[axes]
+    def over(self, *axes: str) -> Group:
+        """The group along an axis, or along several as `optimus.dist.rules` names them."""
+        return self.along[axes] if axes else ALONE
+
+    @property
+    def data(self) -> Group:
+        """dp x ep: ranks that see different data; the rank within is the data rank."""
+        return self.along[DATA]
+
+    @property
+    def ends(self) -> Group:
+        """The first and the last pipeline stage."""
+        return self.along[ENDS]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's losses count: of ranks with the same data the first one's do."""
+        return not any(getattr(self.place, axis) for axis in SAME)
 
 
 def join_groups(mesh: Mesh, world: World, virtual_stages: int = 1) -> Groups:
@@ -52,17 +60,17 @@ def join_groups(mesh: Mesh, world: World, virtual_stages: int = 1) -> Groups:
     """
     members = mesh.groups_of(world.rank)
     channels = open_channels(
-        members["pp"], virtual_stages > 1, world, lambda ranks: _make(ranks, world, "pp")
+        members["pp",], virtual_stages > 1, world, lambda ranks: _make(ranks, world, "pp")
     )
     handles: Handles = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
-    for name, ranks in members.items():  # in one order on all ranks
-        key = (name in _STATES, ranks)
+    for axes, ranks in members.items():  # in one order on all ranks
+        key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
-            handles[key] = _make(ranks, world, _label(name, mesh))
-        elif name == "ends" and mesh.pp > 2:  # a rank between them, which makes one all the same
-            _make(ranks, world, _label(name, mesh))
+            handles[key] = _make(ranks, world, _label(axes, mesh))
+        elif axes == ENDS and mesh.pp > 2:  # a rank between them, which makes one all the same
+            _make(ranks, world, _label(axes, mesh))
     return _gather(mesh, world.rank, world.everyone, handles, channels)
 
 
@@ -79,25 +87,25 @@ def _gather(
     handles: Handles,
     channels: Channels,
 ) -> Groups:
-    groups = {}
-    for name, ranks in mesh.groups_of(rank).items():
-        handle = handles.get((name in _STATES, ranks))
-        groups[name] = Group(len(ranks), ranks.index(rank), handle, _label(name, mesh))
-    return Groups(mesh=mesh, place=mesh.place(rank), everyone=everyone, channels=channels, **groups)
+    along = {}
+    for axes, ranks in mesh.groups_of(rank).items():
+        handle = handles.get((_carries_states(axes), ranks))
+        along[axes] = Group(len(ranks), ranks.index(rank), handle, _label(axes, mesh))
+    return Groups(mesh, mesh.place(rank), everyone, along, channels)
 
 
-_STATES = ("dp", "data")
-"""Gradients and parameters travel over these while the model computes. They share no process group
-with others of the same ranks, whose operations would queue up behind, and would have to be begun in
-one order with theirs."""
+def _carries_states(axes: Axes) -> bool:
+    """Gradients and parameters travel over these while the model computes. They share no process
+    group with others of the same ranks, whose operations would queue up behind, and would have to
+    be begun in one order with theirs."""
+    return "dp" in axes
 
 
-def _label(name: str, mesh: Mesh) -> str:
+def _label(axes: Axes, mesh: Mesh) -> str:
     """The axes along which a group's ranks differ, for messages and the count of bytes."""
-    if name == "ends":
+    if axes == ENDS:
         return "the end stages"
-    axes = {"data": ("dp", "ep"), "model": ("pp", "ep", "tp")}.get(name, (name,))
-    return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1) or name
+    return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:

@@ -5,116 +5,104 @@ World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRAC
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import itertools
+import math
+from collections import namedtuple
+from collections.abc import Collection
 
+from optimus.config.axes import ADDED, AXES, DATA, MODEL, Axes
+from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError
 
-AXES = ("pp", "dp", "ep", "tp")
-"""From the outermost to the innermost."""
+ENDS = ("ends",)
+"""Stands for the axes of a group that no axes give: the first and the last pipeline stage."""
+_GROUPS: tuple[Axes, ...] = (
+    *((axis,) for axis in AXES),
+    *(some for n in range(2, len(ADDED) + 1) for some in itertools.combinations(ADDED, n)),
+)
+"""The axes of every group that a run makes, in order."""
+
+Place = namedtuple("Place", AXES)
+Place.__doc__ = "A rank's index along each axis."
 
 
-class Place(NamedTuple):
-    """A rank's index along each axis."""
+class Mesh(namedtuple("Mesh", AXES, defaults=[1] * len(AXES))):
+    """Sizes of the axes of parallelism."""
 
-    pp: int
-    dp: int
-    ep: int
-    tp: int
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Sizes of the four axes of parallelism."""
-
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    tp: int = 1
-
-    @property
-    def sizes(self) -> Place:
-        return Place(self.pp, self.dp, self.ep, self.tp)
+    __slots__ = ()
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.ep * self.tp
+        return math.prod(self)
 
     @property
     def num_data_ranks(self) -> int:
         """Ranks that see different data: w = dp * ep."""
-        return self.dp * self.ep
+        return self.size_of(DATA)
 
-    def data_rank(self, rank: int) -> int:
-        """d = dp_index * ep + ep_index of a global rank."""
-        return rank // self.tp % self.num_data_ranks
+    def size_of(self, axes: Collection[str]) -> int:
+        """How many ranks differ along the given axes alone."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def number_of(self, place: Place, axes: Collection[str]) -> int:
+        """Which of those ranks lies at `place`, the innermost axis counted first."""
+        number = 0
+        for axis, size, index in zip(AXES, self, place, strict=True):
+            if axis in axes:
+                number = number * size + index
+        return number
 
     def place(self, rank: int) -> Place:
         """Where a global rank lies along each axis."""
         assert 0 <= rank < self.world_size, (rank, self)
-        rank, tp = divmod(rank, self.tp)
-        rank, ep = divmod(rank, self.ep)
-        pp, dp = divmod(rank, self.dp)
-        return Place(pp, dp, ep, tp)
+        indices = []
+        for size in reversed(self):
+            rank, index = divmod(rank, size)
+            indices.append(index)
+        return Place(*reversed(indices))
 
     def rank_at(self, place: Place) -> int:
         """The global rank at a place."""
-        return ((place.pp * self.dp + place.dp) * self.ep + place.ep) * self.tp + place.tp
+        return self.number_of(place, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The global ranks, ascending, that lie where `rank` lies but for the given axes.
 
-        A rank's number within such a group counts the given axes as ranks do, tp innermost: over
-        ("dp", "ep") it is the data rank.
+        A rank's number within such a group is `number_of`: over ("dp", "ep") the data rank.
         """
         assert set(axes) <= set(AXES), axes
-        still = [
-            0 if axis in axes else index for axis, index in zip(AXES, self.place(rank), strict=True)
-        ]
-        first = self.rank_at(Place(*still))
-        (stride, count), *outer = self._runs(axes) or [(1, 1)]
-        ranks: Sequence[int] = range(first, first + stride * count, stride)
-        for stride, count in outer:
-            ranks = [one + step for step in range(0, stride * count, stride) for one in ranks]
+        ranks, stride = [rank], 1
+        for axis, size in zip(reversed(AXES), reversed(self), strict=True):
+            if axis in axes:
+                own = rank // stride % size
+                steps = range(-own * stride, (size - own) * stride, stride)
+                ranks = [one + step for step in steps for one in ranks]
+            stride *= size
         return tuple(ranks)
 
-    def _runs(self, axes: Collection[str]) -> list[tuple[int, int]]:
-        """(stride, ranks) along the given axes, from the innermost; neighbouring axes, and those
-        with nothing between them, are one run."""
-        runs: list[tuple[int, int]] = []
-        stride = 1
-        for axis, size in zip(AXES[::-1], self.sizes[::-1], strict=True):
-            if axis in axes and size > 1:
-                if runs and runs[-1][0] * runs[-1][1] == stride:
-                    runs[-1] = (runs[-1][0], runs[-1][1] * size)
-                else:
-                    runs.append((stride, size))
-            stride *= size
-        return runs
-
-    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The global ranks of every group that a rank belongs to, by the group's name."""
+    def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
+        """The global ranks of every group that a rank belongs to, by its axes, or ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
-        return {
-            **{axis: self.group_of(rank, (axis,)) for axis in AXES},
-            "data": self.group_of(rank, ("dp", "ep")),
-            "model": self.group_of(rank, ("pp", "ep", "tp")),
-            "ends": ends if rank in ends else (rank,),
-        }
+        groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
+        return groups | {ENDS: ends if rank in ends else (rank,)}
 
 
-def make_mesh(world_size: int, pp: int, dp: int, ep: int, tp: int) -> Mesh:
-    """A mesh that fills the world; dp = 0 takes what the other axes leave.
+def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
+    """A mesh that fills the world; dp = 0 takes what the other axes leave. None: a world of dp
+    replicas, or one.
 
     Raises ConfigError with the nearest legal sizes if the product cannot be the world's size.
     """
-    model_ranks = pp * ep * tp
+    mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
+    model_ranks, dp = mesh.size_of(MODEL), parallel.dp
+    if world_size is None:
+        world_size = model_ranks * (dp or 1)
     if world_size % model_ranks:
         nearest = max(1, round(world_size / model_ranks)) * model_ranks
+        sizes = " * ".join(str(getattr(mesh, axis)) for axis in MODEL)
         raise ConfigError(
-            f"parallel.pp * ep * tp = {pp} * {ep} * {tp} = {model_ranks} does not divide the world "
+            f"parallel.{' * '.join(MODEL)} = {sizes} = {model_ranks} does not divide the world "
             f"of {world_size} ranks; start {nearest} ranks or change the sizes"
         )
     left = world_size // model_ranks
@@ -123,4 +111,4 @@ def make_mesh(world_size: int, pp: int, dp: int, ep: int, tp: int) -> Mesh:
             f"parallel.dp = {dp} needs a world of {dp * model_ranks} ranks but {world_size} were "
             f"started; set parallel.dp = {left} or 0 (what the world leaves)"
         )
-    return Mesh(pp, left, ep, tp)
+    return mesh._replace(dp=left)

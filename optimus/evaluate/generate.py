@@ -44,12 +44,15 @@ def generate(
 
 
 def sample_text(model: nn.Module, dataset: InstanceSource, new_tokens: int, seed: int) -> str:
-    """The beginning of the first instance of `dataset`, continued by the model."""
+    """The beginning of the first instance of `dataset`, continued by the model, up to the first of
+    `eos_token_ids`. Tokens behind are drawn too: passes may be collectives."""
     device = next(model.parameters()).device
     instance = torch.from_numpy(dataset.read(0, 1))[0].to(device)
     prompt = instance[:_PROMPT_TOKENS]
-    new = generate(model, prompt, new_tokens, context=dataset.context, seed=seed)
-    return TextTokenizer(dataset.tokenizer_file).decode(torch.cat([prompt, new]).tolist())
+    new = generate(model, prompt, new_tokens, context=dataset.context, seed=seed).tolist()
+    ends = (at for at, token in enumerate(new, 1) if token in model.config.eos_token_ids)
+    ids = prompt.tolist() + new[: next(ends, None)]
+    return TextTokenizer(dataset.tokenizer_file).decode(ids)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -51,10 +51,14 @@ class Attention(nn.Module):
             q, k, v = (projected.clamp(-self.clip, self.clip) for projected in (q, k, v))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
+        return self.o_proj(self.mix(q, k, v, documents).flatten(-2))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
+        """What passes from token to token: q [B, S, H, C], k and v [B, S, G, C] -> [B, S, H, C]."""
         if documents is not None:
-            return self.o_proj(_within_documents(q, k, v, documents).flatten(-2))
+            return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
-        return self.o_proj(_causal(q, k, v).transpose(1, 2).flatten(-2))
+        return _causal(q, k, v).transpose(1, 2)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

@@ -28,6 +28,12 @@ class Routing(NamedTuple):
     z: Tensor
     """fp32 scalar: mean over tokens of logsumexp(logits)^2. Carries gradient."""
 
+    def balance(self) -> Tensor:
+        """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, 1 when balanced; f_e is the share
+        of rows sent to expert e, P_e its mean probability."""
+        shares = self.counts / self.counts.sum().clamp(min=1)
+        return len(shares) * (shares * self.mean_prob).sum()
+
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most probable experts of each token, largest first."""
@@ -93,7 +99,7 @@ def layer_losses(
         pooled = hf_load_balancing_loss(routings, config.num_experts_per_tok)
         aux = (pooled * len(config.sparse_layers)).unsqueeze(0)
     else:
-        aux = torch.stack([_layer_balance(routing) for routing in routings])
+        aux = torch.stack([routing.balance() for routing in routings])
     return aux, torch.stack([routing.z for routing in routings]), [r.counts for r in routings]
 
 
@@ -105,10 +111,3 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)
     return len(counts) * top_k * (counts / counts.sum().clamp(min=1) * mean_prob).sum()
-
-
-def _layer_balance(routing: Routing) -> Tensor:
-    """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, 1 when balanced; f_e is the share of
-    rows sent to expert e, P_e its mean probability."""
-    shares = routing.counts / routing.counts.sum().clamp(min=1)
-    return len(shares) * (shares * routing.mean_prob).sum()

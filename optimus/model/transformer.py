@@ -139,10 +139,10 @@ class Transformer(nn.Module):
 
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
         """Cross-entropy of x [B, S, D] from the last block, summed, and its number of targets."""
-        targets = tokens[:, 1:].flatten()
+        targets = tokens[:, 1:]
         x = self.final_norm(x)  # before the cut: its result may be gathered along the sequence
-        logits = self._head(x[:, :-1].flatten(0, 1))
-        return self.cross_entropy(logits, targets), targets.numel()
+        logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
+        return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
         """aux and z as in LossTerms; a stage's share where it holds some blocks."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
-from optimus.launch_env import COMMAND_STARTED, STARTED
+from optimus.launch_env import COMMAND_STARTED
 
 
 class StartUp:
     """A stopwatch that is told whenever a part is done."""
 
-    def __init__(self) -> None:
-        """Once everything is imported. What our spawner did before is a part of its own; what
-        another launcher did is not known."""
-        command = float(os.environ.get(COMMAND_STARTED, STARTED))
-        self._parts = {"launch": STARTED - command} if command != STARTED else {}
-        self._began, self._last = command, STARTED
+    def __init__(self, process: float | None = None) -> None:
+        """`process`: when this process began, if all it does is this run; its imports are a part
+        then, and what our spawner did before. What another launcher did is not known."""
+        self._parts: dict[str, float] = {}
+        self._processor = 0.0 if process is not None else time.process_time()
+        self._began = self._last = time.monotonic() if process is None else process
+        if process is None:
+            return
+        with contextlib.suppress(KeyError, ValueError):  # no number is not our spawner's
+            command = float(os.environ[COMMAND_STARTED])
+            if 0 <= command <= process:
+                self._began, self._parts["launch"] = command, process - command
         self.done("imports")
 
     def done(self, part: str) -> None:
@@ -27,5 +34,5 @@ class StartUp:
     def told(self) -> str:
         """One line, of seconds; those of the processor are this process's alone."""
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self._parts.items())
-        whole = self._last - self._began
-        return f"start-up {whole:.2f} s: {parts}; processor {time.process_time():.2f}"
+        whole, processor = self._last - self._began, time.process_time() - self._processor
+        return f"start-up {whole:.2f} s: {parts}; processor {processor:.2f}"

@@ -16,37 +16,75 @@ At size 1 nothing is inserted.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from optimus.config import Config
 from optimus.dist.groups import Groups
+from optimus.dist.mesh import Mesh, Place
+from optimus.dist.rules import ParameterKind
 from optimus.model.transformer import Transformer
-from optimus.parallel.expert import wire_expert_parallel
+from optimus.parallel import expert, tensor
 from optimus.parallel.layout import Layout
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.parallel.pipeline.split import split_linears
-from optimus.parallel.placement import keep_stage, materialise, share, whole_model
+from optimus.parallel.placement import Intervals, Placement, keep_stage, materialise, whole_model
 from optimus.parallel.recompute import wire_recompute
-from optimus.parallel.tensor import wire_tensor_parallel
+
+SLICES = {"ep": expert.slices, "tp": tensor.slices}
+"""Of each axis that divides parameters: what one of so many ranks has of a module's own."""
 
 
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
     """This rank's part of the model, with empty parameters in fp32."""
-    model = whole_model(config.model)
-    layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
-    keep_stage(model, layers, layout.has_first, layout.has_last)
+    model = _stages_here(config, layout)
     materialise(model, layout.placements, device)
-    parallel, mesh = config.parallel, layout.mesh
-    if mesh.tp > 1:
-        vocabulary = range(*share(config.model.vocab_size, layout.place.tp, mesh.tp))
-        wire_tensor_parallel(model, groups.tp, vocabulary, parallel.sequence_parallel)
-    if mesh.ep > 1:
-        dispatch = parallel.ep_dispatch
-        dispatch = "allgather" if dispatch == "auto" else dispatch  # until it is measured
-        wire_expert_parallel(model, groups.ep, dispatch)
+    if layout.mesh.tp > 1:
+        tensor.wire_tensor_parallel(model, groups.over("tp"), config.parallel.sequence_parallel)
+    if layout.mesh.ep > 1:
+        expert.wire_expert_parallel(model, groups.over("ep"), config.parallel.ep_dispatch)
     if config.recompute.modules:
         wire_recompute(model, config.recompute.modules)
     if layout.schedule.splits_backward:
         split_linears(model)
     return model
+
+
+def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int) -> Layout:
+    """The layout of the rank at `place` with so many microbatches a step."""
+    schedule = schedule_of(config, mesh, num_microbatches)
+    layout = Layout(mesh, place, schedule, plan_stages(config, mesh.pp), {})
+    model, in_sequence = _stages_here(config, layout), config.parallel.sequence_parallel
+    return replace(layout, placements=place_parameters(model, mesh, place, in_sequence))
+
+
+def _stages_here(config: Config, layout: Layout) -> Transformer:
+    """What the stages of this rank have of the model, whole and on the meta device."""
+    model = whole_model(config.model)
+    layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
+    keep_stage(model, layers, layout.has_first, layout.has_last)
+    return model
+
+
+def place_parameters(
+    model: Transformer, mesh: Mesh, place: Place, sequence_parallel: bool = False
+) -> dict[str, Placement]:
+    """Every parameter of `model` (whole, say on meta) as the rank at `place` holds it, by name."""
+    divided: dict[str, dict[str, tuple[int, Intervals]]] = {}
+    for prefix, module in model.named_modules():
+        for axis, slices in SLICES.items():
+            for name, dim, intervals in slices(module, getattr(place, axis), getattr(mesh, axis)):
+                full = f"{prefix}.{name}" if prefix else name
+                divided.setdefault(full, {})[axis] = dim, intervals
+    placements = {}
+    for name, parameter in model.named_parameters():
+        by_axis, shape = divided.get(name, {}), tuple(parameter.shape)
+        dims = dict(by_axis.values())
+        partial = sequence_parallel and mesh.tp > 1 and tensor.meets_a_part_of_the_sequence(name)
+        kind = ParameterKind(tuple(by_axis), ("tp",) if partial else ())
+        intervals = tuple(dims.get(dim, ((0, size),)) for dim, size in enumerate(shape))
+        placements[name] = Placement(shape, kind, intervals)
+    return placements

@@ -3,56 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from optimus.config import Config
+from optimus.config.axes import AXES
+from optimus.config.checks import nearest_divisor
 from optimus.dist.mesh import Mesh
 from optimus.errors import ConfigError
+from optimus.model.identity import setting
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError, naming the nearest legal choice, where sizes do not divide the model, or
     where nothing would be divided that a setting wants divided."""
-    if config.parallel.sequence_parallel and mesh.tp == 1:
+    in_sequence = config.parallel.sequence_parallel
+    if in_sequence and mesh.tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel = true divides norms over the tensor-parallel ranks, and "
             "parallel.tp = 1; leave it out, or use parallel.tp of at least 2"
         )
-    model = config.model
-    sparse = [model.experts_by_layer[layer] for layer in model.sparse_layers] or [0]
-    inner = {model.layer(layer).intermediate_size for layer in range(model.num_layers)}
-    divided = {
-        "tp": [
-            ("model.num_attention_heads", model.num_attention_heads),
-            ("model.num_key_value_heads", model.num_kv_heads),
-            *(("model.intermediate_size", size) for size in sorted(inner)),
-        ],
-        "ep": [("model.num_experts", count) for count in sorted(set(sparse))],
-    }
-    if config.parallel.sequence_parallel:
-        divided["tp"].append(("train.seq_len", config.train.seq_len))
-    for axis, counts in divided.items():
-        size = getattr(mesh, axis)
-        if size == 1:
-            continue
-        for key, count in counts:
-            if not count:
+    for name, axis in AXES.items():
+        size, keys = getattr(mesh, name), axis.divides
+        if name == "tp" and in_sequence:
+            keys += ("train.seq_len",)
+        counts = [(key, count) for key in keys for count in _sizes(config, key)]
+        for key, count in counts if size > 1 else ():
+            if not count and key == "model.num_experts":
                 raise ConfigError(
-                    f"parallel.{axis} = {size}, but {key} = 0: a dense model has no experts to "
-                    f"divide; use parallel.{axis} = 1"
+                    f"parallel.{name} = {size}, but {key} = 0: a dense model has no experts to "
+                    f"divide; use parallel.{name} = 1"
                 )
             if count % size:
-                near = _nearest(mesh, axis, [count for _, count in counts])
+                together = math.gcd(mesh.dp * size, *(count for _, count in counts))
+                near = nearest_divisor(together, size)
                 raise ConfigError(
-                    f"parallel.{axis} = {size} does not divide {key} = {count}; the nearest that "
+                    f"parallel.{name} = {size} does not divide {key} = {count}; the nearest that "
                     f"fits the model and {mesh.world_size} ranks is {near}"
                 )
 
 
-def _nearest(mesh: Mesh, axis: str, counts: Sequence[int]) -> int:
-    """The size nearest to the axis's that divides all counts and leaves a whole number of dp."""
-    size = getattr(mesh, axis)
-    ranks = mesh.world_size // (mesh.pp * mesh.ep * mesh.tp // size)  # for this axis and dp
-    together = math.gcd(ranks, *counts)
-    legal = [one for one in range(1, together + 1) if together % one == 0]
-    return min(legal, key=lambda one: abs(one - size))
+def _sizes(config: Config, key: str) -> list[int]:
+    """What a setting is in the layers of the model, but for those that have none of it."""
+    section, name = key.split(".")
+    if section != "model":
+        return [getattr(getattr(config, section), name)]
+    model = config.model
+    sizes = {setting(model.layer(number), name) for number in range(model.num_layers)}
+    return sorted(sizes - {0}) or [0]

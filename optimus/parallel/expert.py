@@ -18,7 +18,7 @@ Dims: T tokens of a rank, D hidden, E experts, K experts a token, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from optimus.parallel.exchange import (
     gather_then_scatter_sum,
     scatter_sum_then_gather,
 )
+from optimus.parallel.placement import Intervals, share
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The held experts' part: x [N, D], weights [N, K], chosen int64 [N, K] -> [N, D]."""
@@ -70,8 +71,18 @@ def _destinations(chosen: Tensor, group: Group, num_experts: int) -> tuple[Tenso
     return needed.nonzero()[:, 1], needed.sum(1)
 
 
+def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
+    """As those of tensor parallelism: some experts, whole."""
+    if isinstance(module, Experts):
+        held = (share(module.gate_up.shape[0], index, size),)
+        yield ("gate_up", 0, held)
+        yield ("down", 0, held)
+
+
 def wire_expert_parallel(model: nn.Module, group: Group, dispatch: str) -> None:
-    """Put a dispatcher around every layer's experts; `dispatch` is one of DISPATCHES."""
+    """Put a dispatcher around every layer's experts; `dispatch` is one of DISPATCHES, or "auto"
+    until it is measured."""
+    dispatch = "allgather" if dispatch == "auto" else dispatch
     for module in model.modules():
         if isinstance(module, Experts):
             ExpertParallel(module, group, dispatch)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.config import Config
 from optimus.dist.mesh import Mesh, Place
-from optimus.model.transformer import Transformer
 from optimus.parallel.pipeline.actions import Schedule
-from optimus.parallel.pipeline.plan import plan_stages, schedule_of
-from optimus.parallel.placement import Placement, place_parameters, whole_model
+from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
 """Names under which a tied parameter is used once more: that parameter."""
@@ -58,43 +55,3 @@ class Layout:
         if name.startswith("embed.") and self.has_first:
             return 0
         return self.schedule.num_stages - 1
-
-
-def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int) -> Layout:
-    """The layout of the rank at `place` with so many microbatches a step."""
-    model = whole_model(config.model)
-    return Layout(
-        mesh=mesh,
-        place=place,
-        schedule=schedule_of(config, mesh, num_microbatches),
-        layers=(layers := plan_stages(config, mesh.pp)),
-        placements=_placements_here(config, model, mesh, place, layers),
-    )
-
-
-def _placements_here(
-    config: Config, model: Transformer, mesh: Mesh, place: Place, layers: tuple[range, ...]
-) -> dict[str, Placement]:
-    everything = place_parameters(model, mesh, place, config.parallel.sequence_parallel)
-    here = set(stage_parameters(config, everything, mesh, place.pp, layers))
-    return {name: one for name, one in everything.items() if name in here}
-
-
-def stage_parameters(
-    config: Config, names: dict[str, Placement], mesh: Mesh, pp: int, layers: tuple[range, ...]
-) -> list[str]:
-    """The parameters that pipeline rank `pp` holds; tied embeddings lie on both ends."""
-    own = {layer for stage in range(pp, len(layers), mesh.pp) for layer in layers[stage]}
-    is_first, is_last = pp == 0, pp == (len(layers) - 1) % mesh.pp
-    chosen = []
-    for name in names:
-        room = name.split(".")[0]
-        held = {
-            "blocks": room == "blocks" and int(name.split(".")[1]) in own,
-            "embed": is_first or (is_last and config.model.tie_embeddings),
-            "final_norm": is_last,
-            "head": is_last,
-        }
-        if held[room]:
-            chosen.append(name)
-    return chosen

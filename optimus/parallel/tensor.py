@@ -10,6 +10,7 @@ Dims: B batch, S sequence, D hidden, N targets, V vocabulary of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from optimus.dist.collectives import Group, all_reduce_max, all_reduce_sum
 from optimus.model.attention import Attention
 from optimus.model.layers import MLP, Embedding, RMSNorm
 from optimus.model.loss import row_blocks
-from optimus.model.moe import FastSparseMoE
+from optimus.model.moe import Experts, FastSparseMoE
 from optimus.model.transformer import Transformer
 from optimus.parallel.exchange import (
     gather_then_scatter_sum,
@@ -30,6 +31,7 @@ from optimus.parallel.exchange import (
     sum_then_identity,
 )
 from optimus.parallel.pipeline.split import SplitLinear
+from optimus.parallel.placement import Intervals, share
 
 _SEQUENCE = 1  # the dim of S in [B, S, D]
 
@@ -53,13 +55,8 @@ class Wiring:
         return sum_then_identity(x, self.group)
 
 
-def wire_tensor_parallel(
-    model: Transformer, group: Group, vocabulary: range, sequence_parallel: bool
-) -> None:
-    """Put the communication of tp into a model whose parameters are this rank's slices.
-
-    `vocabulary` is the range of tokens whose embedding rows this rank holds.
-    """
+def wire_tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool) -> None:
+    """Put the communication of tp into a model whose parameters are this rank's slices."""
     wiring = Wiring(group, sequence_parallel)
     if sequence_parallel:
         model.sequence_shards = group.size
@@ -71,14 +68,57 @@ def wire_tensor_parallel(
             _make_row_linear(module.down_proj, wiring)
         elif isinstance(module, FastSparseMoE):
             _wire_moe(module, wiring)
+    first, _ = share(model.config.vocab_size, group.rank, group.size)
     if model.embed is not None:
         model.embed.__class__ = VocabularyParallelEmbedding
-        model.embed.wiring, model.embed.first = wiring, vocabulary.start
+        model.embed.wiring, model.embed.first = wiring, first
     if model.final_norm is not None:
         model.final_norm.register_forward_hook(lambda module, inputs, out: wiring.enter(out))
-        model.cross_entropy = partial(
-            vocabulary_parallel_cross_entropy, group=group, first=vocabulary.start
-        )
+        model.cross_entropy = partial(vocabulary_parallel_cross_entropy, group=group, first=first)
+
+
+def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
+    """Name, dim and what rank `index` of `size` holds of it, of a module's own parameters: columns
+    of what opens a block, rows of what closes it."""
+    if size == 1:
+        return
+
+    def columns(count: int) -> Intervals:
+        return (share(count, index, size),)
+
+    if isinstance(module, Attention):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(module, name)
+            yield (f"{name}.weight", 0, columns(linear.out_features))
+            if linear.bias is not None:
+                yield (f"{name}.bias", 0, columns(linear.out_features))
+        yield ("o_proj.weight", 1, columns(module.o_proj.in_features))
+        for name in ("q_norm", "k_norm"):
+            for inner, parameter in getattr(module, name).named_parameters():
+                yield (f"{name}.{inner}", 0, columns(len(parameter)))
+    elif isinstance(module, MLP):
+        for name in ("gate_proj", "up_proj"):
+            yield (f"{name}.weight", 0, columns(getattr(module, name).out_features))
+        yield ("down_proj.weight", 1, columns(module.down_proj.in_features))
+    elif isinstance(module, Experts):
+        inner = module.down.shape[2]
+        start, stop = share(inner, index, size)
+        # gate rows, then up rows
+        yield ("gate_up", 1, ((start, stop), (inner + start, inner + stop)))
+        yield ("down", 2, ((start, stop),))
+    elif isinstance(module, Embedding):
+        yield ("weight", 0, columns(module.weight.shape[0]))
+    elif isinstance(module, Transformer) and module.head is not None:
+        yield ("head.weight", 0, columns(module.head.out_features))
+
+
+def meets_a_part_of_the_sequence(name: str) -> bool:
+    """Under sequence parallelism the norms of the residual stream and biases added behind a
+    reduction see a share of the tokens on each tensor-parallel rank; the router sees all."""
+    module, _, leaf = name.rpartition(".")
+    last = module.rpartition(".")[2]
+    norm = last in ("attention_norm", "mlp_norm", "final_norm")
+    return norm or (last, leaf) == ("o_proj", "bias")
 
 
 def _enter_first(wiring: Wiring, module: nn.Module, inputs: tuple) -> tuple:

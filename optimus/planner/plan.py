@@ -6,7 +6,8 @@ from typing import Any
 
 from optimus.chunks.memory import KINDS
 from optimus.config import Config
-from optimus.dist.mesh import Mesh
+from optimus.config.axes import UNLIKE
+from optimus.dist.mesh import make_mesh
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.states import plan_ranks
 
@@ -23,10 +24,13 @@ def plan(config: Config) -> dict[str, Any]:
     of steps `tokens` and `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and
     backward. Where `parallel.dp` is 0 the world is taken to hold one replica.
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
     total, active = count_parameters(config.model)
-    mesh = Mesh(parallel.pp, parallel.dp or 1, parallel.ep, parallel.tp)
-    ranks = [{"pp": place.pp, "tp": place.tp, **sizes} for place, sizes in plan_ranks(config, mesh)]
+    mesh = make_mesh(config.parallel)
+    ranks = [
+        {axis: getattr(place, axis) for axis in UNLIKE} | sizes
+        for place, sizes in plan_ranks(config, mesh)
+    ]
     fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {
         "architecture": config.model.architecture,
@@ -34,9 +38,9 @@ def plan(config: Config) -> dict[str, Any]:
         "active_params": active,
         "dtype": train.dtype,
         "world": mesh.world_size,
-        "mesh": mesh.sizes._asdict(),
+        "mesh": mesh._asdict(),
         "sharding": config.optim.sharding,
-        "memory": {key: size for key, size in fullest.items() if key not in ("pp", "tp")},
+        "memory": {key: size for key, size in fullest.items() if key not in UNLIKE},
         "ranks": ranks,
     }
     if not train.seq_len:
@@ -84,7 +88,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("host memory besides", f"{_told(memory['staging'])}, for checkpoints"))
     if len(ranks) > 1:
         for rank in ranks:
-            name = " ".join(f"{axis} {rank[axis]}" for axis in ("pp", "tp") if mesh[axis] > 1)
+            name = " ".join(f"{axis} {rank[axis]}" for axis in UNLIKE if mesh[axis] > 1)
             lines.append((f"on ranks of {name}", _told(rank["total"])))
     lines.append(("", f"{result['dtype']} training; activations come on top"))
     return lines

@@ -23,15 +23,15 @@ from optimus.chunks.residency import Residency, fewest_slots
 from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
 from optimus.config import Config
-from optimus.dist.collectives import ALONE
+from optimus.config.axes import UNLIKE
 from optimus.dist.groups import Groups, plan_groups
 from optimus.dist.mesh import Mesh, Place
-from optimus.dist.rules import shard_axes, sum_axes
+from optimus.dist.rules import copy_axes, shard_axes, sum_axes
 from optimus.errors import ConfigError
 from optimus.model.transformer import Transformer
-from optimus.parallel.apply import build_model
+from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
-from optimus.parallel.layout import FURTHER_USES, Layout, make_layout
+from optimus.parallel.layout import FURTHER_USES, Layout
 from optimus.parallel.placement import whole_model
 from optimus.planner.units import units_of
 from optimus.platform import dtype_of
@@ -88,28 +88,21 @@ def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home |
     if not owner:
         return None
     kind, place = layout.placements[owner].kind, groups.place
-    adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
+    adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
     setting = setting_of(owner, config.optim)
     sharding = () if setting.frozen else shard_axes(kind, config.optim.sharding)
     spread = tuple(axis for axis in adding if axis not in sharding)
-    # Of the ranks that hold the same, the first counts in the norm.
-    same = {"dp", "ep", "tp"} - set(sharding)
-    if kind.expert:
-        same -= {"ep"}
-    if kind.divided_by_tp:
-        same -= {"tp"}
-    copies = tuple(sorted(same))
-    first = all(getattr(place, axis) == 0 for axis in copies)
+    copies = copy_axes(kind, sharding)
     return Home(
         stage=layout.stage_of(name),
-        adders=groups.over(adding),
-        shards=groups.over(sharding),
-        spread=groups.over(spread),
-        partial_over=groups.tp if kind.partial_over_tp else ALONE,
+        adders=groups.over(*adding),
+        shards=groups.over(*sharding),
+        spread=groups.over(*spread),
+        partial_over=groups.over(*kind.partial),
         copies=copies,
         far_copy=layout.is_far_copy(owner),
         setting=setting,
-        first_copy=first,
+        first_copy=not groups.mesh.number_of(place, copies),
     )
 
 
@@ -158,8 +151,8 @@ def plan_rank(config: Config, mesh: Mesh, place: Place) -> PlannedRank:
 def _kinds(mesh: Mesh) -> Iterator[Place]:
     """A rank of each kind. Along dp and ep ranks hold as much as each other: shards are of one
     length, and ep divides experts evenly."""
-    for pp, tp in itertools.product(range(mesh.pp), range(mesh.tp)):
-        yield Place(pp, 0, 0, tp)
+    sizes = (size if axis in UNLIKE else 1 for axis, size in mesh._asdict().items())
+    yield from itertools.starmap(Place, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:

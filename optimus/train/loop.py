@@ -26,6 +26,7 @@ from optimus.model.init import initialise_
 from optimus.observe.start_up import StartUp
 from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
+from optimus.train.heap import Heap
 from optimus.train.kernels import settle_kernels
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
@@ -39,13 +40,13 @@ from optimus.train.update import Updater, UpdateResult
 from optimus_kernels.product import fastest_library
 
 
-def train(config: Config, launch: LaunchEnv) -> None:
-    """Run this rank's part of a training run to its end.
+def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
+    """Run this rank's part of a training run to its end. `process`: as for StartUp.
 
     Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
     a signal.
     """
-    start_up = StartUp()
+    start_up = StartUp(process)
     flight = directory = trouble = None
     try:
         platform.check_compile(config.train.compile)
@@ -153,10 +154,11 @@ class Run:
             flight.dataset,
             flight.plan.instances,
             config.train.microbatch_size,
-            flight.mesh.data_rank(world.rank),
-            flight.mesh.num_data_ranks,
+            self.groups.data.rank,
+            self.groups.data.size,
             config.data.document_mask,
         )
+        self.heap = Heap()
         self._start_up = start_up
         if start_up is not None:
             start_up.done("model and states")
@@ -201,6 +203,7 @@ class Run:
         start = time.perf_counter()
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
+        self.heap.after_update()
         seconds = time.perf_counter() - start
         if self.directory is None:
             return

@@ -120,9 +120,8 @@ def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     """How the world divides the model and its batch; ConfigError, alike on every rank, where it
     cannot."""
-    parallel = config.parallel
     try:
-        mesh = make_mesh(world_size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+        mesh = make_mesh(config.parallel, world_size)
         check_divisible(config, mesh)
         plan = plan_batch(config, mesh.num_data_ranks)
         schedule_of(config, mesh, plan.microbatches_per_rank)

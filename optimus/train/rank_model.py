@@ -17,8 +17,8 @@ from optimus.model.late_gradients import put_off_whole
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
-from optimus.parallel.apply import build_model
-from optimus.parallel.layout import Layout, make_layout
+from optimus.parallel.apply import build_model, make_layout
+from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
@@ -65,11 +65,10 @@ class RankModel:
             )
             for number in self.layout.stages
         }
-        tp = groups.mesh.tp if config.parallel.sequence_parallel else 1
 
         def boundary_shape(tokens: torch.Tensor) -> tuple[int, ...]:
             batch, length = tokens.shape
-            return batch, length // tp, model.hidden_size
+            return batch, length // self.model.sequence_shards, model.hidden_size
 
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(schedule, stages, groups.channels, boundary_shape, dtype)
@@ -116,7 +115,7 @@ class RankModel:
         """Forward alone: cross-entropy sums in nats on the last stage, [] on the others and on
         copies of it. A collective of the ranks of one model."""
         terms = self.executor.evaluate(self.to_device(microbatches))
-        if self._groups.place.tp > 0:
+        if not self._groups.counts:
             return []
         return [one.ce_sum for one in terms.values() if one.ce_sum is not None]
 

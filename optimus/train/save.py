@@ -127,7 +127,7 @@ class Saves:
             self._begin(self._fulls, step, self._begin_full)
         if model:
             is_sealed = self._newest == manager.full_path("", step).name
-            beside = self._saver.bytes if full and not is_sealed else 0
+            beside = self._saver.unwritten if full and not is_sealed else lambda: 0
             self._begin(self._models, step, partial(self._begin_model, beside=beside))
         if last:
             for lane in (self._fulls, self._models):
@@ -201,14 +201,16 @@ class Saves:
 
     def _begin_full(self, step: int) -> Underway:
         path = manager.full_path(self._config.train.run_dir, step)
-        return self._begin_with(self._saver, path, step, 0)
+        return self._begin_with(self._saver, path, step)
 
-    def _begin_model(self, step: int, beside: int = 0) -> Underway:
+    def _begin_model(self, step: int, beside: Callable[[], int] = lambda: 0) -> Underway:
         """It yields where there is no room for `beside` more: for the full one due with it."""
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, beside)
 
-    def _begin_with(self, saver: Saver, path: Path, step: int, beside: int) -> Underway:
+    def _begin_with(
+        self, saver: Saver, path: Path, step: int, beside: Callable[[], int] = lambda: 0
+    ) -> Underway:
         # Where states lie may have changed.
         states = replace(self._rank_states, shards=self._states.shards())
         try:
@@ -261,7 +263,7 @@ class Saves:
         }
 
     def _ranks(self) -> dict[str, int]:
-        sizes = self._flight.mesh.sizes._asdict()
+        sizes = self._flight.mesh._asdict()
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_companions(self, directory: Path) -> None:

@@ -128,7 +128,7 @@ class Updater:
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
         """Means over the global batch, from every stage's and microbatch's own fp32 sums."""
-        counted = list(terms.values()) if self._groups.place.tp == 0 else []
+        counted = list(terms.values()) if self._groups.counts else []
         empty = torch.zeros(0, device=self._device)
 
         def joined(values: list[Tensor]) -> Tensor:
@@ -165,7 +165,7 @@ class Updater:
             return torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         shape = len(sparse), max(model.experts_by_layer)
         rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        if self._groups.place.tp == 0:
+        if self._groups.counts:
             for (stage, _), one in terms.items():
                 here = [layer for layer in self._part.layout.layers[stage] if layer in sparse]
                 for layer, counts in zip(here, one.counts, strict=True):

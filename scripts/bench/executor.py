@@ -97,10 +97,12 @@ def post(rank: int, init_method: str, microbatches: int, repeat: int, length: in
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels
     stage, schedule = OneNumber(rank, 2), make_schedule("1f1b", 2, 1, microbatches)
-    executor = Executor(schedule, {rank: stage}, channels, lambda tokens: (length,), torch.float32)
+    executor = Executor(
+        schedule, {rank: stage}, channels, lambda tokens: (1, length), torch.float32
+    )
     posted = {"send": [], "receive": []}
     for _ in range(repeat):
-        executor.run([(torch.zeros(length), None)] * microbatches, lambda *_: None, lambda: None)
+        executor.run([(torch.zeros(1, length), None)] * microbatches, lambda *_: None, lambda: None)
         for name, kinds in (("send", SENDS), ("receive", RECEIVES)):
             took = [e.end_ns - e.start_ns for e in executor.trace if e.action.kind in kinds]
             posted[name].append(statistics.median(took) / 1e3)
@@ -124,8 +126,8 @@ def main() -> None:
     torch.set_num_threads(1)
     schedule = make_schedule("interleaved", 1, STAGES, args.microbatches)
     stages = {number: OneNumber(number) for number in range(STAGES)}
-    executor = Interpreted(schedule, stages, Channels(), lambda tokens: (1,), torch.float32)
-    microbatches = [(torch.zeros(1), None)] * args.microbatches
+    executor = Interpreted(schedule, stages, Channels(), lambda tokens: (1, 1), torch.float32)
+    microbatches = [(torch.zeros(1, 1), None)] * args.microbatches
     compute = [a for a in schedule.ranks[0] if a.kind in executor._table]
     executor.keep(compute)
     nothing = measure(lambda: executor.run_nothing(microbatches), args.repeat)

@@ -5,17 +5,19 @@
 
 Runs the demo's configuration on the demo's data (made under --work the first time), stopped by
 train.deadline_s, and samples every process of it once a second: resident memory of its own
-(anonymous and shared; pages of mapped files apart), open files, threads; and the time of every
-step, by the clock and in processor time of all ranks, which other programs disturb less. Through
-the medians of twelve windows behind the first fifth goes a straight line, told as the rise from the
-first to the last with its interval of 95 %. Exit status 0: memory, files, threads and the processor
-time of a step do not rise beyond noise and a hundredth; the run ended with 3, as after any
-deadline, behind a checkpoint that verifies; no process and no file is left.
+(anonymous and shared, not pages of files), open files but for the data's shards, which
+stay open once read, threads; and the time of every step, by the clock and in processor time of all
+ranks, which other programs disturb less. Through the medians of twelve windows behind the first
+fifth goes a straight line, told as the rise from the first to the last with its interval of 95 %.
+Exit status 0: memory, files, threads and the processor time of a step do not rise beyond noise and
+a hundredth; the run ended with 3, as after any deadline, behind a checkpoint that verifies; no
+process and no file is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -48,7 +50,6 @@ class Sample(NamedTuple):
     """Of one process at one moment."""
 
     own_bytes: int
-    file_bytes: int
     open_files: int
     threads: int
     cpu_s: float
@@ -85,8 +86,7 @@ class Trend(NamedTuple):
 
     def told(self, scale: float, unit: str) -> str:
         rise, error = self.rise / scale, self.error / scale
-        verdict = "  GROWS" if self.grows else ""
-        return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}{verdict}"
+        return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
 
 def main() -> int:
@@ -105,7 +105,7 @@ def main() -> int:
             stderr=log,
             env=os.environ | {"TMPDIR": str(scratch)},
         )
-        samples, steps = _watch(run, run_dir / "metrics.jsonl")
+        samples, steps = _watch(run, run_dir / "metrics.jsonl", data)
     print(f"{' '.join(command[2:])}\nended with {run.returncode}", flush=True)
     wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} for 3"]
     wrong += [f"process {one.pid} is left" for one in samples if one in _processes()]
@@ -141,7 +141,9 @@ def _demo_data(work: Path) -> Path:
     return data
 
 
-def _watch(run: subprocess.Popen, metrics: Path) -> tuple[dict[Process, History], list[Progress]]:
+def _watch(
+    run: subprocess.Popen, metrics: Path, data: Path
+) -> tuple[dict[Process, History], list[Progress]]:
     """Samples of each process, and how far the run was when, until it ends. Ranks have sessions of
     their own, so descent tells what belongs to the run; who was seen once belongs to it."""
     samples: dict[Process, History] = {}
@@ -151,7 +153,7 @@ def _watch(run: subprocess.Popen, metrics: Path) -> tuple[dict[Process, History]
         now = time.monotonic() - start
         for process, parent in _processes().items():
             if process.pid == run.pid or any(parent == one.pid for one in samples):
-                sample = _sample(process.pid)
+                sample = _sample(process.pid, data)
                 if sample is not None:
                     samples.setdefault(process, {})[now] = sample
         steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -180,19 +182,26 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _sample(pid: int) -> Sample | None:
+def _sample(pid: int, data: Path) -> Sample | None:
     """None: it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-        own, shared, mapped = (
-            int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")
-        )
-        files, threads = len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"][0])
+        own = sum(int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem"))
+        files, threads = _open_files(pid, data), int(status["Threads"][0])
         cpu = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S
     except (OSError, KeyError):
         return None
-    return Sample(own + shared, mapped, files, threads, cpu)
+    return Sample(own, files, threads, cpu)
+
+
+def _open_files(pid: int, data: Path) -> int:
+    """But for each shard of `data`, opened as it is first read and kept: once. Raises OSError."""
+    paths = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed by now
+            paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return len(paths) - len({path for path in paths if path.startswith(f"{data.resolve()}/")})
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
@@ -219,7 +228,6 @@ def _memory(samples: dict[Process, History]) -> list[str]:
             continue
         for what, scale, unit in (
             ("own_bytes", 1e6, "MB"),
-            ("file_bytes", 1e6, "MB"),
             ("open_files", 1, "files"),
             ("threads", 1, "threads"),
         ):
@@ -227,7 +235,7 @@ def _memory(samples: dict[Process, History]) -> list[str]:
             trend = _trend(list(of_pid), values)
             told = f"{trend.told(scale, unit)}, most {max(values) / scale:.4g}"
             print(f"process {number} {what:10} {told}")
-            if trend.grows and what != "file_bytes":  # these the data set bounds
+            if trend.grows:
                 wrong.append(f"process {number}: {what} grows")
     return wrong
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optimus.cli import main
 
+DEMO = Path(__file__).parents[2] / "configs" / "run" / "demo.toml"
 SMALL = "--size 4096 --threads 1 --rounds 1 --peers torch"
 
 
@@ -15,6 +18,7 @@ SMALL = "--size 4096 --threads 1 --rounds 1 --peers torch"
         ("checkpoint --hidden 100", "multiple of 64"),
         ("checkpoint --ranks 0", "begin at 1"),
         ("checkpoint --dir /nowhere", "no such directory"),
+        (f"step {DEMO} --steps 1 --profile --nproc 2", "--profile is of one process, not of 2"),
         ("moe --device cpu --case tiny-fp32", "--case tiny-fp32 must be SHAPE-fp32"),
         ("moe --device cpu --case small-fp64", "SHAPE-bf16 with SHAPE one of small, mula-7b-a1b"),
         ("moe --device cpu --peers loop,megablocks", "--peers megablocks: known are"),

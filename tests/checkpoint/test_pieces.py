@@ -125,7 +125,7 @@ def written(config, mesh, scatter="balanced"):
 def test_writers_and_nodes_of_a_stage_write_about_as_much(model, mesh, sharding):
     """Stages differ in size, and nobody else holds what is theirs."""
     path = CONFIGS / "model" / f"{model}.toml"
-    sizes = [f"parallel.{axis}={size}" for axis, size in mesh.sizes._asdict().items()]
+    sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
     config = load_config(path, [*sizes, f"optim.sharding={sharding}"])
     writes = numpy.array(list(written(config, mesh))).reshape(mesh.pp, -1)
     nodes = writes.reshape(mesh.pp, -1, 4).sum(-1)

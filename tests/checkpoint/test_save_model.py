@@ -202,29 +202,6 @@ def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
         open_weights(config, tmp_path / "several")
 
 
-def run_with_small_plans(tree: dict[str, Any], limit: int) -> Ended:
-    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
-    return run_with(tree, lambda step: None)
-
-
-def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
-    settings = {"train__max_steps": 4, "checkpoint__model_interval": 4}
-    settings |= {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
-    found = []
-    for limit in (20_000, 1 << 40):
-        tree = tiny_tree(tiny_data, tmp_path / str(limit), **settings)
-        ended = ranks(4, run_with_small_plans, tree, limit, start_world=False)
-        assert [one[:2] for one in ended] == [(0, "")] * 4
-        path = manager.model_path(tmp_path / str(limit), 4)
-        manager.read_manifest(path).verify()
-        assert (len(list(path.glob("*.safetensors"))) > 3) == (limit == 20_000)
-        with open_weights(make_config(tree).model, path) as weights:
-            found.append({(n, at): values.clone() for n, at, values in weights.stretches()})
-    one, other = found
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_over_all_ranks_every_element_is_written_once(monkeypatch):
     monkeypatch.setattr(save_model, "PIECE", 100)
     for layout in sorted({one for pair in pairwise() for one in pair})[::3]:

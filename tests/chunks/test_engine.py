@@ -17,6 +17,7 @@ from optimus.config import OptimConfig
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_config
+from tests.helpers.whole import whole_of
 
 OPTIM = OptimConfig(lr=1e-2, min_lr=0.0, weight_decay=0.1)
 
@@ -91,30 +92,15 @@ def test_update_equals_torch_adamw_to_the_last_bit():
             assert torch.equal(ours, theirs), name
 
 
-def test_the_length_of_chunks_changes_no_bit():
-    weights = []
-    for chunk_length in (1, 5000, 1 << 24):
-        model = make_model()
-        engine = make_engine(model, chunk_length=chunk_length)
-        for step in range(2):
-            engine.gradients.start()
-            backward(model, step)
-            complete(engine)
-            engine.update(OPTIM.lr)
-        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    for other in weights[1:]:
-        assert all(torch.equal(other[name], weight) for name, weight in weights[0].items())
-
-
 def test_bf16_parameters_follow_fp32_masters():
     model = make_model()
     engine = make_engine(model, torch.bfloat16)
     for seed in range(4):
         backward(model, seed)
     complete(engine)
-    before = {name: one.clone() for name, one in engine.whole("master").items()}
+    before = {name: one.clone() for name, one in whole_of(engine, "master").items()}
     engine.update(1e-5)
-    masters = engine.whole("master")
+    masters = whole_of(engine, "master")
     moved = max(float((masters[name] - before[name]).abs().max()) for name in before)
     assert 0 < moved < 2e-5  # far below a bf16 step of the weights: kept by the masters
     for name, parameter in model.named_parameters():
@@ -138,7 +124,7 @@ def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
         for name, parameter in reference.named_parameters():
             total[name] += parameter.grad.float()
     complete(engine)
-    for name, gradient in engine.whole("grad").items():
+    for name, gradient in whole_of(engine, "grad").items():
         assert torch.equal(gradient, total[name]), name
 
 
@@ -152,7 +138,9 @@ def test_tied_embedding_has_one_accumulator_per_use_added_once():
     assert len(uses) == 2 and all(leaf.grad.abs().sum() > 0 for leaf in uses)
     complete(engine)
     together = plain.embed.weight.grad
-    torch.testing.assert_close(engine.whole("grad")["embed.weight"], together, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        whole_of(engine, "grad")["embed.weight"], together, rtol=1e-5, atol=1e-6
+    )
     # The norm counts the owner alone, with both uses in it.
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
     assert engine.grad_norm() == pytest.approx(norm, rel=1e-6)
@@ -161,15 +149,6 @@ def test_tied_embedding_has_one_accumulator_per_use_added_once():
     untouched = make_model(model__tie_embeddings=True)
     untouched.load_state_dict(model.state_dict())
     assert torch.equal(model(tokens), untouched(tokens))
-
-
-def test_a_replaced_gradient_is_named():
-    model = make_model()
-    engine = make_engine(model)
-    name, parameter = list(model.named_parameters())[3]
-    parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(AssertionError, match=name):
-        engine.gradients.reduce(0)
 
 
 def test_norm_survives_gradients_whose_squares_overflow():

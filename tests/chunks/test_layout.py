@@ -10,7 +10,8 @@ import pytest
 from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, best_length, lay_out
 from optimus.config import load_config
 from optimus.dist.mesh import Mesh, Place
-from optimus.parallel.placement import place_parameters, whole_model
+from optimus.parallel.apply import place_parameters
+from optimus.parallel.placement import whole_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 
@@ -80,8 +81,8 @@ def test_little_is_wasted_on_real_models(model, mesh, target):
         Parameter(
             name,
             one.local_shape,
-            one.kind.expert,
-            mesh.dp if one.kind.expert else mesh.dp * mesh.ep,
+            "ep" in one.kind.divided,
+            mesh.dp if "ep" in one.kind.divided else mesh.dp * mesh.ep,
         )
         for name, one in place_parameters(whole, mesh, Place(0, 0, 0, 0)).items()
     ]

@@ -13,6 +13,7 @@ from optimus.dist.collectives import Group, traffic
 from tests.helpers.changed_runs import poison
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
+from tests.helpers.whole import whole_of
 from tests.helpers.worlds import everyone
 
 FAST = {
@@ -126,7 +127,7 @@ def step_by_step() -> dict:
     engine.gradients.reduce(0)
     count("behind it", "reduce_scatter")
     engine.gradients.finish()
-    shared = {name: gradient.clone() for name, gradient in engine.whole("grad").items()}
+    shared = {name: gradient.clone() for name, gradient in whole_of(engine, "grad").items()}
     traffic.clear()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine.update(1e-2)
@@ -136,7 +137,7 @@ def step_by_step() -> dict:
         layer(torch.ones(1, 8))
         counts["awaited"].append(len(engine._arrivals._under_way))
     moved = all(not torch.equal(before[n], p) for n, p in model.named_parameters() if "un" not in n)
-    same = engine.whole("master")
+    same = whole_of(engine, "master")
     engine.wait()
     equal = all(torch.equal(same[name], p) for name, p in model.named_parameters())
     twice = {n: 2 * 3 / (group.rank + 1) * p for n, p in gradients_alone(before, group).items()}

@@ -93,22 +93,10 @@ def test_no_replacement_fetches_less(seed):
         replay(plan)
 
 
-def test_one_microbatch():
-    for n, slots in itertools.product(range(1, 12), range(1, 14)):
-        assert fetches(n, slots, [F, B]) == 2 * n - min(slots, n)
-
-
 def test_microbatches_in_turn():
     for k, n in itertools.product(range(1, 6), range(1, 9)):
         for slots in range(1, n + 1):
             assert fetches(n, slots, [F, B] * k) == 2 * k * n - (2 * k - 1) * slots
-
-
-def test_all_forwards_first_follow_the_formula_while_microbatches_fit_the_slots():
-    for n, slots in itertools.product(range(1, 8), range(1, 8)):
-        for k in range(1, min(slots, n) + 1):
-            if slots <= n:
-                assert fetches(n, slots, [F] * k + [B] * k) == 2 * k * n - (2 * k - 1) * slots
 
 
 def test_recomputed_regions():

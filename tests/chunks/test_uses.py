@@ -9,22 +9,8 @@ import torch
 from torch import nn
 
 from optimus.chunks.arrivals import watch_first_uses
-from optimus.chunks.departures import Completion, Departures, Parcel, Procession
+from optimus.chunks.departures import Completion, Departures, Parcel
 from optimus.chunks.states import Home
-
-
-def test_a_chunk_goes_when_it_and_those_before_it_are_ready():
-    gone: list[int] = []
-    procession = Procession([2, 1, 0], gone.append)
-    procession.ready(0)
-    procession.ready(1)
-    assert gone == []
-    procession.ready(2)
-    assert gone == [2, 1, 0]
-    procession.rest()
-    procession.ready(2)
-    procession.rest()
-    assert gone == [2, 1, 0, 2, 1, 0]
 
 
 class Net(nn.Module):

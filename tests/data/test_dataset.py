@@ -50,12 +50,6 @@ def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
     assert not np.array_equal(order, np.arange(len(rows)))
 
 
-def test_a_reading_may_span_epochs(many_shards):
-    dataset, n = TokenDataset(many_shards), len(shards(many_shards))
-    single = np.concatenate([dataset.read(i, i + 1) for i in range(n - 4, 2 * n + 3)])
-    assert np.array_equal(TokenDataset(many_shards).read(n - 4, 2 * n + 3), single)
-
-
 def test_files_and_memory_stay_bounded(many_shards):
     """Ten thousand shards must not need ten thousand descriptors."""
     dataset = TokenDataset(many_shards)

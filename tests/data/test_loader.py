@@ -12,7 +12,7 @@ import torch
 
 from optimus.data.dataset import TokenDataset
 from optimus.data.documents import document_ids
-from optimus.data.loader import Loader, Microbatch, microbatch_starts
+from optimus.data.loader import Loader, Microbatch
 from optimus.errors import DataError
 
 
@@ -29,20 +29,6 @@ def loader_threads() -> list[threading.Thread]:
 def dataset(tiny_data):
     yield TokenDataset(tiny_data)
     assert not loader_threads(), "a thread outlives its loader"
-
-
-@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (2, 1), (2, 3), (1, 6), (4, 3), (3, 4)])
-def test_the_ranks_read_one_contiguous_range(size, ranks):
-    """Microbatch i of rank d is number i*w + d of the step; together each instance once."""
-    step, per_step = 7, 24
-    numbers = {}
-    for rank in range(ranks):
-        starts = microbatch_starts(step, per_step, size, rank, ranks)
-        assert len(starts) == per_step // size // ranks
-        for i, start in enumerate(starts):
-            numbers[i * ranks + rank] = start
-    expected = [(step - 1) * per_step + number * size for number in range(per_step // size)]
-    assert [numbers[number] for number in sorted(numbers)] == expected
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])

@@ -7,28 +7,28 @@ import torch
 
 from optimus.dist import collectives
 from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
+from optimus.dist.mesh import ENDS, Mesh
 from optimus.dist.world import World
 from optimus.errors import LostPeerError
 from optimus.launch_env import LaunchEnv
 from tests.helpers.worlds import everyone, fake_world
 
-NAMES = ("pp", "dp", "ep", "tp", "data", "model", "ends")
+GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
-def sums(sizes: tuple[int, ...]) -> dict[str, list[int]]:
+def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
     """By group: the ranks in it, as a collective sees them."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
-    for name in NAMES:
-        group = getattr(groups, name)
+    for name in GROUPS:
+        group = groups.over(*name)
         gathered = torch.empty(group.size, dtype=torch.int64)
         collectives.all_gather(gathered, torch.tensor([rank]), group)
         assert gathered[group.rank] == rank
         seen[name] = gathered.tolist()
-    computing = [getattr(groups, name) for name in ("everyone", "pp", "ep", "tp", "model", "ends")]
-    for states in (groups.dp, groups.data):
+    computing = [groups.everyone, *(groups.over(*axes) for axes in GROUPS if "dp" not in axes)]
+    for states in (groups.over("dp"), groups.data):
         assert states.size == 1 or all(states.handle is not one.handle for one in computing)
     return seen
 
@@ -48,7 +48,7 @@ def stay_away(when: str) -> str:
         groups = join_groups(Mesh(1, 2, 1, 2), world)
         if world.rank == 3:
             time.sleep(6)
-        collectives.all_reduce_sum(torch.ones(1), groups.tp)
+        collectives.all_reduce_sum(torch.ones(1), groups.over("tp"))
     except LostPeerError as error:
         return str(error)
     return "nobody was missed"
@@ -64,13 +64,11 @@ def test_each_group_holds_the_ranks_of_its_axes(ranks):
     for sizes in ((2, 2, 1, 2), (1, 2, 2, 2), (4, 1, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)):
         mesh = Mesh(*sizes)
         for rank, seen in enumerate(ranks(8, sums, sizes)):
-            for axis in ("pp", "dp", "ep", "tp"):
-                assert seen[axis] == list(mesh.group_of(rank, (axis,)))
-            assert seen["data"] == list(mesh.group_of(rank, ("dp", "ep")))
-            assert seen["model"] == list(mesh.group_of(rank, ("pp", "ep", "tp")))
+            for axes in GROUPS[:-1]:
+                assert seen[axes] == list(mesh.group_of(rank, axes))
             column = mesh.group_of(rank, ("pp",))
             at_an_end = rank in (column[0], column[-1])
-            assert seen["ends"] == (sorted({column[0], column[-1]}) if at_an_end else [rank])
+            assert seen[ENDS] == (sorted({column[0], column[-1]}) if at_an_end else [rank])
 
 
 def pass_along() -> list[float]:
@@ -149,15 +147,15 @@ def test_groups_may_be_made_again(ranks, sizes):
 
 def build_at_scale(size: int, rank: int) -> tuple[int, ...]:
     groups = join_groups(Mesh(8, 128, 12, 1), fake_world(rank, size))
-    for name in NAMES:
-        group = getattr(groups, name)
+    for name in GROUPS:
+        group = groups.over(*name)
         if group.size > 1:
             members = torch.distributed.get_process_group_ranks(group.handle())
             assert members[group.rank] == rank, (name, members)
-    return tuple(getattr(groups, name).size for name in NAMES)
+    return tuple(groups.over(*name).size for name in GROUPS)
 
 
 def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
     for rank in (0, 777, 12_287):
         (sizes,) = ranks(1, build_at_scale, 12_288, rank, start_world=False)
-        assert sizes == (8, 128, 12, 1, 1536, 96, 2 if rank in (0, 777, 12_287) else 1)
+        assert sizes == (8, 128, 12, 1, 1536, 2 if rank in (0, 777, 12_287) else 1)

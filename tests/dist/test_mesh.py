@@ -5,7 +5,9 @@ import time
 
 import pytest
 
-from optimus.dist.mesh import AXES, Mesh, Place, make_mesh
+from optimus.config.axes import AXES, DATA
+from optimus.config.sections import ParallelConfig
+from optimus.dist.mesh import ENDS, Mesh, Place, make_mesh
 from optimus.errors import ConfigError
 
 
@@ -14,19 +16,19 @@ def test_data_ranks_count_dp_then_ep_and_skip_tp_and_pp():
     expected = [
         dp * 3 + ep for _pp in range(2) for dp in range(2) for ep in range(3) for _tp in range(2)
     ]
-    assert [mesh.data_rank(rank) for rank in range(mesh.world_size)] == expected
+    assert [mesh.number_of(mesh.place(rank), DATA) for rank in range(24)] == expected
 
 
 def test_dp_takes_what_is_left():
-    assert make_mesh(12, pp=1, dp=0, ep=1, tp=1) == Mesh(dp=12)
-    assert make_mesh(12, pp=2, dp=6, ep=1, tp=1) == Mesh(pp=2, dp=6)
+    assert make_mesh(ParallelConfig(), 12) == Mesh(dp=12)
+    assert make_mesh(ParallelConfig(pp=2, dp=6), 12) == Mesh(pp=2, dp=6)
 
 
 def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
     with pytest.raises(ConfigError, match=r"parallel.dp = 3 .* set parallel.dp = 2"):
-        make_mesh(2, pp=1, dp=3, ep=1, tp=1)
+        make_mesh(ParallelConfig(dp=3), 2)
     with pytest.raises(ConfigError, match=r"does not divide the world of 6 ranks; start 8"):
-        make_mesh(6, pp=2, dp=0, ep=2, tp=1)
+        make_mesh(ParallelConfig(pp=2, ep=2), 6)
 
 
 def test_places_count_tp_first_and_pp_last():
@@ -53,27 +55,20 @@ def test_groups_are_those_of_brute_force(axes):
     assert sorted(rank for group in groups for rank in group) == list(world)
 
 
-def test_number_within_the_data_group_is_the_data_rank():
-    mesh = Mesh(pp=2, dp=3, ep=4, tp=2)
-    for rank in range(mesh.world_size):
-        assert mesh.group_of(rank, ("dp", "ep")).index(rank) == mesh.data_rank(rank)
-
-
 APART = {
-    "pp": ("dp", "ep", "tp"),
-    "dp": ("pp", "ep", "tp"),
-    "ep": ("pp", "dp", "tp"),
-    "tp": ("pp", "dp", "ep"),
-    "data": ("pp", "tp"),
-    "model": ("dp",),
+    ("pp",): ("dp", "ep", "tp"),
+    ("dp",): ("pp", "ep", "tp"),
+    ("ep",): ("pp", "dp", "tp"),
+    ("tp",): ("pp", "dp", "ep"),
+    ("dp", "ep"): ("pp", "tp"),
 }
 """By group: the axes along which two of its ranks do not differ."""
 
 
-def gathered(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     """By group and rank, whom it holds: ranks are counted through the axes and put together where
     they agree."""
-    counts = itertools.product(*(range(size) for size in mesh.sizes))
+    counts = itertools.product(*(range(size) for size in mesh))
     places = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}
     for name, axes in APART.items():
@@ -83,9 +78,9 @@ def gathered(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
             group.append(rank)
         known = {id(group): tuple(group) for group in together.values()}
         groups[name] = [known[id(group)] for group in of]
-    groups["ends"] = [
+    groups[ENDS] = [
         tuple(sorted({column[0], column[-1]})) if rank in (column[0], column[-1]) else (rank,)
-        for rank, column in enumerate(groups["pp"])
+        for rank, column in enumerate(groups["pp",])
     ]
     return groups
 
@@ -97,7 +92,7 @@ def test_every_one_of_12288_ranks_is_in_its_groups_and_they_partition_the_world(
     expected = gathered(mesh)
     for name, groups in expected.items():
         different = {id(group): group for group in groups}.values()
-        if name != "ends":
+        if name != ENDS:
             assert sum(map(len, different)) == mesh.world_size, f"{name} does not partition"
     for rank in range(mesh.world_size):
         for name, members in mesh.groups_of(rank).items():

@@ -6,10 +6,10 @@ import pytest
 
 from optimus.dist.rules import ParameterKind, shard_axes, sum_axes
 
-DENSE = ParameterKind(divided_by_tp=True)
+DENSE = ParameterKind(divided=("tp",))
 NORM = ParameterKind()
-PARTIAL = ParameterKind(partial_over_tp=True)
-EXPERT = ParameterKind(expert=True, divided_by_tp=True)
+PARTIAL = ParameterKind(partial=("tp",))
+EXPERT = ParameterKind(divided=("ep", "tp"))
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_shards(kind, so, epso):
 
 def test_a_slice_has_no_partial_gradient():
     with pytest.raises(AssertionError):
-        sum_axes(ParameterKind(divided_by_tp=True, partial_over_tp=True))
+        sum_axes(ParameterKind(divided=("tp",), partial=("tp",)))

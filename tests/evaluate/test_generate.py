@@ -4,9 +4,10 @@ import shutil
 
 import torch
 
+from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import tokenizer_beside
 from optimus.evaluate.checkpoint import continue_text
-from optimus.evaluate.generate import generate
+from optimus.evaluate.generate import generate, sample_text
 from optimus.model.hf import write_hf
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -58,3 +59,11 @@ def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
         return continue_text(str(tmp_path / name), "abc", tokens, temperature=0, top_k=0, seed=0)
 
     assert go_on("every", 5) == go_on("none", 1) != go_on("none", 5)
+
+
+def test_a_sample_ends_where_the_model_says(tiny_data):
+    model, dataset = make_model(), TokenDataset(tiny_data)
+    short, whole = (sample_text(model, dataset, tokens, seed=1) for tokens in (1, 5))
+    every = {"eos_token_ids": tuple(range(model.config.vocab_size))}
+    model.config = model.config.model_copy(update=every)
+    assert sample_text(model, dataset, 5, seed=1) == short != whole

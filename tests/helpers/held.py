@@ -8,8 +8,8 @@ from optimus.checkpoint.pieces import Box, Held, part_of
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
 from optimus.dist.mesh import Mesh
-from optimus.dist.rules import shard_axes, sum_axes
-from optimus.parallel.layout import make_layout
+from optimus.dist.rules import copy_axes, shard_axes, sum_axes
+from optimus.parallel.apply import make_layout
 from tests.helpers.tiny import tiny_tree
 
 
@@ -23,14 +23,7 @@ class Holding(NamedTuple):
 
 def layout_config(mesh: Mesh, tree: dict[str, Any] | None = None, **overrides: Any) -> Config:
     tree = tree or tiny_tree("d", "r", **overrides)
-    return make_config(tree | {"parallel": tree.get("parallel", {}) | mesh.sizes._asdict()})
-
-
-def size_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    size = 1
-    for axis in axes:
-        size *= getattr(mesh, axis)
-    return size
+    return make_config(tree | {"parallel": tree.get("parallel", {}) | mesh._asdict()})
 
 
 class Holdings:
@@ -59,13 +52,11 @@ class Holdings:
         parameters = []
         for name, placement in layout.placements.items():
             kind = placement.kind
-            adding = tuple(axis for axis in sum_axes(kind) if axis != "tp")
+            adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
             sharding = shard_axes(kind, config.optim.sharding)
-            same = {"dp", "ep", "tp"} - set(sharding) - ({"ep"} if kind.expert else set())
-            same -= {"tp"} if kind.divided_by_tp else set()
             far = name == "embed.weight" and not layout.has_first
-            key = ((layout.stage_of(name), kind), sharding, tuple(sorted(same)), far)
-            sizes = size_of(mesh, adding), size_of(mesh, sharding)
+            key = ((layout.stage_of(name), kind), sharding, copy_axes(kind, sharding), far)
+            sizes = mesh.size_of(adding), mesh.size_of(sharding)
             parameters.append(Parameter(name, placement.local_shape, key, *sizes))
         boxes = {name: one.intervals for name, one in layout.placements.items()}
         shapes = {name: one.shape for name, one in layout.placements.items()}

@@ -205,7 +205,7 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
     config, _, groups, plan, shard, states, updater = make_updater(tree, world, poison)
     routes = _Routes(shard, groups.data.rank, groups.data.size)
     whole = WholeModel(config, shard.layout, groups)
-    initial = _digests(whole.gather(states.whole("master")))
+    initial = _digests(whole.gather(states, "master"))
     gradients, metrics = _before_clipping(states, whole), []
     for step in range(1, STEPS + 1):
         count = plan.num_microbatches
@@ -213,7 +213,7 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
         routes.step = step
         result = updater.run(step, own)
         metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
-    final = _digests(whole.gather(states.whole("master")))
+    final = _digests(whole.gather(states, "master"))
     shared = all_gather_objects(routes.found if groups.place.tp == 0 else {}, world.everyone)
     found = {place: route for part in shared for place, route in part.items()}
     return Outcome(metrics, initial, final, gradients, found)
@@ -232,7 +232,7 @@ def _before_clipping(states: ChunkEngine, whole: WholeModel) -> dict[str, Tensor
 
     def grad_norm() -> float:
         if first.pop() if first else False:
-            gathered = whole.gather(states.whole("grad"))
+            gathered = whole.gather(states, "grad")
             gradients.update({name: gradient.clone() for name, gradient in gathered.items()})
         return plain()
 

@@ -46,8 +46,6 @@ class RankPool:
         self._scratch, self._environ = os.fspath(scratch), environ
         self._server: subprocess.Popen | None = None
         self._control: Connection | None = None
-        self.ready_s = 0.0
-        """Until the last rank of the latest job was about to call its function, in seconds."""
 
     @property
     def server_pid(self) -> int | None:
@@ -87,7 +85,6 @@ class RankPool:
             scratch=self._scratch,
         )
         outcomes = self._ask(job)
-        self.ready_s = max((outcome.ready_s or 0.0) for outcome in outcomes)
         if not all(outcome.returned for outcome in outcomes):
             raise RanksFailed(title, outcomes)
         return [outcome.value() for outcome in outcomes]

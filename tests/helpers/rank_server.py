@@ -71,8 +71,6 @@ class Outcome:
     """The traceback, the status, or the stacks at the end."""
     output: str = ""
     """What the rank wrote to standard output and error."""
-    ready_s: float | None = None
-    """From the request until this rank was about to call the function, in seconds."""
 
     @property
     def returned(self) -> bool:
@@ -115,8 +113,7 @@ class _Round:
     def __init__(self, job: Job, control: Connection) -> None:
         self.job, self.control = job, control
         self.scratch = Path(tempfile.mkdtemp(dir=job.scratch))
-        self.started = time.monotonic()
-        self.deadline = self.started + job.timeout_s
+        self.deadline = time.monotonic() + job.timeout_s
         self.failed = False
         self.outcomes = [Outcome(rank) for rank in range(job.size)]
         self.pids: list[int] = []
@@ -162,16 +159,11 @@ class _Round:
     def _hear(self, connection: Connection) -> None:
         outcome = self.outcomes[self.live[connection]]
         try:
-            message = connection.recv()
+            outcome.how, outcome.payload, outcome.text = connection.recv()
         except (EOFError, OSError):
             del self.live[connection]
             connection.close()
             self._reap(outcome)
-        else:
-            if isinstance(message, float):
-                outcome.ready_s = message - self.started
-            else:
-                outcome.how, outcome.payload, outcome.text = message
         if outcome.how not in ("running", "returned") and not self.failed:
             self.failed = True
             self.deadline = min(self.deadline, time.monotonic() + self.job.grace_s)
@@ -220,7 +212,7 @@ def _be_rank(job: Job, rank: int, report: Connection, scratch: Path) -> NoReturn
     with open(scratch / f"{rank}.stacks", "w") as stacks:
         faulthandler.register(_SHOW_STACKS, file=stacks, all_threads=True)
         try:
-            message = ("returned", _call(job, rank, report, scratch), "")
+            message = ("returned", _call(job, rank, scratch), "")
         except BaseException as error:  # SystemExit too: it would unwind into the server's loop
             message = ("raised", _pickled(error), traceback.format_exc())
         sys.stdout.flush()
@@ -229,7 +221,7 @@ def _be_rank(job: Job, rank: int, report: Connection, scratch: Path) -> NoReturn
         os._exit(0)
 
 
-def _call(job: Job, rank: int, report: Connection, scratch: Path) -> bytes:
+def _call(job: Job, rank: int, scratch: Path) -> bytes:
     os.environ.clear()
     os.environ.update(job.environ)
     os.environ.update(
@@ -246,7 +238,6 @@ def _call(job: Job, rank: int, report: Connection, scratch: Path) -> bytes:
     function = reduce(getattr, job.function.split("."), importlib.import_module(job.module))
     arguments = pickle.loads(job.arguments)
     if not job.start_world:
-        report.send(time.monotonic())
         return pickle.dumps(function(*arguments))
 
     import torch.distributed as distributed
@@ -256,7 +247,6 @@ def _call(job: Job, rank: int, report: Connection, scratch: Path) -> bytes:
     if start_world(timeout_s=job.timeout_s, device="cpu").size > 1:
         # A rank that is done before another has connected would break that other's start.
         distributed.barrier()
-    report.send(time.monotonic())
     result = pickle.dumps(function(*arguments))
     end_world()
     return result

@@ -21,6 +21,7 @@ from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
 from optimus.dist.collectives import Group, traffic
 from optimus.dist.world import start_world
+from tests.helpers.whole import whole_of
 
 WIDTH = 32
 CHUNK = WIDTH * WIDTH
@@ -203,7 +204,7 @@ def _train(case: Case, world: Group) -> Outcome:
             for step in engine.cache.plan.steps
         ]
     between = resident_bytes(engine)
-    masters = torch.cat([one.flatten() for one in engine.whole("master").values()])
+    masters = torch.cat([one.flatten() for one in whole_of(engine, "master").values()])
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
     return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)
 

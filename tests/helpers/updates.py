@@ -57,7 +57,7 @@ def make_shard(tree: dict[str, Any], world: World | None = None) -> MadeShard:
     torch.set_num_threads(1)
     config = make_config(tree)
     world, parallel = world or start_world(device="cpu"), config.parallel
-    mesh = make_mesh(world.size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+    mesh = make_mesh(parallel, world.size)
     groups = join_groups(mesh, world, parallel.virtual_stages)
     plan = plan_batch(config, mesh.num_data_ranks)
     shard = RankModel(config, groups, plan, world.device)

@@ -11,13 +11,30 @@ from torch import Tensor
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
+from optimus.config.axes import MODEL
 from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Place
+from optimus.dist.rules import copy_axes
 from optimus.model.tensor_files import as_bytes, check_shapes
-from optimus.parallel.layout import Layout, stage_parameters
-from optimus.parallel.placement import Intervals, Placement, place_parameters, whole_model
+from optimus.parallel.apply import make_layout
+from optimus.parallel.layout import Layout
+from optimus.parallel.placement import Intervals, Placement, whole_model
+
+
+def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
+    """A state of every parameter of a rank, by name, put together over shards: a collective of
+    their ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
+    engine.wait()
+    out = {}
+    for one in engine.chunks:
+        flat = one.whole(getattr(one, state))
+        out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
+    if state == "master":
+        out |= {name: view.float() for name, view in engine.frozen.parameters().items()}
+    return out
 
 
 class WholeModel:
@@ -28,54 +45,42 @@ class WholeModel:
         self._meta = whole_model(config.model)
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
-    def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, engine: ChunkEngine, state: str) -> dict[str, Tensor]:
         """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold
         but copies give nothing."""
-        group, place = self._groups.model, self._groups.place
-        if group.size == 1:
-            return dict(local) if self._groups.everyone.rank == 0 else {}
-        if place.dp > 0:
-            return {}
-        mine = self._held_by(place)
-        if group.rank > 0:
-            for name in self.shapes:
-                if name in mine:
-                    send(local[name].contiguous(), group, 0).wait()
-            return {}
-        return self._receive_all(local)
+        local = whole_of(engine, state)
+        everyone, mesh = self._groups.everyone, self._layout.mesh
+        if everyone.rank == 0:
+            return dict(local) if mesh.dp == mesh.world_size else self._receive_all(local)
+        for name in self._held_by(self._groups.place):
+            send(local[name].contiguous(), everyone, 0).wait()
+        return {}
 
     def _receive_all(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        group, mesh = self._groups.model, self._layout.mesh
-        places = [mesh.place(rank) for rank in mesh.group_of(0, ("pp", "ep", "tp"))]
-        held = [self._held_by(place) for place in places]
+        everyone, mesh = self._groups.everyone, self._layout.mesh
+        held = {rank: self._held_by(mesh.place(rank)) for rank in mesh.group_of(0, MODEL)}
         out: dict[str, Tensor] = {}
         for name, shape in self.shapes.items():
             out[name] = torch.empty(shape)
-            for source, parts in enumerate(held):
+            for source, parts in held.items():
                 if name not in parts:
                     continue
                 part = local.get(name)
                 if source > 0:
-                    part = receive(torch.empty(parts[name].local_shape), group, source).wait()
+                    part = receive(torch.empty(parts[name].local_shape), everyone, source).wait()
                 put(parts[name], out[name], part)
         return out
 
     def _held_by(self, place: Place) -> dict[str, Placement]:
         """What the rank at `place` gives: each part of each parameter is given once."""
-        layout, config = self._layout, self._config
-        everything = place_parameters(
-            self._meta, layout.mesh, place, config.parallel.sequence_parallel
-        )
-        here = stage_parameters(config, everything, layout.mesh, place.pp, layout.layers)
+        mesh, count = self._layout.mesh, self._layout.schedule.num_microbatches
+        everything = make_layout(self._config, mesh, place, count).placements
         given = {}
-        for name in here:
-            kind = everything[name].kind
-            is_copy = (not kind.expert and place.ep > 0) or (
-                not kind.divided_by_tp and place.tp > 0
-            )
+        for name, placement in everything.items():
+            is_copy = any(getattr(place, axis) for axis in copy_axes(placement.kind, ()))
             far_end = name == "embed.weight" and place.pp > 0
             if not (is_copy or far_end):
-                given[name] = everything[name]
+                given[name] = placement
         return given
 
 

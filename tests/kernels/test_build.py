@@ -68,9 +68,14 @@ def test_another_compiler_makes_another_library(small_csrc, tmp_path, monkeypatc
 
 
 def test_no_compiler_and_broken_ones_are_named(small_csrc, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(KernelError, match="CXX=no-such-compiler: no such compiler"):
-        build.build("cpu")
+    for cxx, says in (
+        ("no-such-compiler", "CXX=no-such-compiler: no such compiler"),
+        ('"', "it is no command"),
+        (" ", "no such compiler"),
+    ):
+        monkeypatch.setenv("CXX", cxx)
+        with pytest.raises(KernelError, match=says):
+            build.build("cpu")
     script = '#!/bin/sh\n[ $1 = --version ] && echo me && exit\necho "x: error: sour" >&2; exit 3\n'
     monkeypatch.setenv("CXX", str(executable(tmp_path / "sour", script)))
     with pytest.raises(KernelError, match="sour ended with 3: x: error: sour"):

@@ -49,17 +49,6 @@ def start() -> BaseProcess:
     return process
 
 
-def test_one_of_many_compiles_and_all_load(held_compiler):
-    hold, log = held_compiler
-    processes = [start() for _ in range(4)]
-    wait_until(log.read_text, within_s=60)
-    hold.unlink()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert log.read_text() == "x\n"
-
-
 def test_after_a_killed_builder_the_next_one_builds(held_compiler):
     hold, log = held_compiler
     killed = start()
@@ -73,15 +62,6 @@ def test_after_a_killed_builder_the_next_one_builds(held_compiler):
     second.join(60)
     assert second.exitcode == 0 and len(cache.entries("cpu")) == 1
     assert not list(cache.cache_dir().glob(".*.tmp"))
-
-
-def test_half_a_library_is_never_loaded_and_built_again(small_csrc):
-    entry = build.build("cpu")
-    size = entry.library.stat().st_size
-    os.truncate(entry.library, size // 2)
-    assert build.prebuilt("cpu") is None
-    build_and_load()
-    assert build.build("cpu").library.stat().st_size == size
 
 
 def test_a_compiler_that_hangs_ends_in_one_line(tmp_path):

@@ -10,28 +10,9 @@ from optimus_kernels import experts_loop, product
 from optimus_kernels.experts import reference as experts_twin
 from optimus_kernels.experts import reference_backward as experts_backward_twin
 from optimus_kernels.route import reference as route_twin
-from tests.kernels.test_ops import ERRORS, TWINS, arguments, as_tuple
+from tests.kernels.test_ops import ERRORS
 
 ops = torch.ops.optimus
-
-
-@pytest.mark.parametrize("shape", ["odd sizes, some held", "none held", "all held"])
-@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("grouped")])
-def test_nothing_is_left_to_what_lay_in_memory(name, shape, filled):
-    """Rows of no slot, slots of no row."""
-    given = arguments(shape, torch.float32)[name]
-    ours, twin = getattr(ops, name)(*given), TWINS[name](*given)
-    for value, expected in zip(as_tuple(ours), as_tuple(twin), strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", ["odd sizes, some held", "none held"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_leave_nothing_to_what_lay_in_memory(shape, dtype, filled):
-    *saved, _ = arguments(shape, dtype)["experts"]
-    out, h = ops.experts(*saved, True)
-    grads = ops.experts_backward(saved[0], *saved, h, True)
-    assert all(value.isfinite().all() for value in (out, h, *grads))
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])

@@ -50,7 +50,3 @@ def test_refused_by_key_in_one_line(key):
 
 def test_what_a_dense_model_leaves_at_its_default_is_no_mistake():
     small_config("olmo", norm_topk_prob=False, aux_loss_coef=0.0, z_loss_coef=0.001)
-
-
-def test_known_good_scaling_passes():
-    assert small_config("olmo", rope_scaling=LLAMA3).rope_scaling.factor == 2.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimus.checkpoint import manager
-from optimus.config import dump_toml, load_config, make_config
+from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError
 from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint
 from optimus.launch_env import read_launch_env
@@ -19,7 +19,7 @@ from optimus.model.router import layer_losses
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import expert_load, train
 from optimus.train.preflight import preflight, with_start
-from tests.helpers.tiny import tiny_config, tiny_tree
+from tests.helpers.tiny import tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
 
 MIXED = {"num_layers": 4, "num_experts": [0, 5, 3, 0], "dense_intermediate_size": 40}
@@ -73,22 +73,16 @@ def test_load_is_measured_against_a_layers_own_experts():
         ({"num_experts": [5, True]}, "must be a whole number >= 0, or a list"),
         ({"num_experts": "many"}, "must be a whole number >= 0, or a list"),
         ({"dense_intermediate_size": 9}, "dense_intermediate_size = 9: every layer has experts"),
+        (
+            {"architecture": "olmo", "dense_intermediate_size": 9},
+            "dense_intermediate_size = 9: architecture 'olmo'",
+        ),
         ({"num_experts": [5, 4], "aux_loss_form": "hf"}, "aux_loss_form = 'hf' pools layers"),
     ],
 )
 def test_lists_that_cannot_be(fields, match):
     with pytest.raises(ConfigError, match=match):
         small_config(**fields)
-
-
-def test_the_dense_architecture_has_no_second_width():
-    with pytest.raises(ConfigError, match="dense_intermediate_size = 9: architecture 'olmo'"):
-        small_config("olmo", dense_intermediate_size=9)
-
-
-def test_hugging_face_has_no_place_for_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_experts = \[0, 5, 3, 0\] has no place"):
-        config_to_hf(small_config(**MIXED), "float32")
 
 
 def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp_path):
@@ -123,11 +117,3 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
         with_start(config, preflight(config, 1))
     with pytest.raises(ConfigError, match="has no place in a Hugging Face"):
         go(tmp_path / "models", checkpoint__model_interval=2)
-
-
-def test_toml_keeps_the_list(tmp_path):
-    config = tiny_config("", "", model__num_experts=[0, 4])
-    path = tmp_path / "c.toml"
-    path.write_text(dump_toml(config))
-    assert load_config(path) == config
-    assert load_config(path, ["model.num_experts=[4, 0]"]).model.experts_by_layer == (4, 0)

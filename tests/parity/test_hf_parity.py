@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from optimus.model.hf import config_from_hf, places
+from optimus.checkpoint.weights import load_weights
+from optimus.model.hf import config_from_hf
 from optimus.model.transformer import Transformer
 from tests.model.small import relative, some_tokens
 
@@ -95,10 +100,13 @@ def make_pair(kind: str, fields: dict):
 
 
 def adopt(theirs, state) -> Transformer:
+    """Ours with these tensors of their names."""
     ours = Transformer(config_from_hf(theirs.config.to_dict()))
-    for name, own, part in places(ours.config, state):
-        target = ours.get_parameter(own).data.view(-1)
-        target[part.storage_offset() :][: part.numel()] = state[name].flatten()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.config.save_pretrained(folder)
+        apart = {name: tensor.clone() for name, tensor in state.items()}  # tied ones are shared
+        save_file(apart, Path(folder, "model.safetensors"))
+        load_weights(ours, Path(folder))
     return ours
 
 

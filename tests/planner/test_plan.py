@@ -24,6 +24,11 @@ def test_a_bare_model_file_will_do_and_the_largest_takes_no_time():
     assert "220,205,681,664" in format_plan(result)
 
 
+def test_without_a_sequence_there_is_none_to_divide():
+    settings = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+    assert plan(load_config(CONFIGS / "model" / "olmo-1b.toml", settings))["world"] == 2
+
+
 def test_the_paper_s_recipe_for_7b():
     config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
     result = plan(config)

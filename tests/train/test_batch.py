@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.errors import ConfigError
 from optimus.train.batch import plan_batch
 from tests.helpers.tiny import tiny_config
 
@@ -21,8 +20,3 @@ def test_accumulation_follows_from_tokens_and_ranks(data_ranks, accumulation):
 def test_without_a_global_batch_every_rank_takes_one_microbatch():
     plan = plan_batch(config(train__global_batch_tokens=0, train__microbatch_size=3), 4)
     assert (plan.microbatches_per_rank, plan.instances) == (1, 12)
-
-
-def test_a_batch_that_ranks_do_not_divide_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"global_batch_tokens = 256 .* 3 data ranks .*: 288"):
-        plan_batch(config(), 3)

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from optimus.checkpoint import manager
+from optimus.checkpoint.save import FullSaver
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
@@ -150,18 +152,45 @@ def test_no_checkpoint_is_sealed_that_the_curve_does_not_reach(ranks, tiny_data,
 def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
     """There is room for a full checkpoint and for a model, but a byte too little for both."""
     plain, due = shutil.disk_usage, []
+    let = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
+
+    def before(step: int) -> None:
+        due.append(step)
+        let(step)
+
+    def behind(run: Run) -> None:
+        saver, model = run.saves._saver, run.saves._model_saver.bytes
+
+        def disk_usage(path: Path) -> Any:
+            is_sealed = manager.full_path(run_dir, due[-1]).exists()
+            free = model - 1 + (0 if is_sealed else saver.unwritten())
+            return plain(path)._replace(free=free)
+
+        shutil.disk_usage = disk_usage
+
+    run_dir = tree["train"]["run_dir"]
+    return run_with(tree, before, behind)
+
+
+def run_with_room_for_both(tree: dict[str, Any]) -> Ended:
+    """There is just room for a full checkpoint, and once it lies on the disk for a model."""
+    plain, ask = shutil.disk_usage, FullSaver.unwritten
+
+    def unwritten(saver: FullSaver) -> int:
+        while missing := ask(saver):
+            time.sleep(0.01)  # the ranks' threads are at it
+        return missing
 
     def behind(run: Run) -> None:
         full, model = run.saves._saver.bytes, run.saves._model_saver.bytes
 
         def disk_usage(path: Path) -> Any:
-            taken = full if manager.full_path(run_dir, due[-1]).exists() else 0
-            return plain(path)._replace(free=full + model - 1 - taken)
+            return plain(path)._replace(free=model if run.saves._fulls.under_way else full)
 
         shutil.disk_usage = disk_usage
 
-    run_dir = tree["train"]["run_dir"]
-    return run_with(tree, due.append, behind)
+    FullSaver.unwritten = unwritten
+    return run_with(tree, lambda step: None, behind)
 
 
 def run_without_room(tree: dict[str, Any]) -> Ended:
@@ -185,6 +214,14 @@ def test_a_save_that_cannot_begin_leaves_no_copies(ranks, tiny_data, tmp_path):
     (ended,) = ranks(1, run_without_room, tree, start_world=False)
     assert len(warnings(ended)) == 2 and ended.status == 1, ended
     assert "it needs " in ended.message and "replaces; make room" in ended.message
+
+
+def test_room_that_the_full_one_has_taken_is_not_asked_for_again(ranks, tiny_data, tmp_path):
+    settings = {"train__max_steps": 9, "checkpoint__interval": 3, "checkpoint__model_interval": 3}
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
+    ended = ranks(2, run_with_room_for_both, tree, start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2 and not warnings(ended[0]), ended
+    assert (tmp_path / "checkpoints" / "model-00000009").is_dir()
 
 
 @BOTH

@@ -97,7 +97,7 @@ def leave_the_other_alone() -> None:
         groups = join_groups(Mesh(dp=2), world)
         if world.rank == 0:
             time.sleep(600.0)
-        started = [begin_all_gather(torch.ones(2), torch.ones(1), groups.dp)]
+        started = [begin_all_gather(torch.ones(2), torch.ones(1), groups.over("dp"))]
         time.sleep(0.3)
         raise RuntimeError(f"our own fault, {len(started)} under way")
 

@@ -16,6 +16,7 @@ from optimus.train.rank_model import RankModel
 from optimus_kernels import experts_loop
 from tests.helpers.tiny import CONTEXT, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
+from tests.helpers.whole import whole_of
 
 BATCH, STEPS = 8, 2
 
@@ -60,7 +61,9 @@ def watch(tree: dict, world: World, made: list[int]) -> Seen:
     for step in range(1, STEPS + 1):
         result = updater.run(step, own_batch(groups, BATCH))
         results.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
-    whole = {f"{kind} {n}": t for kind in ("grad", "master") for n, t in states.whole(kind).items()}
+    whole = {
+        f"{kind} {n}": t for kind in ("grad", "master") for n, t in whole_of(states, kind).items()
+    }
     digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
     return Seen(results, digests, len(made))
 

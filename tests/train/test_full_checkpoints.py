@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import random
 import shutil
 import zlib
 from pathlib import Path
@@ -27,8 +26,8 @@ from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import states_of_rank
 from optimus.train.rank_model import RankModel
 from tests.helpers.damage import flip
-from tests.helpers.kill_points import save_full
 from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
+from tests.helpers.small_saves import save_full
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
@@ -94,42 +93,6 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
     for state, memory, value in pieces(built):
         assert torch.equal(memory.view(torch.int32), value.view(torch.int32)), state
     return dict(shards.traffic)
-
-
-def layout(size: int, generator: random.Random, **fixed: int) -> tuple[int, dict[str, Any]]:
-    """A random layout of `size` ranks."""
-    while True:
-        sizes = {axis: generator.choice((1, 2, 4)) for axis in ("pp", "dp", "ep", "tp")} | fixed
-        if math.prod(sizes.values()) == size:
-            break
-    schedule = generator.choice(("1f1b", "interleaved")) if sizes["pp"] == 2 else "1f1b"
-    return size, {
-        **{f"parallel__{axis}": count for axis, count in sizes.items()},
-        "parallel__schedule": schedule,
-        "parallel__virtual_stages": 2 if schedule == "interleaved" else 1,
-        "optim__sharding": generator.choice(("none", "so", "epso")),
-        "optim__chunk_length": generator.choice((700, 20_000, 1 << 24)),
-        "checkpoint__scatter": generator.choice(("balanced", "balanced", "paper")),
-        "checkpoint__distribute": generator.choice(("broadcast", "all_reduce")),
-        "train__dtype": generator.choice(("fp32", "bf16")),
-    }
-
-
-def tree_of(layout: dict[str, Any], tied: bool) -> dict[str, Any]:
-    model = {"model__num_layers": 4, "model__num_attention_heads": 4, "model__tie_embeddings": tied}
-    return tiny_tree("d", "r", **model, **layout)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, tied):
-    generator = random.Random(f"layouts {tied}")
-    chain = [layout(size, generator) for size in (4, 1, 4, 2, 4, 4, 2)]
-    chain += [layout(4, generator, pp=2, tp=1), layout(4, generator, pp=2, dp=1)]
-    for number, (size, one) in enumerate(chain):
-        final = tmp_path / f"{number}"
-        ranks(size, save, tree_of(one, tied), str(final), start_world=False)
-        size, other = chain[(number + 1) % len(chain)]
-        ranks(size, load, tree_of(other, tied), str(final), start_world=False)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +187,3 @@ def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_
     assert words[0] == words[1] and words[0][0] == 2
     assert "none of 2 full checkpoints is valid" in words[0][1]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
-
-
-def test_a_model_reaches_all_ranks_by_either_way(ranks, tiny_data, tmp_path):
-    first = {"train__stop_at_step": 2, "checkpoint__model_interval": 2}
-    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "first", **first))
-    load = str(manager.model_path(tmp_path / "first", 2))
-    for how in ("broadcast", "all_reduce"):
-        start = {"checkpoint__load": load, "checkpoint__distribute": how, "train__stop_at_step": 2}
-        train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / how, **start))
-    assert_same_run(tmp_path / "broadcast", tmp_path / "all_reduce")

@@ -20,7 +20,7 @@ from optimus.dist.world import start_world
 from optimus.errors import CheckpointError, ConfigError
 from optimus.model import tensor_files
 from optimus.model.hf import write_hf
-from optimus.parallel.layout import make_layout
+from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import spread as spread_module
 from optimus.train.spread import spread
@@ -55,7 +55,7 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     spread(shard.layout, partial(states.put, "master"), opening, world, how)
     read = {key: tensor_files.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
-    whole = WholeModel(config, shard.layout, groups).gather(states.whole("master"))
+    whole = WholeModel(config, shard.layout, groups).gather(states, "master")
     return read, {name: one.clone() for name, one in whole.items()}
 
 

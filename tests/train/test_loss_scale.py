@@ -15,6 +15,7 @@ from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
+from tests.helpers.whole import whole_of
 
 HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
 STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}
@@ -79,8 +80,8 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
         result = updater.run(step, own)
         if handle is not None:
             handle.remove()
-        masters = {name: whole.clone() for name, whole in states.whole("master").items()}
-        moments = {name: whole.clone() for name, whole in states.whole("exp_avg").items()}
+        masters = {name: whole.clone() for name, whole in whole_of(states, "master").items()}
+        moments = {name: whole.clone() for name, whole in whole_of(states, "exp_avg").items()}
         told[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
         told[step]["moments"] = moments
     return told

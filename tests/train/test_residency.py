@@ -214,8 +214,7 @@ def test_too_few_slots_are_refused_by_plan(layout):
             config = make_config(
                 tiny_tree("d", "r", **SMALL, **run, **division, optim__sharding=sharding)
             )
-            parallel = config.parallel
-            mesh = make_mesh(size, parallel.pp, parallel.dp, parallel.ep, parallel.tp)
+            mesh = make_mesh(config.parallel, size)
             if slots in (0, enough):
                 assert len(list(plan_ranks(config, mesh))) == mesh.pp * mesh.tp
                 continue

@@ -90,18 +90,6 @@ def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
     assert errors.count("\n") == 1 and "train.seq_len = 16" in errors and output == ""
 
 
-def test_two_runs_do_not_share_a_directory(tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
-    config = write_config(tmp_path / "run.toml", tree)
-    first = start(config)
-    wait_for_steps(tmp_path / "run", 1, first)
-    second = start(config)
-    _, errors = second.communicate(timeout=60)
-    first.kill()
-    first.wait()
-    assert second.returncode == 2 and "is in use by another run" in errors
-
-
 def test_a_finding_counts_more_than_a_lost_peer():
     assert _verdict([0, 0]) == 0
     assert _verdict([5, 4]) == 4

@@ -21,13 +21,13 @@ def train_on_one_token(tree: dict, token: int | None) -> dict | None:
     many. On the first rank: whole gradients, masters, rows of experts and calls of collectives."""
     config, _, groups, plan, shard, states, updater = make_updater(tree)
     whole = WholeModel(config, shard.layout, groups)
-    begun = {name: m.clone() for name, m in whole.gather(states.whole("master")).items()}
+    begun = {name: m.clone() for name, m in whole.gather(states, "master").items()}
     traffic.clear()
     for step in (1, 2):
         result = updater.run(step, [batch(token, n) for n in range(plan.microbatches_per_rank)])
     calls = {key: entry[0] for key, entry in traffic.items()}
-    grads = {name: g.clone() for name, g in whole.gather(states.whole("grad")).items()}
-    masters = {name: m.clone() for name, m in whole.gather(states.whole("master")).items()}
+    grads = {name: g.clone() for name, g in whole.gather(states, "grad").items()}
+    masters = {name: m.clone() for name, m in whole.gather(states, "master").items()}
     return {
         "begun": begun,
         "grads": grads,

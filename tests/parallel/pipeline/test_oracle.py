@@ -67,7 +67,7 @@ def theirs(shard: RankModel, schedule: str, tokens: Tensor, targets: int) -> Res
         rows = logits[:, :-1].flatten(0, 1)
         return F.cross_entropy(rows, tokens[:, 1:].flatten(), reduction="sum") / targets
 
-    pp = shard._groups.pp
+    pp = shard._groups.over("pp")
     stage = PipelineStage(Part(shard), pp.rank, pp.size, tokens.device)
     made = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule](
         stage, n_microbatches=MICROBATCHES, loss_fn=loss, scale_grads=False

@@ -51,8 +51,8 @@ def watch_updates(schedule: str) -> Seen:
             products[event.action.kind] += sum(inside)
     weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     made = shard.layout.schedule
-    waiting = _most_waiting(made, groups.pp.rank)
-    most_alive = validate(made)[groups.pp.rank]
+    waiting = _most_waiting(made, groups.over("pp").rank)
+    most_alive = validate(made)[groups.over("pp").rank]
     layers = len(shard.model.blocks)
     return Seen(layers, losses, weights, products, max(alive), most_alive, waiting)
 

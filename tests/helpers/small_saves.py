@@ -1,0 +1,88 @@
+"""Saves of three small parameters on one process or a few, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.checkpoint import manager
+from optimus.checkpoint.load import load_full
+from optimus.checkpoint.pieces import Scatter
+from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.save import FullSaver
+from optimus.chunks.layout import STATES, Parameter, lay_out
+from optimus.chunks.states import Home, StateShard
+from optimus.dist.collectives import ALONE, Group
+from optimus.dist.groups import Groups
+from optimus.dist.mesh import Mesh
+from optimus.errors import OptimusError
+from tests.helpers.whole import read_whole
+
+SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
+
+
+def make_states(step: int, group: Group = ALONE) -> RankStates:
+    """States of which every element tells the step, divided over the group."""
+    parameters = [
+        Parameter(name, shape, adders=group.size, shards=group.size)
+        for name, shape in SHAPES.items()
+    ]
+    chunks = lay_out(parameters, 100).chunks
+    home = Home(adders=group, shards=group)
+    shards = []
+    for chunk in chunks:
+        flat = torch.full((chunk.shard_length,), float(step))
+        first = group.rank * chunk.shard_length
+        shards.append(StateShard(chunk, first, home, {state: flat.clone() for state in STATES}))
+    boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
+    mesh = Mesh(dp=group.size)
+    along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
+    groups = Groups(mesh, mesh.place(group.rank), group, along)
+    return RankStates(groups, shards, boxes, SHAPES)
+
+
+def save_full(
+    states: RankStates,
+    final: Path,
+    write_companions: Callable[[Path], None] = lambda directory: None,
+    scatter: Scatter = "balanced",
+    **facts: Any,
+) -> None:
+    """Write and seal the checkpoint `final`, and wait for it. A collective of all ranks.
+
+    Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
+    """
+    underway = FullSaver(states, scatter).begin(states, final, write_companions, **facts)
+    if failure := underway.drain().failure:
+        raise OptimusError(failure.what, on_every_rank=True)
+
+
+def save(run_dir: Path, step: int) -> None:
+    """What a run does when a full checkpoint is due."""
+
+    def write(directory: Path) -> None:
+        (directory / "config.toml").write_text(f"step = {step}\n")
+
+    path = manager.full_path(run_dir, step)
+    save_full(make_states(step), path, write, step=step, updates=step)
+    manager.forget_old(run_dir, keep_models=0)
+
+
+def look(run_dir: Path, steps: tuple[int, ...]) -> int:
+    """The step of the newest valid checkpoint, one of `steps`, all of whose bytes are its own."""
+    newest = manager.newest_valid(run_dir)
+    assert newest is not None, "no valid checkpoint is left"
+    assert newest.step in steps, newest.step
+    for state in STATES:
+        whole = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+        read_whole(newest, whole, state)
+        assert all((tensor == newest.step).all() for tensor in whole.values()), "a mixture"
+    start = manager.decide_start(run_dir, "auto")
+    assert start.step == newest.step and start.full is not None
+    states = make_states(0)
+    assert load_full(states, start.full, "broadcast") == ""
+    manager.prepare_directory(run_dir, start)
+    return newest.step

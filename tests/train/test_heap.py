@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from optimus.train.heap import Heap
+from tests.helpers.runs import run_tree
+from tests.helpers.tiny import tiny_tree
+
+BROKEN = """
+from optimus.train.heap import Heap, own_bytes
+
+def update(blocks=0):
+    "Holes of 120 KB, which the C library does not map apart, between blocks that stay."
+    made = [b"x" * 120_000 for _ in range(blocks)]
+    del made[1::2], made[1::2]
+    return made
+
+heap, kept = Heap(), []
+for blocks in (500, 0, 20, 120):
+    before = own_bytes()
+    kept.append(update(blocks))
+    grown = own_bytes()
+    heap.after_update()
+    print(grown - before, own_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's malloc does")
+def test_a_heap_that_broke_up_shrinks_and_one_that_hardly_grew_is_left_alone():
+    told = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
+    lines = [[int(word) for word in line.split()] for line in told.splitlines()]
+    start, _, little, much = lines
+    assert start[0] > 59e6 and start[1] < 25e6  # first: all that starting left
+    assert 2e6 < little[0] == little[1]
+    assert much[0] > 12e6 and much[1] < 6e6  # a quarter of it is kept
+
+
+def test_no_op_with_another_c_library(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr("optimus.train.heap.own_bytes", None)  # no /proc either
+    Heap().after_update()
+
+
+def heaps_looked_at(tree):
+    looked = []
+    Heap.after_update = lambda self: looked.append(self)  # in a forked process, which ends
+    run_tree(tree)
+    return len(looked)
+
+
+def test_a_run_looks_at_its_heap_after_each_update(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3)
+    assert ranks(2, heaps_looked_at, tree, start_world=False, timeout_s=120) == [3, 3]
