@@ -7,12 +7,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"load_model": "optimus.evaluate.load_model"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "load_model":
+        return importlib.import_module("optimus.evaluate.load_model").load_model
     if name == "hf":
         return importlib.import_module("optimus.hf")
     raise AttributeError(f"module 'optimus' has no attribute {name!r}")

@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import xxhash
 
@@ -32,6 +32,19 @@ _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 
 _told: set[int] = set()
 """Devices of file systems that cannot do it, of which `fsync_dir` has warned."""
+
+
+class Closing:
+    """What is open until its `close`, or until the end of a `with` block."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def fsync_dir(path: str | os.PathLike) -> None:

@@ -139,13 +139,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
                 return flops, f"{part} bf16"
     for size in (256, 1024) if device.type == "cpu" else (8192,):
         a = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
-        seconds = _best_of(4, lambda a=a: a @ a, device)
+        seconds = best_of(4, lambda a=a: a @ a, device)
         if seconds > 0.004:  # fp16 where a CPU has no instructions for it: 1024^3 takes 2 s
             break
     return 2 * size**3 / seconds, f"measured {size}^3 matmul {str(dtype).removeprefix('torch.')}"
 
 
-def _best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
+def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the quickest of so many runs."""
     best = float("inf")
     for _ in range(times):
         synchronize(device)

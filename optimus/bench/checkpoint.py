@@ -18,19 +18,16 @@ import torch
 
 from optimus import files
 from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
-from optimus.bench.meters import versions
-from optimus.bench.pairs import paired, race
+from optimus.bench.meters import paired, race, versions
+from optimus.bench.ours import make_ours
 from optimus.bench.peak import peak_above
 from optimus.bench.ranks import mula_like, on_ranks
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
 from optimus.dist.collectives import all_gather_objects, barrier
-from optimus.dist.groups import join_groups
 from optimus.dist.world import World
 from optimus.errors import ConfigError
 from optimus.planner.states import states_of_rank
-from optimus.train.preflight import divide
-from optimus.train.shard import Shard
 
 
 def bench_checkpoint(
@@ -48,10 +45,8 @@ def bench_checkpoint(
 def _make_states(world: World, hidden: int) -> RankStates:
     """Those of a model of Mula's proportions, divided over all ranks, of random numbers."""
     config = mula_like(hidden, world.size, sharding="epso", chunk_length=1 << 24)
-    mesh, plan = divide(config, world.size)
-    groups = join_groups(mesh, world)
-    shard = Shard(config, groups, plan, world.device)
-    states = states_of_rank(config, shard.layout, groups, shard.make_states())
+    ours = make_ours(config, world)
+    states = states_of_rank(config, ours.part.layout, ours.groups, ours.states)
     generator = torch.Generator().manual_seed(world.everyone.rank)
     for one in states.shards:
         for flat in one.states.values():
@@ -122,9 +117,7 @@ def _race(
     world: World,
 ) -> dict[str, Any]:
     """Seconds by name, and how fast ours is by each other: ratios of speed of one round."""
-    names = list(contestants)
-    times = race(list(contestants.values()), rounds, world, before=[before[name] for name in names])
-    seconds = dict(zip(names, times, strict=True))
+    seconds = race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
     return {"s": seconds, "ours_by": ours_by}
 

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.bench.meters import random_microbatches
+from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.dist.collectives import all_gather_objects, barrier, traffic
-from optimus.dist.groups import Groups, join_groups
+from optimus.dist.groups import Groups
 from optimus.dist.world import end_world, start_world
 from optimus.launch_env import LaunchEnv
-from optimus.model.init import initialise_
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
@@ -30,8 +29,6 @@ from optimus.planner.states import check_slots
 from optimus.train.kernels import take_kernels
 from optimus.train.preflight import divide
 from optimus.train.settle import take_dispatch
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 
 _WARMUP = 2
 
@@ -47,15 +44,11 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, launch.local_world_size
     )
-    groups = join_groups(mesh, world, config.parallel.virtual_stages)
     config, _ = take_kernels(config, world, {})
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
-    states = shard.make_states()
-    config, news = take_dispatch(config, groups, shard, states)
-    updater = Updater(config, groups, shard, states, plan, world.device)
-    schedule = shard.layout.schedule
-    own = random_microbatches(config, plan, config.train.seed + groups.data.rank)
+    ours = make_ours(config, world)
+    groups, part, schedule = ours.groups, ours.part, ours.part.layout.schedule
+    _, news = take_dispatch(config, groups, part, ours.states)
+    updater, own = ours.updater(), ours.microbatches()
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
         traffic.clear()
@@ -67,8 +60,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         if step <= _WARMUP:
             continue
         seconds.append(max(all_gather_objects(taken, world.everyone)))
-        bubbles.append(_measured_bubble(shard.executor.trace, groups))
-        for event in shard.executor.trace:
+        bubbles.append(_measured_bubble(part.executor.trace, groups))
+        for event in part.executor.trace:
             costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
     counted = all_gather_objects(_by_axes(traffic), groups.everyone)
     means = {key: statistics.fmean(values) for key, values in costs.items()}

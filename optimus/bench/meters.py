@@ -1,11 +1,12 @@
-"""What the benchmarks measure with: clocks, batches, the machine's peak, memory."""
+"""What the benchmarks measure with: clocks, turns, the machine's peak, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.config import Config
-from optimus.data.loader import Microbatch
-from optimus.train.batch import BatchPlan
+from optimus.dist.collectives import all_reduce_max, barrier
+from optimus.dist.world import World
 from optimus_kernels import product
 
 GEMMS = (
@@ -47,6 +47,45 @@ def clocked(run: Callable[[], Any], device: torch.device, grad: Tensor | None = 
     return forward, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Who runs when, by round: all once in each, and each in its turn the first, so that a noisy
+    machine disturbs all alike. Round 0 comes before the others, to warm up."""
+    names = list(names)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield number, name
+
+
+def race(
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    world: World,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, by contestant and round; what is done `before` each does not
+    count. A collective of all ranks."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for number, name in turns(contestants, rounds):
+        if before is not None:
+            before[name]()
+        barrier(world.everyone)
+        start = clock()
+        contestants[name]()
+        taken = torch.tensor([clock() - start], dtype=torch.float64)
+        all_reduce_max(taken, world.everyone)
+        if number:
+            times[name].append(taken.item())
+    return times
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Least, median and greatest ratio of times of one round."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return [ratios[0], statistics.median(ratios), ratios[-1]]
+
+
 class Peak:
     """A large product of the case's dtype, timed in turn with the blocks: the machine's peak.
 
@@ -72,14 +111,15 @@ class Peak:
         return min(found)
 
 
-def random_microbatches(config: Config, plan: BatchPlan, seed: int) -> list[Microbatch]:
-    """An update's microbatches of one data rank."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (plan.microbatch_size, plan.seq_len)
-    return [
-        Microbatch(torch.randint(config.model.vocab_size, shape, generator=generator))
-        for _ in range(plan.microbatches_per_rank)
-    ]
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Within, so many threads compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forget(block: nn.Module, x: Tensor) -> None:

@@ -25,7 +25,10 @@ from optimus.bench.meters import (
     forget,
     free_bytes,
     non_gemm_share,
+    on_threads,
+    paired,
     saved_bytes,
+    turns,
     versions,
 )
 from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
@@ -127,17 +130,13 @@ def bench_moe(
         "rounds": rounds,
         "cases": [],
     }
-    before = torch.get_num_threads()
-    try:
-        for name in cases or (CPU_CASES if on_cpu else GPU_CASES):
-            case = make_case(name, tokens, on_cpu)
-            for count in threads if on_cpu else threads[:1]:
-                torch.set_num_threads(count)
-                names = peers or _standard_peers(case, on_cpu)
+    for name in cases or (CPU_CASES if on_cpu else GPU_CASES):
+        case = make_case(name, tokens, on_cpu)
+        names = peers or _standard_peers(case, on_cpu)
+        for count in threads if on_cpu else threads[:1]:
+            with on_threads(count):
                 measured = _bench_case(case, names, rounds, chosen_device)
-                result["cases"].append({**vars(case), "threads": count, **measured})
-    finally:
-        torch.set_num_threads(before)
+            result["cases"].append({**vars(case), "threads": count, **measured})
     return result
 
 
@@ -252,23 +251,20 @@ def _race(case, blocks, first, rounds, x, grad, device) -> tuple[dict, list]:
     peak = Peak(x.dtype, device)
     times: dict[str, list] = {name: [] for name in blocks}
     peaks = []
-    names = list(blocks)
-    for number in range(rounds + 1):
-        turn = names[number % len(names) :] + names[: number % len(names)]
-        for name in turn:
-            if first[name] > _SLOW_S and number != 1:
-                continue
-            blocks[name](_batch(x, 2 * number)).backward(grad)
-            forget(blocks[name], x)
-            timed = _batch(x, 2 * number + 1)
-            forward, whole = clocked(functools.partial(blocks[name], timed), device, grad)
-            forget(blocks[name], x)
-            if number:  # the first round warms up
-                times[name].append((forward, whole))
-        seconds = peak.time(device)
+    for number, name in turns((*blocks, "the peak"), rounds):
+        if name not in blocks:
+            peaks.append(peak.time(device))
+            continue
+        if first[name] > _SLOW_S and number != 1:
+            continue
+        blocks[name](_batch(x, 2 * number)).backward(grad)
+        forget(blocks[name], x)
+        timed = _batch(x, 2 * number + 1)
+        measured = clocked(functools.partial(blocks[name], timed), device, grad)
+        forget(blocks[name], x)
         if number:
-            peaks.append(seconds)
-    return times, [peak.flops, peaks]
+            times[name].append(measured)
+    return times, [peak.flops, peaks[1:]]
 
 
 def _summary(case: Case, facts, times, peak, device) -> dict[str, Any]:
@@ -283,7 +279,6 @@ def _summary(case: Case, facts, times, peak, device) -> dict[str, Any]:
         whole = [pair[1][clock] for pair in pairs]
         forward = [pair[0][clock] for pair in pairs]
         backward = [both - one for one, both in zip(forward, whole, strict=True)]
-        ratios = sorted(theirs / mine for theirs, mine in zip(whole, ours, strict=False))
         speed = 3 * case.forward_flops / min(whole)
         rows[name] = {
             **facts.get(name, {}),
@@ -294,7 +289,7 @@ def _summary(case: Case, facts, times, peak, device) -> dict[str, Any]:
             "tflops": speed / 1e12,
             "of_peak": speed / peak_flops,
             "ours_is_faster": min(whole) / min(ours),
-            "ours_is_faster_paired": [ratios[0], statistics.median(ratios), ratios[-1]],
+            "ours_is_faster_paired": paired(whole, ours[: len(whole)]),
         }
     return {
         "clock": "cpu" if alone else "wall",

@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.bench.meters import Absent, clocked, device_name, free_bytes, versions
-from optimus.bench.pairs import paired
+from optimus.bench.meters import (
+    Absent,
+    clocked,
+    device_name,
+    free_bytes,
+    on_threads,
+    paired,
+    turns,
+    versions,
+)
 from optimus.errors import ConfigError, OptimusError
 from optimus_kernels import adamw_, backend
 from optimus_kernels.squares import BLOCK, new_bins, square_bins_
@@ -34,6 +42,8 @@ SIZES = (1 << 16, 1 << 26)
 _PARAMETERS_A_SAMPLE = 1 << 22
 """Small sizes are repeated so often that the clock's own steps do not count."""
 _NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_OF_A_CLASS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""The same as optimizers of torch and DeepSpeed take them."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
 
@@ -86,14 +96,7 @@ def of_deepspeed(chunk: Chunk) -> Callable[[], Any]:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         parameter = torch.nn.Parameter(chunk.master)
-        optimizer = DeepSpeedCPUAdam(
-            [parameter],
-            lr=_NUMBERS["lr"],
-            betas=(_NUMBERS["beta1"], _NUMBERS["beta2"]),
-            eps=_NUMBERS["eps"],
-            weight_decay=_NUMBERS["weight_decay"],
-            adamw_mode=True,
-        )
+        optimizer = DeepSpeedCPUAdam([parameter], adamw_mode=True, **_OF_A_CLASS)
     except Exception as error:  # building it fails in many ways
         raise Absent(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
     moments = {"exp_avg": chunk.exp_avg, "exp_avg_sq": chunk.exp_avg_sq}
@@ -133,17 +136,14 @@ def bench_optimizer(
         raise ConfigError("--rounds and --threads begin at 1, --size at 16")
     place = torch.device(device)
     wanted = list(dict.fromkeys(("ours", "bound", *(peers or PEERS))))
-    cases, before = [], torch.get_num_threads()
-    try:
-        for size in sizes:
-            if 2.5 * _HELD * size > free_bytes(place):
-                cases.append({"parameters": size, "skipped": "too little memory"})
-                continue
-            for count in threads if place.type == "cpu" else (1,):
-                torch.set_num_threads(count)
+    cases = []
+    for size in sizes:
+        if 2.5 * _HELD * size > free_bytes(place):
+            cases.append({"parameters": size, "skipped": "too little memory"})
+            continue
+        for count in threads if place.type == "cpu" else (1,):
+            with on_threads(count):
                 cases.append(_case(size, count, rounds, wanted, place))
-    finally:
-        torch.set_num_threads(before)
     found = backend.active(place)
     return {
         "device": device_name(place),
@@ -178,7 +178,16 @@ def _case(
         "threads": threads,
         "clock": ("wall", "cpu")[clock],
         "absent": absent,
-        "contestants": _summary(times, size),
+        "contestants": {
+            name: {
+                "seconds": [min(seconds), statistics.median(seconds)],
+                "giga_parameters_s": size / min(seconds) / 1e9,
+                "gb_s": BYTES * size / min(seconds) / 1e9,
+                "ours_is_faster": min(seconds) / min(times["ours"]),
+                "ours_is_faster_paired": paired(seconds, times["ours"]),
+            }
+            for name, seconds in times.items()
+        },
         "norm": bench_norm(size, rounds, clock, device),
     }
 
@@ -202,10 +211,7 @@ def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.
     chunk, exact = Chunk.make(4096, device), Chunk.make(4096, device)
     make(chunk)()
     parameter = torch.nn.Parameter(exact.master.double())
-    optimizer = torch.optim.AdamW(
-        [parameter], lr=_NUMBERS["lr"], betas=(_NUMBERS["beta1"], _NUMBERS["beta2"]),
-        eps=_NUMBERS["eps"], weight_decay=_NUMBERS["weight_decay"],
-    )  # fmt: skip
+    optimizer = torch.optim.AdamW([parameter], **_OF_A_CLASS)
     optimizer.state[parameter] = {
         "step": torch.tensor(9.0),
         "exp_avg": torch.zeros_like(parameter),
@@ -232,28 +238,12 @@ def _race(
         for _ in range(repeat):
             way()
 
-    names = list(runs)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        turn = names[number % len(names) :] + names[: number % len(names)]
-        for name in turn:
-            found = [clocked(functools.partial(repeated, way), device)[0] for way in runs[name]]
-            if number:  # the first round warms up
-                times[name].append(min(seconds[clock] for seconds in found) / repeat)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number, name in turns(runs, rounds):
+        found = [clocked(functools.partial(repeated, way), device)[0] for way in runs[name]]
+        if number:
+            times[name].append(min(seconds[clock] for seconds in found) / repeat)
     return times
-
-
-def _summary(times: dict[str, list[float]], size: int) -> dict[str, Any]:
-    rows = {}
-    for name, seconds in times.items():
-        rows[name] = {
-            "seconds": [min(seconds), statistics.median(seconds)],
-            "giga_parameters_s": size / min(seconds) / 1e9,
-            "gb_s": BYTES * size / min(seconds) / 1e9,
-            "ours_is_faster": min(seconds) / min(times["ours"]),
-            "ours_is_faster_paired": paired(seconds, times["ours"]),
-        }
-    return rows
 
 
 def format_result(result: dict[str, Any]) -> str:

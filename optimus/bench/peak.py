@@ -8,18 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optimus.bench.meters import random_microbatches
+from optimus.bench.ours import make_ours
 from optimus.config import Config
-from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_gather_objects
-from optimus.dist.groups import join_groups
 from optimus.dist.world import World
 from optimus.errors import OptimusError
-from optimus.model.init import initialise_
 from optimus.parallel.recompute_cost import KeptBytes
-from optimus.train.preflight import divide
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 
 _WARMUP = 2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -45,13 +39,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     """Peak of resident memory in the last of a few updates, and the bytes of its parts."""
-    mesh, plan = divide(config, world.size)
-    groups = join_groups(mesh, world)
-    own = random_microbatches(config, plan, seed=world.rank)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, 0, shard.layout.placements)
-    states = shard.make_states()
-    updater = Updater(config, groups, shard, states, plan, world.device)
+    ours = make_ours(config, world)
+    states, own, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
         updater.run(step, own)
     states.wait()
@@ -59,14 +48,11 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     updater.run(1 + _WARMUP, own)
     states.wait()
     peak = _status("VmHWM")
-    parts = {
-        "parameters": sum(one.params.nbytes for one in states.chunks),
-        "gradients": sum(one.grads.nbytes for one in states.chunks),
-        "states": sum(_state_bytes(one) for one in states.chunks),
-        "activations": _activations(shard, own[0]),
-        "two_chunks": 2 * max(one.grads.nbytes for one in states.chunks),
-    }
-    return peak, parts
+    with KeptBytes(ours.part.model) as kept:
+        ours.part.model.losses(own[0].tokens)
+    two = 2 * max(one.grads.nbytes for one in states.chunks)
+    held = states.bytes_held()["total"]
+    return peak, {"states": held, "activations": kept.total, "two_chunks": two}
 
 
 def peak_above(run: Callable[[], object]) -> int:
@@ -90,21 +76,6 @@ def _returning_memory() -> ctypes.CDLL:
 
 def _begin_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _state_bytes(one: Any) -> int:
-    """Sharded: master and moments, in fp32 training without a master; and the reduced gradient."""
-    own = [one.exp_avg, one.exp_avg_sq]
-    own += [one.master] if one.master.data_ptr() != one.params[one.own].data_ptr() else []
-    own += [one.grad] if one.grad is not one.grads else []
-    return sum(tensor.nbytes for tensor in own)
-
-
-def _activations(shard: Shard, microbatch: Microbatch) -> int:
-    """What a forward pass keeps for backward."""
-    with KeptBytes(shard.model) as kept:
-        shard.model.losses(microbatch.tokens)
-    return kept.total
 
 
 def _status(key: str) -> int:

@@ -23,13 +23,13 @@ from torch import nn
 
 from optimus import platform
 from optimus.bench.meters import GEMMS, Peak, device_name
-from optimus.bench.step import make_ours
+from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.dist.world import start_world
 from optimus.errors import ConfigError
 from optimus.launch_env import SINGLE
 from optimus.model.attention import Attention
-from optimus.model.flops import count_parameters, head_multiply_adds, layer_multiply_adds
+from optimus.model.flops import count_parameters, head_multiply_adds
 from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm
 from optimus.model.moe import Experts
 from optimus.model.router import Router
@@ -37,7 +37,6 @@ from optimus.model.transformer import Transformer
 from optimus.parallel.pipeline.executor import Event
 from optimus.train.batch import BatchPlan
 from optimus.train.loop import fix_arithmetic
-from optimus.train.preflight import divide
 
 _WARMUP = 3
 _TRIAD = 1 << 25
@@ -92,27 +91,30 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
 
     Raises ConfigError where the model is not computed on a CPU.
     """
-    _, plan = divide(config, 1)
     world = start_world(SINGLE, device=config.train.device)
     if world.device.type != "cpu":
         raise ConfigError(f"--profile is of CPUs, and this is {world.device}; set train.device=cpu")
     threads = fix_arithmetic(config, world)
-    ours, shard, microbatches = make_ours(config, world, plan)
+    ours = make_ours(config, world)
+    plan, part, microbatches = ours.plan, ours.part, ours.microbatches()
+    updater = ours.updater()
     taken: list[float] = []
     phases: dict[str, list[float]] = defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
         start = time.perf_counter()
-        ours.run(step, microbatches)
+        updater.run(step, microbatches)
         seconds = time.perf_counter() - start
         if step > _WARMUP:
             taken.append(seconds)
-            for phase, value in _by_phase(shard.executor.trace, seconds).items():
+            for phase, value in _by_phase(part.executor.trace, seconds).items():
                 phases[phase].append(value)
     peak, bandwidth = _best_speeds(config, world.device)
     bounds = _bounds(config, plan, peak, bandwidth)
     start = time.perf_counter()
-    with _named_modules(shard.model), _profiler() as profiler:
-        ours.run(steps + 1 + _WARMUP, microbatches)
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    profiling = torch.profiler.profile(activities=on_cpu)
+    with _named_modules(part.model), profiling as profiler:
+        updater.run(steps + 1 + _WARMUP, microbatches)
     profiled = time.perf_counter() - start
     rows = _rows(profiler.events(), bounds)
     return {
@@ -140,21 +142,14 @@ def _by_phase(trace: list[Event], seconds: float) -> dict[str, float]:
     return found
 
 
-def _profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
     """FLOP/s of a large product in the run's dtype, and bytes/s of a = b + 2c."""
     peak = Peak(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
-    taken = []
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.add(b, c, alpha=2, out=a)
-        taken.append(time.perf_counter() - start)
-    return flops, 3 * a.nbytes / min(taken)
+    return flops, 3 * a.nbytes / platform.best_of(
+        5, lambda: torch.add(b, c, alpha=2, out=a), device
+    )
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:
@@ -165,24 +160,16 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
     dim, slots = model.hidden_size, tokens * model.num_experts_per_tok
     layers = range(model.num_layers)
     of_experts = len(model.sparse_layers)
-    head = model.head_dim or dim // model.num_attention_heads
-    q = model.num_attention_heads * head
-    kv = (model.num_key_value_heads or model.num_attention_heads) * head
-    scores = 2 * plan.seq_len * q
+    q, kv = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
     swiglu = [3 * dim * model.layer(number).intermediate_size for number in layers]
-    projections = 2 * dim * (q + kv)
+    sparse = sum(swiglu[number] for number in model.sparse_layers)
     flops = {
-        "projections": len(layers) * projections,
+        "projections": len(layers) * 2 * dim * (q + kv),
         "vocabulary": head_multiply_adds(model),
-        "attention": len(layers) * scores / 2,  # the causal half
-        "feed-forward": sum(
-            swiglu[number] for number in layers if number not in model.sparse_layers
-        ),
-        "experts, products": sum(swiglu[n] for n in model.sparse_layers)
-        * model.num_experts_per_tok,
-        "router": sum(layer_multiply_adds(model, plan.seq_len, n) for n in model.sparse_layers)
-        - of_experts * (projections + scores)
-        - sum(swiglu[n] for n in model.sparse_layers) * model.num_experts_per_tok,
+        "attention": len(layers) * plan.seq_len * q,  # the causal half
+        "feed-forward": sum(swiglu) - sparse,
+        "experts, products": sparse * model.num_experts_per_tok,
+        "router": dim * sum(model.experts_by_layer),
     }
     normed = (2 * len(layers) + 1) * dim + (
         len(layers) * (q + kv) if model.architecture == "olmoe" else 0

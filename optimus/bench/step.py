@@ -11,22 +11,20 @@ import statistics
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from optimus import platform
-from optimus.bench.meters import clocked, random_microbatches
+from optimus.bench.meters import clocked, turns
+from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
 from optimus.dist.world import World, start_world
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
 from optimus.train.batch import BatchPlan
 from optimus.train.loop import fix_arithmetic
 from optimus.train.preflight import divide
-from optimus.train.shard import Shard
-from optimus.train.update import Updater
 
 _WARMUP = 2
 
@@ -46,26 +44,24 @@ class PlainLoop:
             self._masters = [nn.Parameter(p.detach().float()) for p in self._params]
         optim = config.optim
         self._optimizer = torch.optim.AdamW(
-            self._masters,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+            self._masters, lr=optim.lr, betas=optim.betas, eps=optim.eps,
+            weight_decay=optim.weight_decay, fused=True,
+        )  # fmt: skip
+
+    def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a microbatch, and its cross-entropies' sum."""
+        terms, settings = self._model.losses(tokens), self._config.model
+        routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
+        loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches
+        return loss, terms.ce_sum.detach()
 
     def run(self, microbatches: list[Microbatch]) -> float:
         self._model.zero_grad()
         total = 0.0
-        settings, count = self._config.model, self._plan.num_microbatches
         for microbatch in microbatches:
-            terms = self._model.losses(microbatch.tokens.to(self._device))
-            loss = terms.ce_sum / self._plan.targets
-            if settings.num_experts:
-                loss = loss + settings.aux_loss_coef / count * terms.aux
-                loss = loss + settings.z_loss_coef / count * terms.z
+            loss, ce_sum = self.objective(microbatch.tokens.to(self._device))
             loss.backward()
-            total += float(terms.ce_sum.detach())
+            total += float(ce_sum)
         self._update()
         return total / self._plan.targets
 
@@ -88,26 +84,24 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     `wall` is elapsed time, `cpu` processor time of all threads (on a CPU the one to trust where
     other programs run beside).
     """
-    _, plan = divide(config, 1)
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config, world)
-    ours, plain, microbatches = _contestants(config, world, plan)
+    plain, ours = make_plain(config, world), make_ours(config, world)
+    updater, microbatches = ours.updater(), ours.microbatches()
     taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
-    for step in range(1, steps + 1 + _WARMUP):
-        pair = {
-            "ours": functools.partial(ours.run, step, microbatches),
-            "plain": functools.partial(plain.run, microbatches),
-        }
-        for name in sorted(pair, reverse=step % 2 == 0):  # neither is always the first
-            seconds, _ = clocked(pair[name], world.device)
-            if step > _WARMUP:
-                taken[name].append(seconds)
+    for number, name in turns(taken, steps + 1):
+        run = functools.partial(plain.run, microbatches)
+        if name == "ours":
+            run = functools.partial(updater.run, number + 1, microbatches)
+        seconds, _ = clocked(run, world.device)
+        if number >= _WARMUP:
+            taken[name].append(seconds)
     result: dict[str, Any] = {
         "device": str(world.device),
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
-        "tokens_per_update": plan.tokens,
+        "tokens_per_update": ours.plan.tokens,
         "pairs": steps,
     }
     for place, clock in enumerate(("wall", "cpu")):
@@ -120,25 +114,11 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     return result
 
 
-def _contestants(
-    config: Config, world: World, plan: BatchPlan
-) -> tuple[Updater, PlainLoop, list[Microbatch]]:
-    dtype = platform.dtype_of(config.train.dtype)
-    model = Shard(config, join_groups(Mesh(), world), plan, world.device).model
+def make_plain(config: Config, world: World) -> PlainLoop:
+    """On weights as ours begins with."""
+    model, plan = Transformer(config.model).to(world.device), divide(config, world.size)[1]
     initialise_(model, config.train.seed)
-    ours, _, microbatches = make_ours(config, world, plan)
-    return ours, PlainLoop(config, model.to(dtype), plan, world.device), microbatches
-
-
-def make_ours(
-    config: Config, world: World, plan: BatchPlan
-) -> tuple[Updater, Shard, list[Microbatch]]:
-    """What updates a fresh model in one process, the model, and a batch of random tokens."""
-    groups = join_groups(Mesh(), world)
-    shard = Shard(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed)
-    ours = Updater(config, groups, shard, shard.make_states(), plan, world.device)
-    return ours, shard, random_microbatches(config, plan, config.train.seed)
+    return PlainLoop(config, model.to(platform.dtype_of(config.train.dtype)), plan, world.device)
 
 
 def format_result(result: dict[str, Any]) -> str:

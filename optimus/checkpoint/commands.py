@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from optimus.errors import CheckpointError, ConfigError
@@ -69,8 +68,6 @@ def _export(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.checkpoint.inspect import find
 
     find(args.path)
-    if Path(args.out).exists():
-        raise ConfigError(f"{args.out} exists already; remove it or choose another place")
     try:
         source = to_hf(args.path, args.out, args.dtype)
     except CheckpointError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
@@ -47,10 +47,9 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
     """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`; the
     checkpoint that `source` meant. Every byte is read once and compared with its checksum. Raises
-    CheckpointError where it is damaged; a run's newest full one is passed over then."""
+    CheckpointError where it is damaged; a run's newest full one is passed over then. Raises
+    ConfigError where something is at `out`."""
     source, out = Path(source), Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; remove it or choose another place")
     damaged: dict[Path, str] = {}
     while True:
         path = manager.resolve(source, thorough=False, but=damaged)
@@ -66,19 +65,12 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
 def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
     config = model_config_of(path)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.temporary_name(out)
-    try:
-        with open_weights(config, path) as weights:
-            dtypes = weights.dtypes()
-            if dtype is not None:
-                dtypes = dict.fromkeys(dtypes, dtype_of(dtype))
-            write_hf(temporary, config, weights.stretches(), dtypes)
-        _copy_tokenizer(path, temporary)
-        files.commit(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with open_weights(config, path) as weights:
+        dtypes = weights.dtypes()
+        if dtype is not None:
+            dtypes = dict.fromkeys(dtypes, dtype_of(dtype))
+        beside = partial(_copy_tokenizer, path)
+        write_hf(out, config, weights.stretches(), dtypes, beside=beside)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

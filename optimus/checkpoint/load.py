@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
-from optimus.checkpoint.index import ITEMSIZE, Index
+from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Span, spans_to_read
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.transfer import Want, read_wants
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
 from optimus.errors import CheckpointError
-from optimus.model.tensor_files import as_bytes
+from optimus.model.tensor_files import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
 """What loading may take of the host's memory for states on another device."""
@@ -64,7 +63,7 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     """This rank's part from disk. Host memory is filled in place, at once; other devices' through
     up to HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
-    check_shapes(manifest.path, index, states.shapes)
+    check_shapes(manifest.path, index.shapes, states.shapes)
     spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
     parts = states.parts(spans)
     for batch in [parts] if states.device.type == "cpu" else _batches(parts):
@@ -76,7 +75,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
             Want(state, span.pieces, as_bytes(host))
             for (state, span), host in zip(batch, hosts, strict=True)
         ]
-        read_wants(manifest.path, index, wants)
+        with Readers(manifest.path, index, 1) as readers:
+            readers.read(wants)
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)
@@ -93,20 +93,3 @@ def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, 
         batch.append((state, span))
         filled += size
     yield batch
-
-
-def check_shapes(path: Path, index: Index, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse a checkpoint that does not hold just the parameters of these names and shapes.
-
-    Raises CheckpointError naming the first that is missing, superfluous or of another shape.
-    """
-    if odd := sorted(set(index.shapes) ^ set(shapes)):
-        is_stored = odd[0] in index.shapes
-        where = "has no place in this model, but is in" if is_stored else "is missing in"
-        raise CheckpointError(f"parameter {odd[0]} {where} {path}")
-    for name, shape in shapes.items():
-        if index.shapes[name] != tuple(shape):
-            raise CheckpointError(
-                f"{path}: parameter {name} has shape {list(index.shapes[name])}, this model's has "
-                f"{list(shape)}"
-            )

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class FileEntry:
     xxh3: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The sealed description of one checkpoint.
 
@@ -51,11 +51,11 @@ class Manifest:
     """
 
     kind: str
-    step: int
-    tokens: int
-    updates: int
-    origin: str
-    settings: Mapping[str, Any]
+    step: int = 0
+    tokens: int = 0
+    updates: int = 0
+    origin: str = "none"
+    settings: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[FileEntry, ...]
     path: Path
     loss_scale: Mapping[str, float] | None = None
@@ -235,40 +235,22 @@ def finish(
     temporary: Path,
     path: str | os.PathLike,
     *,
-    kind: str,
-    step: int = 0,
-    tokens: int = 0,
-    updates: int = 0,
-    origin: str = "none",
-    settings: Mapping[str, Any] | None = None,
     shards: Collection[str] = (),
     entries: Sequence[FileEntry] = (),
-    loss_scale: Mapping[str, float] | None = None,
-    ranks: Mapping[str, int] | None = None,
-    begun: int | None = None,
     stop: Stop | None = None,
+    **facts: Any,
 ) -> Manifest:
-    """Seal what `begin` began: all is made durable, described by a manifest, and renamed. `shards`
-    are files that their writers have made durable and that the index describes, `entries` such that
-    are described already. Raises OptimusError instead once `stop` is set, which it no longer can be
-    behind that, and OSError."""
+    """Seal what `begin` began: all is made durable, described by a manifest of these `facts` (those
+    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers
+    have made durable and that the index describes, `entries` such that are described already.
+    Raises OptimusError instead once `stop` is set, which it no longer can be behind that, and
+    OSError."""
     final = Path(path)
     known = {*shards, *(entry.name for entry in entries)}
     entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
-    manifest = {
-        "format": FORMAT,
-        "kind": kind,
-        "step": step,
-        "tokens": tokens,
-        "updates": updates,
-        "origin": origin,
-        "settings": dict(settings or {}),
-        "files": [asdict(entry) for entry in entries],
-    }
-    for key, value in (("loss_scale", loss_scale), ("ranks", ranks), ("begun", begun)):
-        if value is not None:
-            manifest[key] = value
-    files.write_bytes(temporary / MANIFEST, files.checked_json(manifest))
+    told = asdict(Manifest(files=tuple(entries), path=temporary, **facts))
+    kept = {key: value for key, value in told.items() if key != "path" and value is not None}
+    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
     sealed = read_manifest(temporary)
     sealed.check_shards()
     if final.exists():

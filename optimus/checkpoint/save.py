@@ -29,7 +29,6 @@ from optimus.dist.collectives import all_reduce_sum, broadcast_object
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.model.tensor_files import as_bytes
 
-TIMEOUT_S = 1800.0
 BEGIN_S = 60.0
 """What looking for room and making a directory may take at most."""
 _TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
@@ -54,9 +53,9 @@ class Saver(ABC):
         parts: Sequence[tuple[str, Span]],
         dtype: torch.dtype,
         *,
-        staged: bool,
-        limit_s: float,
-        begin_s: float,
+        staged: bool = False,
+        limit_s: float = 1800.0,
+        begin_s: float = BEGIN_S,
     ) -> None:
         """This rank writes `parts`. `staged`: they are copied to host memory first, in `dtype`; it
         is taken here. `limit_s`: as for Underway; `begin_s`: how long ranks wait for one another at
@@ -180,19 +179,12 @@ class FullSaver(Saver):
     """Writes full checkpoints: a file of its own of every rank that has a part."""
 
     def __init__(
-        self,
-        states: RankStates,
-        scatter: Scatter,
-        *,
-        staged: bool = False,
-        limit_s: float = TIMEOUT_S,
-        begin_s: float = BEGIN_S,
-        direct: bool = True,
+        self, states: RankStates, scatter: Scatter, *, direct: bool = True, **how: Any
     ) -> None:
         """What each rank writes is planned here, once; staged, it is looked through for what is not
-        finite. `direct`: as for ShardWriter. A collective of all ranks."""
-        parts, limits = share_of(states, scatter), {"limit_s": limit_s, "begin_s": begin_s}
-        super().__init__(states, parts, torch.float32, staged=staged, **limits)
+        finite. `direct`: as for ShardWriter; `how`: as for Saver. A collective of all ranks."""
+        parts = share_of(states, scatter)
+        super().__init__(states, parts, torch.float32, **how)
         self._direct = direct
         sizes = torch.tensor([shard_size(parts) if parts else 0], device=states.device)
         all_reduce_sum(sizes, states.groups.everyone)

@@ -43,18 +43,10 @@ class ModelSaver(Saver):
     """Writes models alone, as Hugging Face directories."""
 
     def __init__(
-        self,
-        states: RankStates,
-        config: ModelConfig,
-        scatter: Scatter,
-        *,
-        staged: bool,
-        limit_s: float,
-        begin_s: float,
+        self, states: RankStates, config: ModelConfig, scatter: Scatter, **how: Any
     ) -> None:
-        """Raises ConfigError if transformers cannot express the model."""
-        parts, limits = model_parts(states, scatter), {"limit_s": limit_s, "begin_s": begin_s}
-        super().__init__(states, parts, DTYPE, staged=staged, **limits)
+        """`how`: as for Saver. Raises ConfigError if transformers cannot express the model."""
+        super().__init__(states, model_parts(states, scatter), DTYPE, **how)
         self._config, self._plan = config, plan_hf(config, dict.fromkeys(states.shapes, DTYPE))
         self.bytes = sum(self._plan.sizes.values())
 

@@ -78,7 +78,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
-class ShardWriter:
+class ShardWriter(files.Closing):
     """Writes one shard file, through memory of two blocks: one is hashed while one is written.
 
     A block at a time goes to the disk at once, past the kernel's cache, where the file system can
@@ -135,12 +135,6 @@ class ShardWriter:
             os.close(self._fd)
         self._fd = -1
 
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _put(self, data: memoryview) -> None:
         while data:
             filled = self._written % BLOCK_BYTES
@@ -190,7 +184,7 @@ def _create(path: Path, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o644), False
 
 
-class ShardReader:
+class ShardReader(files.Closing):
     """Reads stretches of one shard file into memory; every block it touches is checked."""
 
     def __init__(
@@ -223,12 +217,6 @@ class ShardReader:
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read(self, runs: numpy.ndarray, targets: Sequence[memoryview]) -> None:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset

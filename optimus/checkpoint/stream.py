@@ -7,12 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import torch
 import xxhash
 from torch import Tensor
 
+from optimus import files
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
@@ -28,7 +28,7 @@ _OPEN_FILES = 32
 """Shard files that are open at once, each with a block of 4 MiB."""
 
 
-class Weights(ABC):
+class Weights(files.Closing, ABC):
     """Weights in the order in which files hold them, piece by piece: little of them is in memory.
 
     A context in which files may be open, and an iterable of `pieces` with their values, flat on the
@@ -54,15 +54,6 @@ class Weights(ABC):
         for piece, values in self:
             yield piece.name, piece.start, values
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let files go that are open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class FileWeights(Weights):
     """Weights in safetensors files, of a Hugging Face directory or under our names."""
@@ -76,12 +67,11 @@ class FileWeights(Weights):
             model = Transformer(config)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
-        own = [(name, name, 0) for name in self.shapes]
-        is_hf = is_hf_directory(path)
+        own = ((name, name, parameter) for name, parameter in model.named_parameters())
         found = []
-        for theirs, ours, begun in places(config, self._files) if is_hf else own:
+        for theirs, ours, part in places(config, self._files) if is_hf_directory(path) else own:
             file, stored = self._files.find(theirs)
-            stop = begun + math.prod(stored.shape)
+            begun, stop = part.storage_offset(), part.storage_offset() + part.numel()
             for start in range(begun, stop, PIECE):
                 piece = Piece(ours, boxes[ours], start, min(start + PIECE, stop))
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize

@@ -72,16 +72,12 @@ class Stop:
             return self._claimed
 
 
-def default_threads() -> int:
-    """Two for each core that we may use, as half of them wait for the disk; at most 16."""
-    return min(16, 2 * available_cores())
-
-
 def in_threads(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int = 0
 ) -> Iterable[Result]:
-    """`function` of every item, in their order; raises what the first that fails raises."""
+    """`function` of every item, in their order; raises what the first that fails raises. `threads`
+    0: two for each core that we may use, as half of them wait for the disk; at most 16."""
     if len(items) < _FEW or threads == 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
+    with ThreadPoolExecutor(threads or min(16, 2 * available_cores())) as pool:
         return list(pool.map(function, items))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy
 
+from optimus import files
 from optimus.checkpoint.index import ITEMSIZE, Index, Written
 from optimus.checkpoint.pieces import Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardReader, ShardWriter, aligned
@@ -57,14 +58,7 @@ def write_shard(
     return Written(shard, pieces)
 
 
-def read_wants(directory: Path, index: Index, wants: Sequence[Want]) -> None:
-    """Fill the memory of every want; a file that holds some of them is opened once, and a block of
-    it read once. Raises CheckpointError naming the file that is damaged or what is missing."""
-    with Readers(directory, index, 1) as readers:
-        readers.read(wants)
-
-
-class Readers:
+class Readers(files.Closing):
     """The shard files of a checkpoint, of which the last `limit` stay open, with the block that
     was not read in whole: whoever wants one thing after the other reads it once."""
 
@@ -74,7 +68,9 @@ class Readers:
         """The last used last."""
 
     def read(self, wants: Sequence[Want]) -> None:
-        """As `read_wants`."""
+        """Fill the memory of every want; a file that holds some of them is opened once, and a block
+        of it read once. Raises CheckpointError naming the file that is damaged or what is
+        missing."""
         try:
             runs = plan_reads(self._index, wants)
         except CheckpointError as error:
@@ -96,12 +92,6 @@ class Readers:
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
-
-    def __enter__(self) -> Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def plan_reads(index: Index, wants: Sequence[Want]) -> numpy.ndarray:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from optimus.checkpoint.load import check_shapes
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError
 from optimus.model.hf import check_hf_weights, is_hf_directory, read_hf_config
 from optimus.model.identity import first_difference
-from optimus.model.tensor_files import MODEL, TensorFile
+from optimus.model.tensor_files import MODEL, TensorFile, check_shapes
 from optimus.model.transformer import Transformer
 
 CONFIG = "config.toml"
@@ -45,34 +42,13 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         check_hf_weights(config, path)
         return
     with torch.device("meta"):
-        expected = dict(Transformer(config).named_parameters())
+        expected = {name: p.shape for name, p in Transformer(config).named_parameters()}
     if full := _sharded(path):
-        check_shapes(path, full.index(), {name: p.shape for name, p in expected.items()})
-    else:
-        _check_tensors(path / MODEL, expected)
-
-
-def _check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Compare the names and shapes in the header of a file under our names with `expected`.
-
-    Raises CheckpointError naming the first tensor that is missing, superfluous or of another shape.
-    """
-    file = TensorFile(path)
+        check_shapes(path, full.index().shapes, expected)
+        return
+    file = TensorFile(path / MODEL)
     file.close()
-    if odd := sorted(file.tensors.keys() ^ expected.keys()):
-        where = (
-            "is missing in"
-            if odd[0] not in file.tensors
-            else "has no place in this model, but is in"
-        )
-        raise CheckpointError(f"tensor {odd[0]} {where} {path}")
-    for name, tensor in expected.items():
-        shape = file.tensors[name].shape
-        if shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(shape)}, this model's has "
-                f"{list(tensor.shape)}"
-            )
+    check_shapes(file.path, {name: one.shape for name, one in file.tensors.items()}, expected)
 
 
 def load_weights(model: Transformer, path: Path) -> None:

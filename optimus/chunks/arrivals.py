@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from optimus.chunks.states import ChunkStates
-from optimus.chunks.uses import FirstUses
 from optimus.dist.collectives import Transfer, begin_all_gather
 
 
@@ -23,8 +23,8 @@ class Arrivals:
         self, readers: Iterable[tuple[nn.Module, Collection[str]]], chunk_of: Mapping[str, int]
     ) -> None:
         """From now on gathers go on until a module that reads the chunk is called, or `wait`.
-        `readers` as in FirstUses, all that read a parameter among them."""
-        FirstUses(readers, chunk_of.__getitem__, self._wait_for)
+        `readers` as in watch_first_uses, all that read a parameter among them."""
+        watch_first_uses(readers, chunk_of.__getitem__, self._wait_for)
         self._awaited = True
 
     def gather(self, one: ChunkStates) -> None:
@@ -44,3 +44,24 @@ class Arrivals:
         transfer = self._under_way.pop(chunk, None)
         if transfer is not None:
             transfer.wait()
+
+
+def watch_first_uses(
+    readers: Iterable[tuple[nn.Module, Collection[str]]],
+    chunk_of: Callable[[str], int],
+    before: Callable[[int], None],
+) -> None:
+    """Have `before(chunk)` called ahead of every module that reads a chunk. `readers`: modules with
+    the names of all parameters that their call reads, in the order of forward. The hooks run
+    outside of what torch.compile makes of a module's `forward`."""
+    for module, names in readers:
+        chunks = tuple(dict.fromkeys(map(chunk_of, names)))
+        if chunks:
+            module.register_forward_pre_hook(functools.partial(_ahead, chunks, before))
+
+
+def _ahead(
+    chunks: Sequence[int], before: Callable[[int], None], module: nn.Module, args: object
+) -> None:
+    for chunk in chunks:
+        before(chunk)

@@ -6,7 +6,6 @@ Serves any torch module: it is given parameters by name and told whose their gra
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from optimus.chunks.layout import STATES, ChunkLayout, Parameter, Slot, lay_out
 from optimus.chunks.memory import count_bytes
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.pieces import Buffer
 from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
 from optimus.chunks.states import ChunkStates, Home, StateShard
@@ -80,7 +78,7 @@ class ChunkEngine:
             self._take_values(self.chunks[-1])
         self._arrivals = Arrivals()
         self._by_first_use = by_first_use(self.chunks, named)
-        self._gradients = Gradients(
+        self.gradients = Gradients(
             named,
             self.chunks,
             self._memory,
@@ -134,7 +132,7 @@ class ChunkEngine:
             )
             slots = self.residency.slots or len(divided)
             self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
-        self._gradients.follow(units, self.cache, early)
+        self.gradients.follow(units, self.cache, early)
 
     def needs(self, units: Sequence[Unit]) -> list[frozenset[int]]:
         """The chunks that must be whole while each unit computes, by number: of those divided."""
@@ -145,7 +143,7 @@ class ChunkEngine:
     def _chunk_of(self) -> dict[str, int]:
         """The chunk of each trained parameter and of each further use of one."""
         chunk_of = {name: slot.chunk for name, slot in self.slots.items()}
-        return chunk_of | {use: chunk_of[own] for use, own in self._gradients.owner_of.items()}
+        return chunk_of | {use: chunk_of[own] for use, own in self.gradients.owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
         """Make parameters whole for a use that is no visit of a unit, until the next visit. A
@@ -154,18 +152,6 @@ class ChunkEngine:
             numbers = {self.slots[name].chunk for name in names if name in self.slots}
             self.cache.hold({n for n in numbers if self.chunks[n].divided})
 
-    @property
-    def resident_bytes(self) -> dict[str, int]:
-        """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
-        flats = {
-            "params": [one.params for one in self.chunks],
-            "grads": self._gradients.flats,
-        }
-        return {
-            kind: sum(flat.untyped_storage().nbytes() for flat in every)
-            for kind, every in flats.items()
-        }
-
     # -- gradients -------------------------------------------------------------------------------
 
     def add_use(self, use: Use) -> None:
@@ -173,45 +159,12 @@ class ChunkEngine:
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
             return
-        self._gradients.add_use(use, self._home_of(use.name))
-
-    @property
-    def before_sum(self) -> Callable[[Buffer], None]:
-        """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
-        return self._gradients.before_sum
-
-    @before_sum.setter
-    def before_sum(self, look: Callable[[Buffer], None]) -> None:
-        self._gradients.before_sum = look
-
-    def start(self) -> None:
-        """Before the first backward of a step."""
-        self._gradients.start()
+        self.gradients.add_use(use, self._home_of(use.name))
 
     def gradient(self, name: str) -> Tensor:
         """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
         To be asked for each time."""
         return self._view(name, "grads")
-
-    def before_backward(self, stage: int) -> None:
-        """Before a backward of the stage on this rank, or its part that gives weight gradients."""
-        self._gradients.before_backward(stage)
-
-    def last_backward(
-        self, stage: int, late: Collection[Tensor] | None = None
-    ) -> AbstractContextManager:
-        """Around what `reduce` comes behind: gradients may leave as soon as they are complete.
-        `late`: the only leaves that are given one still (None: any may be)."""
-        return self._gradients.last_backward(stage, late)
-
-    def reduce(self, stage: int) -> None:
-        """Behind a backward of the stage: every one in deterministic mode, else a step's last."""
-        self._gradients.reduce(stage)
-
-    def finish(self, far_ends: Mapping[str, Group] | None = None) -> None:
-        """Complete all gradients before the update. `far_ends` names parameters of which other
-        ranks of a group hold further uses: theirs are added too."""
-        self._gradients.finish(far_ends)
 
     # -- the update ------------------------------------------------------------------------------
 
@@ -227,7 +180,7 @@ class ChunkEngine:
         then of all parameters: begun, where `wait_in` was told who waits for them."""
         self.wait()  # for what no forward pass has read since the update before
         self._optimizer.step(self._by_first_use, lr, grad_scale, self._give_out)
-        self._gradients.release()
+        self.gradients.release()
         self._drop_old()
 
     def _give_out(self, one: ChunkStates) -> None:
@@ -240,7 +193,7 @@ class ChunkEngine:
 
     def wait_in(self, readers: Iterable[tuple[nn.Module, Collection[str]]]) -> None:
         """Let updated parameters arrive while other things are computed: these modules wait for
-        what their call reads (FirstUses), as do this class's methods; others call `wait`."""
+        what their call reads (watch_first_uses), as do this class's methods; others call `wait`."""
         trained = ((module, [n for n in names if n in self.slots]) for module, names in readers)
         self._arrivals.wait_in(trained, {name: slot.chunk for name, slot in self.slots.items()})
 
@@ -316,7 +269,7 @@ class ChunkEngine:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
-        holders = [*self.chunks, self._gradients, self.frozen]
+        holders = [*self.chunks, self.gradients, self.frozen]
         return count_bytes(piece for one in holders for piece in one.pieces())
 
     @property

@@ -15,12 +15,12 @@ from optimus.chunks.layout import Slot
 from optimus.chunks.memory import Piece
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
-from optimus.chunks.reduce import FastReduction, OrderedReduction
+from optimus.chunks.reduce import FastReduction
 from optimus.chunks.states import ChunkStates, Home
-from optimus.chunks.storage import Memory
-from optimus.chunks.tied import Use, UseInPieces, WholeUse
+from optimus.chunks.storage import Kept, Memory
+from optimus.chunks.tied import Use, UseBuffer
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import Group, all_gather, all_reduce_sum
+from optimus.dist.collectives import Group, all_reduce_sum
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 
@@ -43,24 +43,22 @@ class Gradients:
     ) -> None:
         """`named`: trained parameters in order of first use, views of `chunks`. `in_pieces`: whole
         for one backward only, which waits for `follow`. The rest as for ChunkEngine."""
-        self._chunks, self._deterministic = list(chunks), deterministic
-        self._grad_dtype = grad_dtype
+        self._chunks, self._grad_dtype = list(chunks), grad_dtype
         self._by_name: dict[str, tuple[ChunkStates, Slot]] = {
             slot.name: (one, slot) for one in chunks for slot in one.chunk.slots
         }
         self.before_sum: Callable[[Buffer], None] = lambda one: None
         """Told of what this rank adds to a sum over ranks, which hides whose a NaN is."""
         self._follower: Follower | None = None
-        self._uses: list[WholeUse | UseInPieces] = []
+        self._uses: list[UseBuffer] = []
         dtypes_agree = all(p.dtype is grad_dtype for p in named.values())
         self._accumulates_natively = dtypes_agree or (_WIDENS_NATIVELY and not compiled)
         # Freed storage takes no new views.
         targets = {name: one.view(one.grads, slot) for name, (one, slot) in self._by_name.items()}
         together = any(one.home.adders.size > 1 for one in chunks)
-        if in_pieces:
+        if in_pieces or (deterministic and together):
+            memory = memory if in_pieces else Kept()
             self._reduction = PieceReduction(self._chunks, deterministic, reduce_dtype, memory)
-        elif deterministic and together:
-            self._reduction = OrderedReduction(self._chunks)
         else:
             self._reduction = FastReduction(self._chunks, reduce_dtype, overlap)
         early = overlap and together and not (deterministic or in_pieces)
@@ -70,24 +68,20 @@ class Gradients:
         for one in by_first_use(chunks, named):
             names = [slot.name for slot in one.chunk.slots]
             parts = {name: (named[name], targets[name]) for name in names}
-            self._depart(one, parts, partial(self._reduction.after, one))
+            self._depart(one, parts)
 
     def add_use(self, use: Use, home: Home) -> None:
         """Give a further use of a parameter a gradient buffer of its own."""
-        states: WholeUse | UseInPieces = WholeUse(use, home, self._deterministic, self._grad_dtype)
-        if isinstance(self._reduction, PieceReduction):
-            states = UseInPieces(use, home)
-            self._reduction.add(states)
-        self._uses.append(states)
-        self._depart(states, {use.name: (use.leaf, states.target)}, states.after)
+        buffer = UseBuffer(use, home, self._grad_dtype)
+        self._reduction.add(buffer)
+        self._uses.append(buffer)
+        self._depart(buffer, {use.name: (use.leaf, buffer.total)})
 
-    def _depart(
-        self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]], send: Callable[[], None]
-    ) -> None:
-        """Let backward add into these parts of the buffer, which leaves by `send`."""
+    def _depart(self, buffer: Buffer, parts: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Let backward add into these parts of the buffer, which leaves for the reduction."""
         for leaf, part in parts.values():
             self._accumulate(leaf, part)
-        self._departures.add(Parcel(buffer, parts, send))
+        self._departures.add(Parcel(buffer, parts, partial(self._reduction.after, buffer)))
 
     def _accumulate(self, leaf: Tensor, target: Tensor) -> None:
         """Let backward add into `target`, in its dtype."""
@@ -139,15 +133,13 @@ class Gradients:
 
     def release(self) -> None:
         """After the update."""
-        if isinstance(self._reduction, PieceReduction):
+        if self._follower is not None:
             self._reduction.release()
 
     def start(self) -> None:
         """Before the first backward of a step."""
         self._reduction.start()
         self._departures.start()
-        for use in self._uses:
-            use.start()
         if self._follower is not None:
             self._follower.start()
 
@@ -172,8 +164,6 @@ class Gradients:
         if self._follower is not None:
             self._follower.finish()
         self._reduction.finish()
-        for use in self._uses:
-            use.finish()
         far_ends = far_ends or {}
         for name, group in far_ends.items():
             if group.size > 1 and name in self._by_name:
@@ -186,23 +176,12 @@ class Gradients:
         """Both ends of a pipeline: each has one use's whole gradient, both get the sum."""
         own = [use.total for use in self._uses if use.use.owner == name]
         one, slot = self._by_name[name]
-        whole = torch.zeros(slot.shape, dtype=torch.float32, device=one.grad.device)
-        if own:
-            whole.add_(own[0])
-        else:
-            self._gather_grad(name, whole)
+        held = own[0] if own else one.view(one.whole(one.grad), slot)
+        whole = held.to(torch.float32, copy=True)
         all_reduce_sum(whole, group)
         here = one.piece_of(one.grad, slot)
         if here is not None:
             here[0].copy_(whole.flatten()[here[1]])
-
-    def _gather_grad(self, name: str, into: Tensor) -> None:
-        one, slot = self._by_name[name]
-        whole = one.grad
-        if one.home.shards.size > 1:
-            whole = one.grad.new_empty(one.chunk.length)
-            all_gather(whole, one.grad, one.home.shards)
-        into.copy_(one.view(whole, slot))
 
     def _add_whole(self, name: str, gradient: Tensor) -> None:
         one, slot = self._by_name[name]

@@ -1,7 +1,8 @@
-"""Gradients divided over ranks: whole buffers last for one backward, pieces of sums from then on.
+"""Gradients added up microbatch by microbatch, each rank holding a piece of every sum.
 
 Each microbatch's gradient of a chunk is added up over ranks as soon as it is complete; a rank keeps
-1/n of the sum over n ranks, and the buffer's memory goes until the next backward (ZeRO-2).
+1/n of the sum over n ranks, and the buffer's memory goes until the next backward (ZeRO-2) or, where
+just the order of microbatches is wanted, is cleared for it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import torch
 from torch import Tensor
 
 from optimus.chunks.memory import Piece
-from optimus.chunks.reduce import add_in_rank_order
 from optimus.chunks.states import ChunkStates, Home
-from optimus.chunks.storage import Memory
-from optimus.dist.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
+from optimus.chunks.storage import Kept, Memory
+from optimus.dist.collectives import (
+    Group,
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    reduce_scatter_sum,
+)
 
 
 class Buffer(Protocol):
@@ -36,8 +42,9 @@ class PieceReduction:
     """Sums that are made microbatch by microbatch, each rank holding its piece of every buffer.
 
     `ordered`: contributions are exchanged and added in the order of microbatch numbers, so that no
-    layout changes a bit (OrderedReduction). Otherwise they are added on the way, in `dtype`.
-    Buffers that one rank alone adds to stay as they are.
+    layout changes a bit: microbatch i of data rank d of w is number i * w + d, so after each
+    backward every rank adds its piece of ranks 0, 1, ..., w-1 in that order. Otherwise they are
+    added on the way, in `dtype`. Buffers that one rank alone adds to stay as they are.
     """
 
     def __init__(
@@ -63,7 +70,10 @@ class PieceReduction:
         """Everything that is held between steps, beside the buffers."""
         for one, tensor in self._pieces.items():
             chunk = one.chunk if isinstance(one, ChunkStates) else None
-            yield Piece("tied" if chunk is None else "gradients", tensor, chunk)
+            kept = isinstance(self._memory, Kept)
+            yield Piece(
+                "tied" if chunk is None else "deterministic" if kept else "gradients", tensor, chunk
+            )
 
     def start(self) -> None:
         """Before the first backward of a step."""
@@ -87,7 +97,7 @@ class PieceReduction:
             return
         piece = self._pieces[one]
         if self._ordered:
-            add_in_rank_order(piece, one.grads, one.home.adders)
+            _add_in_rank_order(piece, one.grads, one.home.adders)
         else:
             travelling = one.grads.to(self._dtype)
             part = travelling.new_empty(len(piece))
@@ -109,3 +119,12 @@ class PieceReduction:
         for one in self._pieces:
             if self.holds(one):
                 self._memory.free(one.grads)
+
+
+def _add_in_rank_order(total: Tensor, grads: Tensor, group: Group) -> None:
+    """Add to this rank's piece [L / n] of a sum what each of n ranks has for it in its `grads` [L],
+    rank 0 first."""
+    received = torch.empty_like(grads)
+    all_to_all(received, grads, group)
+    for contribution in received.chunk(group.size):
+        total.add_(contribution)

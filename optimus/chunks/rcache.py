@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-
-from torch import Tensor
+from collections.abc import Collection, Sequence
 
 from optimus.chunks.residency import ResidencyPlan, Visit, farthest, plan_residency
 from optimus.chunks.states import ChunkStates
@@ -32,18 +30,14 @@ class ChunkCache:
         self._chunks = {one.chunk.number: one for one in chunks}
         self._needs, self.slots, self._memory = needs, slots, memory
         self.plan: ResidencyPlan = plan_residency(visits, slots)
-        self.trace: list[tuple[Visit, int]] = []
-        """Visits of the step so far, and the bytes that were resident in each."""
         self._next = len(self.plan.steps)
         self._on_the_way: dict[int, Transfer] = {}
         self._resident = {n for n, one in self._chunks.items() if memory.holds(one.params)}
-        self.resident_bytes = sum(one.params.untyped_storage().nbytes() for one in chunks)
-        """Of all chunks that are whole here, or on their way: what their storages say."""
 
     def start(self) -> None:
         """Before the first visit of a training step."""
         self.drop()
-        self._next, self.trace = 0, []
+        self._next = 0
 
     def visit(self, unit: int, backward: bool) -> None:
         """A unit is about to compute: what it needs becomes whole."""
@@ -60,7 +54,6 @@ class ChunkCache:
         self._evict(step.evict_early)
         self._gather(step.prefetch)
         assert self._resident == step.resident, "not what was planned"
-        self.trace.append((step.visit, self.resident_bytes))
 
     def hold(self, need: Collection[int], unit: int = 0) -> None:
         """Outside of a step: make chunks whole until the next visit."""
@@ -85,7 +78,7 @@ class ChunkCache:
     def _gather(self, numbers: Collection[int]) -> None:
         for number in numbers:
             one = self._chunks[number]
-            self._change(self._memory.allocate, one)
+            self._memory.allocate(one.params)
             self._on_the_way[number] = begin_all_gather(one.params, one.shard, one.home.shards)
             self._resident.add(number)
 
@@ -96,11 +89,5 @@ class ChunkCache:
     def _evict(self, numbers: Collection[int]) -> None:
         for number in numbers:
             assert number not in self._on_the_way, f"chunk {number} is on its way"
-            self._change(self._memory.free, self._chunks[number])
+            self._memory.free(self._chunks[number].params)
             self._resident.remove(number)
-
-    def _change(self, change: Callable[[Tensor], None], one: ChunkStates) -> None:
-        storage = one.params.untyped_storage()
-        before = storage.nbytes()
-        change(one.params)
-        self.resident_bytes += storage.nbytes() - before

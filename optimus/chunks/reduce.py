@@ -1,32 +1,30 @@
-"""Adding up a chunk's gradients over ranks: fast, or in an order that no layout changes.
+"""Adding up a chunk's gradients over ranks, once a step.
 
-The loss carries the global scale (CONTRACT.md, "Ranks"), so both are pure sums. Either way each of
-the n ranks that add comes to hold 1/n of the chunk, a piece, and pieces are put together to the
-shard that the rank updates: all of the chunk where states are not divided.
+The loss carries the global scale (CONTRACT.md, "Ranks"), so it is a pure sum. Where states are
+divided each of the n ranks that add comes to hold 1/n of the chunk, a piece, and pieces are put
+together to the shard that the rank updates.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.memory import Piece
-from optimus.chunks.states import ChunkStates
+from optimus.chunks.pieces import Buffer
 from optimus.dist.collectives import (
-    Group,
     Transfer,
     all_gather,
     all_reduce_sum,
-    all_to_all,
     begin_all_reduce_sum,
     begin_reduce_scatter_sum,
 )
 
 _UNDER_WAY = 2
-"""Chunks that may travel at once: a backend may hold a copy of each."""
+"""Buffers that may travel at once: a backend may hold a copy of each."""
 
 
 class FastReduction:
@@ -36,24 +34,28 @@ class FastReduction:
     or a shard of several pieces takes memory on the way.
     """
 
-    def __init__(self, chunks: list[ChunkStates], dtype: torch.dtype, overlap: bool) -> None:
-        self._chunks, self._dtype = chunks, dtype
+    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, overlap: bool) -> None:
+        self._buffers, self._dtype = list(buffers), dtype
         self._at_once = _UNDER_WAY if overlap else 0
-        self._under_way: deque[tuple[ChunkStates, Transfer]] = deque()
-        self._pieces: list[tuple[ChunkStates, Tensor]] = []
+        self._under_way: deque[tuple[Buffer, Transfer]] = deque()
+        self._pieces: list[tuple[Buffer, Tensor]] = []
+
+    def add(self, one: Buffer) -> None:
+        """Add up one more buffer."""
+        self._buffers.append(one)
 
     def start(self) -> None:
         self._wait(0)  # for what a step left behind that was given up
         self._pieces.clear()
-        for one in self._chunks:
+        for one in self._buffers:
             one.grads.zero_()
 
     def pieces(self) -> Iterator[Piece]:
         """Nothing is held between steps."""
         return iter(())
 
-    def after(self, one: ChunkStates) -> None:
-        """Behind the last backward of a step that adds to this chunk."""
+    def after(self, one: Buffer) -> None:
+        """Behind the last backward of a step that adds to this buffer."""
         group = one.home.adders
         if group.size == 1:
             return
@@ -83,60 +85,7 @@ class FastReduction:
     def finish(self) -> None:
         self._wait(0)
         for one, piece in self._pieces:
-            _join(one, piece.to(one.grad.dtype))
+            all_gather(one.grad, piece.to(one.grad.dtype), one.home.spread)
         self._pieces.clear()
-        for one in self._chunks:
+        for one in self._buffers:
             all_reduce_sum(one.grad, one.home.partial_over)
-
-
-class OrderedReduction:
-    """Every microbatch's gradient is added in the order of microbatch numbers.
-
-    Microbatch i of data rank d is number i * w + d: after each backward the ranks exchange pieces,
-    and each adds its piece of ranks 0, 1, ..., w-1 in that order. Peak extra memory: a piece of
-    every chunk, and one chunk.
-    """
-
-    def __init__(self, chunks: list[ChunkStates]) -> None:
-        self._chunks = chunks
-        self._sums = {
-            one.chunk.number: one.grads.new_zeros(len(one.grads) // one.home.adders.size)
-            for one in chunks
-        }
-
-    def start(self) -> None:
-        for one in self._chunks:
-            one.grads.zero_()
-            self._sums[one.chunk.number].zero_()
-
-    def pieces(self) -> Iterator[Piece]:
-        """Everything that is held between steps."""
-        for one in self._chunks:
-            yield Piece("deterministic", self._sums[one.chunk.number], one.chunk)
-
-    def after(self, one: ChunkStates) -> None:
-        """Behind every backward that adds to this chunk."""
-        add_in_rank_order(self._sums[one.chunk.number], one.grads, one.home.adders)
-        one.grads.zero_()
-
-    def finish(self) -> None:
-        for one in self._chunks:
-            _join(one, self._sums[one.chunk.number])
-            all_reduce_sum(one.grad, one.home.partial_over)
-
-
-def add_in_rank_order(total: Tensor, grads: Tensor, group: Group) -> None:
-    """Add to this rank's piece [L / n] of a sum what each of n ranks has for it in its `grads` [L],
-    rank 0 first."""
-    if group.size == 1:
-        total.add_(grads)
-        return
-    received = torch.empty_like(grads)
-    all_to_all(received, grads, group)
-    for contribution in received.chunk(group.size):
-        total.add_(contribution)
-
-
-def _join(one: ChunkStates, piece: Tensor) -> None:
-    """From this rank's piece to the shard it updates, which the ranks of `spread` share."""
-    all_gather(one.grad, piece, one.home.spread)

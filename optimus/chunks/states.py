@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.chunks.layout import Chunk, Slot
 from optimus.chunks.memory import Piece
 from optimus.chunks.setting import PLAIN, Setting
-from optimus.dist.collectives import ALONE, Group
+from optimus.dist.collectives import ALONE, Group, all_gather
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,15 @@ class ChunkStates:
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """A parameter's part of a flat [L] buffer."""
         return flat[slot.start : slot.stop].view(slot.shape)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """A flat [L / shards] buffer put together to [L]; itself where it is not divided. A
+        collective of the ranks that divide it."""
+        if self.home.shards.size == 1:
+            return flat
+        out = flat.new_empty(self.chunk.length)
+        all_gather(out, flat, self.home.shards)
+        return out
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """What backward has added, by parameter."""

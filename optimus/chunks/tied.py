@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.memory import Piece
 from optimus.chunks.states import Home
-from optimus.dist.collectives import ALONE, Transfer, all_gather, begin_all_reduce_sum
+from optimus.dist.collectives import ALONE
 
 
 @dataclass(frozen=True)
@@ -24,73 +24,22 @@ class Use:
     owner: str
 
 
-class WholeUse:
-    """The gradient of a further use, kept whole on every rank that adds it."""
+class UseBuffer:
+    """The gradient of a further use, added up over ranks like that of an undivided chunk: every
+    rank that adds it wants the whole sum."""
 
-    def __init__(self, use: Use, home: Home, ordered: bool, dtype: torch.dtype) -> None:
-        self.use, self.home, self._ordered = use, home, ordered and home.adders.size > 1
-        self._under_way: Transfer | None = None
-        self.grads = torch.zeros(use.leaf.shape, dtype=dtype, device=use.leaf.device)
-        self.target = self.grads
-        """Where backward adds, of the leaf's shape."""
-        self.grad = self.total = torch.zeros_like(self.grads) if self._ordered else self.grads
-        """The sum, of the leaf's shape."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """Everything that this holds."""
-        yield Piece("tied", self.grads)
-        yield Piece("tied", self.total)
-
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.use.name, self.grads
-
-    def start(self) -> None:
-        self.finish()
-        self.grads.zero_()
-        self.total.zero_()
-
-    def after(self) -> None:
-        group = self.home.adders
-        if not self._ordered:
-            self._under_way = begin_all_reduce_sum(self.grads, group)
-            return
-        every = self.grads.new_empty(group.size * len(self.grads), *self.grads.shape[1:])
-        all_gather(every, self.grads, group)
-        for contribution in every.chunk(group.size):
-            self.total.add_(contribution)
-        self.grads.zero_()
-
-    def finish(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
-
-
-class UseInPieces:
-    """The gradient of a further use, divided between its backward and the update like that of an
-    undivided chunk (PieceReduction): every rank that adds it wants the whole sum."""
-
-    def __init__(self, use: Use, home: Home) -> None:
+    def __init__(self, use: Use, home: Home, dtype: torch.dtype) -> None:
         self.use, self.home = use, replace(home, shards=ALONE, spread=home.adders)
         shape, adders = tuple(use.leaf.shape), home.adders.size
         (chunk,) = lay_out([Parameter(use.name, shape, None, adders)], 1).chunks
         (slot,) = chunk.slots
-        self.grads = torch.zeros(chunk.length, dtype=torch.float32, device=use.leaf.device)
-        self.grad = self.grads
-        self.target = self.total = self.grads[slot.start : slot.stop].view(shape)
+        self.grads = self.grad = torch.zeros(chunk.length, dtype=dtype, device=use.leaf.device)
+        self.total = self.grads[slot.start : slot.stop].view(shape)
+        """Where backward adds, and in the end the sum, of the leaf's shape."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Everything that this holds itself; its piece of the sum is the reduction's."""
+        """Everything that this holds itself; a piece of the sum is the reduction's."""
         yield Piece("tied", self.grads)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.use.name, self.target
-
-    def start(self) -> None:
-        """The reduction does."""
-
-    def after(self) -> None:
-        """The reduction is told by whoever follows the units."""
-
-    def finish(self) -> None:
-        """The reduction does."""
+        yield self.use.name, self.total

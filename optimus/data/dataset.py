@@ -76,16 +76,10 @@ class TokenDataset:
         """Instances of one epoch (N)."""
         self.part = manifest.part
         """`train` or `held-out`."""
-        self.context = manifest.context
-        """Tokens of an instance (C)."""
-        self.vocab_size = manifest.vocab_size
-        """One more than the largest id that can occur."""
-        self.eos_id = manifest.eos_id
-        """The id that ends every document and occurs nowhere else."""
+        self.context, self.vocab_size = manifest.context, manifest.vocab_size
+        self.eos_id, self.identity = manifest.eos_id, manifest.identity
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         """Of the tokenizer that made the ids."""
-        self.identity = manifest.identity
-        """Hex string that is equal for two data sets only if they give the same instances."""
         self._manifest = manifest
         self._seed = manifest.seed
         self._reader = ShardReader(self.path, manifest)
@@ -97,7 +91,6 @@ class TokenDataset:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
         return str(layout.tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from optimus import files
 from optimus.data.buffers import BufferPool
 from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
-from optimus.errors import ConfigError
 
 _AHEAD = 2  # stretches read in advance: one being used, one waiting hides any single slow read
 _STRETCH_BYTES = 1 << 21
@@ -53,7 +53,7 @@ def make_microbatch(
     return Microbatch(torch.from_numpy(tokens), ids)
 
 
-class Loader:
+class Loader(files.Closing):
     """Microbatches of one data rank, read ahead by a thread. A context manager.
 
     Stateless in the update number: any update may be asked for at any time, by any number of
@@ -69,17 +69,10 @@ class Loader:
         num_data_ranks: int,
         document_mask: bool = False,
     ):
-        """`document_mask`: give document ids with the tokens.
-
-        Raises ConfigError where the ranks' microbatches do not divide the update."""
+        """`document_mask`: give document ids with the tokens. An update is whole microbatches of
+        all ranks."""
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
-        round_size = microbatch_size * num_data_ranks
-        if microbatch_size < 1 or instances_per_step < 1 or instances_per_step % round_size:
-            raise ConfigError(
-                f"train.global_batch_tokens: {instances_per_step} instances a step are not whole "
-                f"microbatches of train.microbatch_size={microbatch_size} on {num_data_ranks} data "
-                f"ranks; make them a multiple of {round_size}"
-            )
+        assert instances_per_step % (microbatch_size * num_data_ranks) == 0, instances_per_step
         self._dataset = dataset
         self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
         self._document_mask = document_mask
@@ -95,12 +88,6 @@ class Loader:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of update `step` (from 1), in order.

@@ -7,6 +7,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from optimus.data.dataset import InstanceSource
+from optimus.data.tokenizer import TextTokenizer
+
+_PROMPT_TOKENS = 16
+
 
 @torch.no_grad()
 def generate(
@@ -28,8 +33,6 @@ def generate(
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
     tokens = prompt
     for _ in range(new_tokens):
         logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
@@ -37,8 +40,19 @@ def generate(
         tokens = torch.cat([tokens, torch.tensor([following], device=tokens.device)])
         if following in stop_tokens:
             break
-    model.train(was_training)
     return tokens[prompt.numel() :]
+
+
+def sample_text(model: nn.Module, dataset: InstanceSource, new_tokens: int, seed: int) -> str:
+    """The beginning of the first instance of `dataset`, continued by the model, up to the first of
+    `eos_token_ids`. Tokens behind are drawn too: passes may be collectives."""
+    device = next(model.parameters()).device
+    instance = torch.from_numpy(dataset.read(0, 1))[0].to(device)
+    prompt = instance[:_PROMPT_TOKENS]
+    new = generate(model, prompt, new_tokens, context=dataset.context, seed=seed).tolist()
+    ends = (at for at, token in enumerate(new, 1) if token in model.config.eos_token_ids)
+    ids = prompt.tolist() + new[: next(ends, None)]
+    return TextTokenizer(dataset.tokenizer_file).decode(ids)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,11 +143,6 @@ class TensorFiles:
             )
         return file, stored
 
-    def meta(self, name: str) -> Tensor:
-        """A tensor's shape and dtype, from the file's header."""
-        _, stored = self.find(name)
-        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
-
     def close(self) -> None:
         for file in self._open.values():
             file.close()
@@ -176,6 +172,24 @@ class TensorFiles:
         if name not in self._open:
             self._open[name] = TensorFile(self.path / name)
         return self._open[name]
+
+
+def check_shapes(
+    path: str | os.PathLike,
+    found: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+) -> None:
+    """Refuse weights that are not just the tensors of these names and shapes: CheckpointError names
+    the first that is missing, superfluous or of another shape."""
+    if odd := sorted(found.keys() ^ expected.keys()):
+        where = "has no place in this model, but is in" if odd[0] in found else "is missing in"
+        raise CheckpointError(f"tensor {odd[0]} {where} {path}")
+    for name, shape in expected.items():
+        if tuple(found[name]) != tuple(shape):
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(found[name])}, this model's has "
+                f"{list(shape)}"
+            )
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

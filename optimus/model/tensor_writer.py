@@ -161,7 +161,7 @@ def create_files(directory: Path, plan: FilePlan) -> None:
             os.close(fd)
 
 
-class TensorWriter:
+class TensorWriter(files.Closing):
     """One writer's part of the files of a plan, which `create_files` made; others may write too."""
 
     def __init__(self, directory: Path, plan: FilePlan, counts: bool = False) -> None:
@@ -200,12 +200,6 @@ class TensorWriter:
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
-
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _fd(self, file: str) -> int:
         if file not in self._fds:

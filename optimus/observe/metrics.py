@@ -51,11 +51,7 @@ class JsonLines:
     def close(self) -> None:
         """Raises OSError if lines could not be written."""
         try:
-            with self._lock:
-                self._write()
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            raise
+            self.sync()
         finally:
             os.close(self._fd)
 
@@ -79,11 +75,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_after(path: Path, step: int, cut_log: Path) -> int:
+def cut_after(path: Path, step: int, cut_log: Path) -> None:
     """Keep the lines up to `step`, atomically; move later ones to `cut_log`, where they are durable
-    before they go; return how many."""
+    before they go."""
     if not path.exists():
-        return 0
+        return
     lines = path.read_bytes().splitlines()
     kept = [line for line in lines if _step(line) <= step]
     moved = [line for line in lines if _step(line) > step]
@@ -98,7 +94,6 @@ def cut_after(path: Path, step: int, cut_log: Path) -> int:
     if damaged := sum(_step(line) == math.inf for line in lines[:-1]):  # a kill tears the last
         what = f"{damaged} of its lines cannot be read; they are in {cut_log}"
         print(f"optimus: WARNING: {path}: {what}", file=sys.stderr)
-    return len(moved)
 
 
 def _step(line: bytes) -> float:

@@ -38,9 +38,5 @@ class TensorBoard:
 
     def _end(self, error: OSError) -> None:
         self._writer = None
-        print(
-            f"optimus: WARNING: tb/: {error.strerror}; TensorBoard events end here, metrics.jsonl "
-            "goes on",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = "TensorBoard events end here, metrics.jsonl goes on"
+        print(f"optimus: WARNING: tb/: {error.strerror}; {what}", file=sys.stderr, flush=True)

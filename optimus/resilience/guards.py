@@ -55,18 +55,15 @@ class ForwardWatch:
             for handle in handles:
                 handle.remove()
 
-    def look(self, sent: Tensor) -> None:
-        """At what this rank is about to put into a collective."""
-        self._note(sent)
-
     def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
         self._running.append((name, _all_finite(inputs)))
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._note(output)
+        self.look(output)
         self._running.pop()
 
-    def _note(self, value: object) -> None:
+    def look(self, value: object) -> None:
+        """At a module's output, or at what this rank is about to put into a collective."""
         self._events += 1
         if self.module or _all_finite(value):
             return

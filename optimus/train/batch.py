@@ -38,10 +38,8 @@ class BatchPlan:
 def plan_batch(config: Config, num_data_ranks: int) -> BatchPlan:
     """The batch plan of a run; ConfigError names the nearest batch that the ranks divide."""
     train = config.train
-    if train.seq_len < 2:
-        raise ConfigError(
-            "train.seq_len is missing; give the data set's context, in tokens (at least 2)"
-        )
+    if not train.seq_len:
+        raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
     tokens_per_round = train.microbatch_size * train.seq_len * num_data_ranks
     batch_tokens = train.global_batch_tokens or tokens_per_round
     if batch_tokens % tokens_per_round:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -43,7 +42,8 @@ def measure_grouped_gemm(config: Config, device: torch.device) -> str:
         for form in ("torch", "loop"):
             set_form(form)
             try:
-                seconds[form] = _best(run, device)
+                run()  # may compile or tune
+                seconds[form] = platform.best_of(_TIMED, run, device)
             except ValueError as error:
                 print(f"optimus: {one_line(error)}", file=sys.stderr, flush=True)
     finally:
@@ -77,16 +77,3 @@ def _experts_pass(
         torch.autograd.grad(out.square().sum(), leaves)
 
     return run
-
-
-def _best(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the quickest of a few passes, after one that may compile or tune."""
-    run()
-    taken = []
-    for _ in range(_TIMED):
-        platform.synchronize(device)
-        start = time.perf_counter()
-        run()
-        platform.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)

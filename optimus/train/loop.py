@@ -18,8 +18,8 @@ from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
 from optimus.dist.world import World, end_world, start_world, tells_first
 from optimus.errors import LostPeerError, OptimusError, Stopped
+from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
-from optimus.evaluate.sample import sample_text
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
@@ -31,10 +31,10 @@ from optimus.train.kernels import settle_kernels
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight, with_start
+from optimus.train.rank_model import RankModel, uncompiled
 from optimus.train.run_dir import RunDirectory, say_start
 from optimus.train.save import Saves, check_saves
 from optimus.train.settle import recompute_news, settle_dispatch
-from optimus.train.shard import Shard, uncompiled
 from optimus.train.stop import StopRequest
 from optimus.train.update import Updater, UpdateResult
 from optimus_kernels.product import fastest_library
@@ -124,12 +124,12 @@ class Run:
         self.stop_request = StopRequest(config.train.deadline_s)
         self.directory = directory
         self.groups = join_groups(flight.mesh, world, config.parallel.virtual_stages)
-        self.shard = Shard(config, self.groups, flight.plan, world.device)
-        self.model, layout = self.shard.model, self.shard.layout
+        self.part = RankModel(config, self.groups, flight.plan, world.device)
+        self.model, layout = self.part.model, self.part.layout
         if flight.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
-        self.states = self.shard.make_states()
-        config, flight, news = settle_dispatch(config, flight, self.groups, self.shard, self.states)
+        self.states = self.part.make_states()
+        config, flight, news = settle_dispatch(config, flight, self.groups, self.part, self.states)
         self.config = config
         scaling = LossScale(config, flight.plan.num_microbatches)
         rank_states = states_of_rank(config, layout, self.groups, self.states)
@@ -138,7 +138,7 @@ class Run:
         )
         sync_logs = directory.sync if directory is not None else lambda: None
         self.saves = Saves(config, world, flight, self.states, rank_states, scaling, sync_logs)
-        news += recompute_news(config, self.groups, self.shard)
+        news += recompute_news(config, self.groups, self.part)
         self.peak_flops = float("nan")
         if directory is not None:
             directory.open(config, flight, self.last_step)
@@ -148,7 +148,7 @@ class Run:
         if config.train.compile:
             self.model.compile_blocks()
         self.updater = Updater(
-            config, self.groups, self.shard, self.states, flight.plan, world.device, scaling
+            config, self.groups, self.part, self.states, flight.plan, world.device, scaling
         )
         self.loader = Loader(
             flight.dataset,
@@ -221,7 +221,7 @@ class Run:
             return
         with uncompiled(self.config):
             held_out = held_out_loss(
-                self.shard.cross_entropies,
+                self.part.cross_entropies,
                 dataset,
                 train.microbatch_size,
                 self.groups.everyone,

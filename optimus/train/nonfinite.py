@@ -17,7 +17,7 @@ from optimus.dist.collectives import all_gather_objects, greatest, looking_at_wh
 from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
-from optimus.train.shard import Shard, uncompiled
+from optimus.train.rank_model import RankModel, uncompiled
 
 
 class Finding(NamedTuple):
@@ -43,9 +43,11 @@ class Watch:
     A rank that found something goes on with its schedule, since the others wait for what it sends.
     """
 
-    def __init__(self, config: Config, groups: Groups, shard: Shard, states: ChunkEngine) -> None:
-        self._config, self._groups, self._shard, self._states = config, groups, shard, states
-        self._device = next(shard.model.parameters()).device
+    def __init__(
+        self, config: Config, groups: Groups, part: RankModel, states: ChunkEngine
+    ) -> None:
+        self._config, self._groups, self._part, self._states = config, groups, part, states
+        self._device = next(part.model.parameters()).device
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -87,7 +89,7 @@ class Watch:
     def _losses_are_finite(self) -> bool:
         values = [
             value.reshape(-1)
-            for one in self._shard.executor.terms.values()
+            for one in self._part.executor.terms.values()
             for value in (one.ce_sum, one.aux, one.z)
             if value is not None and value.numel()
         ]
@@ -110,8 +112,8 @@ class Watch:
         watch, stage = guards.ForwardWatch(), self._groups.place.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         looking = looking_at_what_is_sent(watch.look)
-        with uncompiled(self._config), looking, watch.over(self._shard.model):
-            self._shard.executor.evaluate(microbatches)
+        with uncompiled(self._config), looking, watch.over(self._part.model):
+            self._part.executor.evaluate(microbatches)
         if parameter:
             return self._finding(0, stage, 0, 0, f"parameter {parameter} is non-finite")
         if watch.module:
@@ -123,15 +125,15 @@ class Watch:
         """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
         on the rank that put it into a collective first: backward runs once more to see that."""
         states, sent = self._states, []
-        states.finish()  # what is under way
-        states.start()
+        states.gradients.finish()  # what is under way
+        states.gradients.start()
         looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
         with uncompiled(self._config), looking:
-            self._shard.executor.run(
+            self._part.executor.run(
                 microbatches,
-                lambda stage, _: states.reduce(stage),
+                lambda stage, _: states.gradients.reduce(stage),
                 lambda: None,
-                states.before_backward,
+                states.gradients.before_backward,
             )
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf

@@ -12,7 +12,7 @@ from optimus.parallel.expert import dispatchers
 from optimus.parallel.recompute_cost import measure_recompute
 from optimus.platform import dtype_of
 from optimus.train.preflight import Preflight
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 
 _DISPATCH = "parallel.ep_dispatch"
 _SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.deterministic")
@@ -20,14 +20,14 @@ _SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.determini
 
 
 def settle_dispatch(
-    config: Config, flight: Preflight, groups: Groups, shard: Shard, states: ChunkEngine
+    config: Config, flight: Preflight, groups: Groups, part: RankModel, states: ChunkEngine
 ) -> tuple[Config, Preflight, list[str]]:
     """Choose `parallel.ep_dispatch` where it is "auto": in both values it is then what was chosen,
     and the lines are for the log. A collective of all ranks, alike on each."""
     stored = flight.start.full.settings if flight.start.full is not None else {}
     same = all(stored.get(key) == flight.settings[key] for key in _SAME)
     kept = stored.get(_DISPATCH, "auto") if same else "auto"
-    config, news = take_dispatch(config, groups, shard, states, kept)
+    config, news = take_dispatch(config, groups, part, states, kept)
     if news:
         settings = flight.settings | {_DISPATCH: config.parallel.ep_dispatch}
         flight = replace(flight, settings=settings)
@@ -35,50 +35,46 @@ def settle_dispatch(
 
 
 def take_dispatch(
-    config: Config, groups: Groups, shard: Shard, states: ChunkEngine, kept: str = "auto"
+    config: Config, groups: Groups, part: RankModel, states: ChunkEngine, kept: str = "auto"
 ) -> tuple[Config, list[str]]:
     """Put the dispatch that "auto" stands for into the model and the configuration, and say so in a
     line: the checkpoint's where it `kept` one, else what is measured to be faster."""
     if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
         return config, []
-    if config.train.deterministic:
+    train = config.train
+    if train.deterministic:
         choice, why = "allgather", "train.deterministic takes it"
     elif kept != "auto":
         choice, why = kept, "as in the checkpoint"
     else:
-        experts = {id(p) for one in dispatchers(shard.model)[:1] for p in one.experts.parameters()}
-        states.gather([name for name, p in shard.model.named_parameters() if id(p) in experts])
-        seconds = _measure(config, groups, shard)
+        experts = {id(p) for one in dispatchers(part.model)[:1] for p in one.experts.parameters()}
+        states.gather([name for name, p in part.model.named_parameters() if id(p) in experts])
+        seconds = measure_dispatches(
+            part.model,
+            (train.microbatch_size * train.seq_len, config.model.hidden_size),
+            config.model.num_experts_per_tok,
+            dtype_of(train.dtype),
+            groups.everyone,
+            seed=groups.data.rank,
+        )
         choice = min(seconds, key=lambda name: seconds[name])
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
         why = f"{times} for a layer, forward and backward, on the slowest rank"
-    for one in dispatchers(shard.model):
+    for one in dispatchers(part.model):
         one.dispatch = choice
     parallel = config.parallel.model_copy(update={"ep_dispatch": choice})
     news = f"{_DISPATCH}: {choice} ({why})"
     return config.model_copy(update={"parallel": parallel}), [news]
 
 
-def _measure(config: Config, groups: Groups, shard: Shard) -> dict[str, float]:
-    model, train = config.model, config.train
-    return measure_dispatches(
-        shard.model,
-        (train.microbatch_size * train.seq_len, model.hidden_size),
-        model.num_experts_per_tok,
-        dtype_of(train.dtype),
-        groups.everyone,
-        seed=groups.data.rank,
-    )
-
-
-def recompute_news(config: Config, groups: Groups, shard: Shard) -> list[str]:
+def recompute_news(config: Config, groups: Groups, part: RankModel) -> list[str]:
     """For the log: what `recompute.modules` saves and costs, on this rank. A collective of the
     ranks that share layers."""
     modules, model, train = config.recompute.modules, config.model, config.train
     if not modules:
         return []
-    length = train.seq_len // shard.model.sequence_shards
+    length = train.seq_len // part.model.sequence_shards
     shape = (train.microbatch_size, length, model.hidden_size)
-    cost = measure_recompute(shard.model, shape, dtype_of(train.dtype), seed=groups.data.rank)
-    layers = len(shard.model.blocks)
+    cost = measure_recompute(part.model, shape, dtype_of(train.dtype), seed=groups.data.rank)
+    layers = len(part.model.blocks)
     return [f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} layers of rank 0"]

@@ -20,8 +20,8 @@ from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan
 from optimus.train.loss_scale import LossScale
 from optimus.train.nonfinite import Watch
+from optimus.train.rank_model import RankModel
 from optimus.train.schedule import clips_at, learning_rate
-from optimus.train.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Updater:
         self,
         config: Config,
         groups: Groups,
-        shard: Shard,
+        part: RankModel,
         states: ChunkEngine,
         plan: BatchPlan,
         device: torch.device,
@@ -60,12 +60,12 @@ class Updater:
         """`loss_scale`: that of a run which goes on; None begins anew."""
         self._loss_scale = loss_scale or LossScale(config, plan.num_microbatches)
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
-        self._shard, self._states = shard, states
-        shard.add_in_place(states)
+        self._part, self._states = part, states
+        part.add_in_place(states)
         if config.train.deterministic:
-            shard.keep_microbatches_apart()
-        self._watch = Watch(config, groups, shard, states)
-        states.before_sum = self._watch.look_at
+            part.keep_microbatches_apart()
+        self._watch = Watch(config, groups, part, states)
+        states.gradients.before_sum = self._watch.look_at
         self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -75,17 +75,17 @@ class Updater:
         Raises NonFiniteError on every rank, before masters change, if any rank's loss or gradient
         is not finite; while the loss scale can still fall, the update is skipped instead.
         """
-        self._shard.executor.loss_scale = scale = self._loss_scale.scale
-        own = self._shard.to_device(microbatches)
+        self._part.executor.loss_scale = scale = self._loss_scale.scale
+        own = self._part.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        self._states.start()
-        terms = self._shard.executor.run(
+        self._states.gradients.start()
+        terms = self._part.executor.run(
             own,
-            lambda stage, microbatch: self._states.reduce(stage),
+            lambda stage, microbatch: self._states.gradients.reduce(stage),
             self._make_update(step, own, lr),
-            self._states.before_backward,
-            self._states.last_backward,
+            self._states.gradients.before_backward,
+            self._states.gradients.last_backward,
         )
         return self._result(step, terms, lr, scale)
 
@@ -97,7 +97,9 @@ class Updater:
             overflow = self._watch.anyone_in_trouble()
             if overflow and not scaling.can_fall:
                 self._watch.explain(own, scaling.at_its_least())
-            self._states.finish(self._far_ends)  # of thrown away gradients too: all is received
+            self._states.gradients.finish(
+                self._far_ends
+            )  # of thrown away gradients too: all is received
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
                 scaling.after_overflow()
@@ -165,7 +167,7 @@ class Updater:
         rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
         if self._groups.counts:
             for (stage, _), one in terms.items():
-                here = [layer for layer in self._shard.layout.layers[stage] if layer in sparse]
+                here = [layer for layer in self._part.layout.layers[stage] if layer in sparse]
                 for layer, counts in zip(here, one.counts, strict=True):
                     rows[sparse.index(layer), : len(counts)] += counts
         all_reduce_sum(rows, self._groups.everyone)

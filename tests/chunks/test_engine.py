@@ -41,7 +41,7 @@ def make_engine(model, dtype=torch.float32, chunk_length=4000) -> ChunkEngine:
     model.separate_tied_uses()
     for name, leaf in model.tied_uses().items():
         engine.add_use(Use(name, leaf, "embed.weight"))
-    engine.start()
+    engine.gradients.start()
     return engine
 
 
@@ -51,8 +51,8 @@ def backward(model, seed=0):
 
 
 def complete(engine: ChunkEngine) -> None:
-    engine.reduce(0)
-    engine.finish()
+    engine.gradients.reduce(0)
+    engine.gradients.finish()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +76,7 @@ def test_update_equals_torch_adamw_to_the_last_bit():
         plain.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, weight_decay=0.1, fused=True
     )
     for step in range(3):
-        engine.start()
+        engine.gradients.start()
         optimizer.zero_grad()
         backward(model, step)
         backward(plain, step)

@@ -118,15 +118,15 @@ def step_by_step() -> dict:
         model(torch.full((1, 8), group.rank + 1.0)).sum().backward()
 
     traffic.clear()
-    engine.start()
+    engine.gradients.start()
     backward()
     count("a backward before the last", "reduce_scatter")
-    with engine.last_backward(0):
+    with engine.gradients.last_backward(0):
         backward()
     count("within the last backward", "reduce_scatter")
-    engine.reduce(0)
+    engine.gradients.reduce(0)
     count("behind it", "reduce_scatter")
-    engine.finish()
+    engine.gradients.finish()
     shared = {name: gradient.clone() for name, gradient in whole_of(engine, "grad").items()}
     traffic.clear()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}

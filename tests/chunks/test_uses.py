@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from optimus.chunks.departures import Departures, Parcel
+from optimus.chunks.arrivals import watch_first_uses
+from optimus.chunks.departures import Completion, Departures, Parcel, Procession
 from optimus.chunks.states import Home
-from optimus.chunks.uses import Completion, FirstUses, Procession
 
 
 def test_what_was_ready_in_one_step_is_not_in_the_next():
@@ -173,7 +173,7 @@ def test_every_reader_announces_its_chunks_before_it_runs():
         (net.layers[2], ["2"]),
         (net, []),
     ]
-    FirstUses(readers, chunk_of, events.append)
+    watch_first_uses(readers, chunk_of, events.append)
     for number, layer in enumerate(net.layers):
         layer.register_forward_hook(lambda *_, number=number: events.append(f"layer {number}"))
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from optimus.data.dataset import TokenDataset
 from optimus.data.documents import document_ids
 from optimus.data.loader import Loader, Microbatch
-from optimus.errors import ConfigError, DataError
+from optimus.errors import DataError
 
 
 def joined(microbatches: list[Microbatch]) -> torch.Tensor:
@@ -133,12 +133,6 @@ def test_close_ends_a_thread_that_waits_to_hand_over(dataset):
     loader.close()
     loader.close()
     assert time.monotonic() - start < 5 and not loader_threads()
-
-
-@pytest.mark.parametrize(("per_step", "size", "ranks"), [(10, 3, 1), (8, 2, 3), (0, 1, 1)])
-def test_what_does_not_divide_is_refused(dataset, per_step, size, ranks):
-    with pytest.raises(ConfigError, match=r"train\.global_batch_tokens"):
-        Loader(dataset, per_step, size, 0, ranks)
 
 
 def test_document_ids_count_the_ends_before_a_token():

@@ -7,8 +7,7 @@ import torch
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import tokenizer_beside
 from optimus.evaluate.checkpoint import continue_text
-from optimus.evaluate.generate import generate
-from optimus.evaluate.sample import sample_text
+from optimus.evaluate.generate import generate, sample_text
 from optimus.model.hf import write_hf
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer

@@ -20,7 +20,7 @@ from optimus.config import ModelConfig
 from optimus.dist.collectives import all_gather_objects
 from optimus.dist.world import World, start_world
 from optimus.model.router import Router
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
 from tests.helpers.whole import WholeModel
@@ -243,7 +243,7 @@ def _before_clipping(states: ChunkEngine, whole: WholeModel) -> dict[str, Tensor
 class _Routes:
     """Listens to the routers."""
 
-    def __init__(self, shard: Shard, data_rank: int, num_data_ranks: int) -> None:
+    def __init__(self, shard: RankModel, data_rank: int, num_data_ranks: int) -> None:
         self.found: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.step = 0
         self._place = (data_rank, num_data_ranks)

@@ -9,7 +9,7 @@ import numpy
 from optimus.checkpoint.index import Index, decode, encode
 from optimus.checkpoint.pieces import Piece, spans_to_read, spans_to_write
 from optimus.checkpoint.shards import Identity
-from optimus.checkpoint.transfer import Want, read_wants, write_shard
+from optimus.checkpoint.transfer import Readers, Want, write_shard
 from optimus.chunks.layout import STATES
 from tests.helpers.held import Holding, Holdings
 
@@ -82,7 +82,8 @@ def assert_loads(directory: Path, index: Index, holdings: Holdings, states: dict
     """Every rank of the layout reads its part of every state, to the bit."""
     for rank in range(holdings.mesh.world_size):
         wants = wants_of(holdings.of(rank), holdings, rank)
-        read_wants(directory, index, wants)
+        with Readers(directory, index, 1) as readers:
+            readers.read(wants)
         for want in wants:
             memory = numpy.frombuffer(want.memory, dtype=numpy.float32)
             for piece, at in want.pieces:

@@ -140,6 +140,29 @@ def make_engine(
     return engine
 
 
+def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
+    """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
+    flats = {"params": [one.params for one in engine.chunks], "grads": engine.gradients.flats}
+    return {
+        kind: sum(flat.untyped_storage().nbytes() for flat in every)
+        for kind, every in flats.items()
+    }
+
+
+def watch_visits(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
+    """Unit, whether backward, and bytes of whole parameters, of every visit from now on."""
+    cache, seen = engine.cache, []
+    if cache is not None:
+        visit = cache.visit
+
+        def noted(unit: int, backward: bool) -> None:
+            visit(unit, backward)
+            seen.append((unit, backward, resident_bytes(engine)["params"]))
+
+        cache.visit = noted
+    return seen
+
+
 def batch(number: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
 
@@ -155,32 +178,32 @@ def _train(case: Case, world: Group) -> Outcome:
     tower = Tower(case.n, case.region)
     engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
-    losses, gradients = [], []
-    engine.before_sum = lambda one: gradients.append(engine.resident_bytes["grads"])
+    losses, gradients, visits = [], [], watch_visits(engine)
+    engine.gradients.before_sum = lambda one: gradients.append(resident_bytes(engine)["grads"])
     for step in range(case.steps):
         gradients.clear()
         traffic.clear()
-        engine.start()
+        engine.gradients.start()
         for microbatch in range(case.microbatches):
             number = (step * case.microbatches + microbatch) * world.size + world.rank
             loss = (tower(batch(number, case.dtype)) - 1).square().float().mean()
             (loss / (case.microbatches * world.size)).backward()
             losses.append(loss.item())
             if each or microbatch == case.microbatches - 1:
-                engine.reduce(0)
-        engine.finish()
+                engine.gradients.reduce(0)
+        engine.gradients.finish()
         engine.update(LR)
     counted = {name: list(entry) for (_, name), entry in traffic.items()}
     planned, trace, plan = 0, [], []
     if engine.cache is not None:
         size = CHUNK * case.dtype.itemsize
         planned = len(fetched(engine.cache.plan))
-        trace = [(visit.unit, visit.backward, held) for visit, held in engine.cache.trace]
+        trace = visits[-len(engine.cache.plan.steps) :]
         plan = [
             (step.visit.unit, step.visit.backward, len(step.resident) * size)
             for step in engine.cache.plan.steps
         ]
-    between = engine.resident_bytes
+    between = resident_bytes(engine)
     masters = torch.cat([one.flatten() for one in whole_of(engine, "master").values()])
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
     return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)

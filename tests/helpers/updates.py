@@ -14,7 +14,7 @@ from optimus.dist.mesh import make_mesh
 from optimus.dist.world import World, start_world
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan, plan_batch
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from optimus.train.update import Updater
 from tests.helpers.tiny import CONTEXT, VOCAB
 
@@ -38,7 +38,7 @@ class MadeShard(NamedTuple):
     world: World
     groups: Groups
     plan: BatchPlan
-    shard: Shard
+    shard: RankModel
 
 
 class Made(NamedTuple):
@@ -46,7 +46,7 @@ class Made(NamedTuple):
     world: World
     groups: Groups
     plan: BatchPlan
-    shard: Shard
+    shard: RankModel
     states: ChunkEngine
     updater: Updater
 
@@ -60,13 +60,13 @@ def make_shard(tree: dict[str, Any], world: World | None = None) -> MadeShard:
     mesh = make_mesh(parallel, world.size)
     groups = join_groups(mesh, world, parallel.virtual_stages)
     plan = plan_batch(config, mesh.num_data_ranks)
-    shard = Shard(config, groups, plan, world.device)
+    shard = RankModel(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     return MadeShard(config, world, groups, plan, shard)
 
 
 def make_updater(tree: dict[str, Any], world: World | None = None, poison: bool = False) -> Made:
-    """The same with what updates it; `poison` as in `Shard.make_states`."""
+    """The same with what updates it; `poison` as in `RankModel.make_states`."""
     made = make_shard(tree, world)
     states = made.shard.make_states(poison)
     updater = Updater(made.config, made.groups, made.shard, states, made.plan, made.world.device)

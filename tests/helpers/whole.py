@@ -8,18 +8,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.load import check_shapes
 from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.transfer import Want, read_wants
+from optimus.checkpoint.transfer import Readers, Want
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.axes import MODEL
-from optimus.dist.collectives import all_gather, receive, send
+from optimus.dist.collectives import receive, send
 from optimus.dist.groups import Groups
 from optimus.dist.mesh import Place
 from optimus.dist.rules import copy_axes
-from optimus.model.tensor_files import as_bytes
+from optimus.model.tensor_files import as_bytes, check_shapes
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import Intervals, Placement, whole_model
@@ -31,10 +30,7 @@ def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     engine.wait()
     out = {}
     for one in engine.chunks:
-        flat = getattr(one, state)
-        if one.home.shards.size > 1:
-            flat = flat.new_empty(one.chunk.length)
-            all_gather(flat, getattr(one, state), one.home.shards)
+        flat = one.whole(getattr(one, state))
         out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
     if state == "master":
         out |= {name: view.float() for name, view in engine.frozen.parameters().items()}
@@ -117,10 +113,11 @@ def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "mas
     shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
     if state != "master":
         shapes = {name: index.shapes[name] for name in index.shapes} | shapes
-    check_shapes(manifest.path, index, shapes)
+    check_shapes(manifest.path, index.shapes, shapes)
     wants = []
     for name, tensor in into.items():
         assert tensor.dtype is torch.float32 and tensor.is_contiguous()
         piece = Piece(name, whole_box(tensor.shape), 0, tensor.numel())
         wants.append(Want(state, [(piece, 0)], as_bytes(tensor)))
-    read_wants(manifest.path, index, wants)
+    with Readers(manifest.path, index, 1) as readers:
+        readers.read(wants)

@@ -114,6 +114,7 @@ REFUSED = {
     "per_layer_config": ({"0": {"head_dim": 4}}, "head_dim"),
     "partial_rotary_factor": (0.5, "0.5"),
     "head_dim": (48, "48"),
+    "num_attention_heads": (0, "0"),
     "pad_token_id": (99999, "99999"),
     "rope_scaling": ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
     "rope_parameters": ({"full_attention": {"rope_type": "default"}}, "full_attention"),

@@ -43,7 +43,7 @@ BAD = {
 def test_a_header_that_makes_no_sense_is_refused(tmp_path, name):
     write(tmp_path, *BAD[name])
     with pytest.raises(CheckpointError, match="header"):
-        TensorFiles(tmp_path).meta("a")
+        TensorFiles(tmp_path).find("a")
 
 
 def test_a_header_of_more_than_the_library_reads_is_refused(tmp_path):
@@ -58,7 +58,7 @@ def test_a_header_of_more_than_the_library_reads_is_refused(tmp_path):
 def test_an_empty_tensor_may_stand_anywhere(tmp_path):
     write(tmp_path, {"a": one([1], [0, 4]), "z": one([3, 0], [0, 0]), "y": one([0], [4, 4])}, 4)
     files = TensorFiles(tmp_path)
-    assert [tuple(files.meta(name).shape) for name in "azy"] == [(1,), (3, 0), (0,)]
+    assert [files.find(name)[1].shape for name in "azy"] == [(1,), (3, 0), (0,)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from optimus.chunks import gradients as gradients_module
 from optimus.dist.world import World, start_world
 from optimus.errors import NonFiniteError
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from optimus_kernels import experts_loop
 from tests.helpers.tiny import CONTEXT, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
@@ -35,22 +35,22 @@ def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
     by_autograd = updates(tree, world, lambda shard, states: None)
-    return updates(tree, world, Shard.add_in_place), by_autograd
+    return updates(tree, world, RankModel.add_in_place), by_autograd
 
 
 def updates(tree: dict, world: World, add_in_place) -> Seen:
-    plain_add, plain_fresh = Shard.add_in_place, experts_loop.fresh_grads
+    plain_add, plain_fresh = RankModel.add_in_place, experts_loop.fresh_grads
     made = []
 
     def fresh(parameters):
         made.append(1)
         return plain_fresh(parameters)
 
-    Shard.add_in_place, experts_loop.fresh_grads = add_in_place, fresh
+    RankModel.add_in_place, experts_loop.fresh_grads = add_in_place, fresh
     try:
         return watch(tree, world, made)
     finally:
-        Shard.add_in_place, experts_loop.fresh_grads = plain_add, plain_fresh
+        RankModel.add_in_place, experts_loop.fresh_grads = plain_add, plain_fresh
 
 
 def watch(tree: dict, world: World, made: list[int]) -> Seen:
@@ -127,6 +127,6 @@ def test_a_gradient_that_is_not_finite_is_seen(tmp_path):
     experts_loop.swiglu_backward_into = broken
     try:
         with pytest.raises(NonFiniteError, match=r"gradient of blocks\.1\.mlp\.experts\.down"):
-            updates(tiny_tree("d", tmp_path), start_world(device="cpu"), Shard.add_in_place)
+            updates(tiny_tree("d", tmp_path), start_world(device="cpu"), RankModel.add_in_place)
     finally:
         experts_loop.swiglu_backward_into = plain

@@ -24,7 +24,7 @@ from optimus.config import make_config
 from optimus.errors import CheckpointError
 from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import states_of_rank
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from tests.helpers.damage import flip
 from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
 from tests.helpers.small_saves import save_full
@@ -38,7 +38,7 @@ class Built(NamedTuple):
     """A rank's states, and the parts of whole tensors that they are."""
 
     states: RankStates
-    shard: Shard
+    shard: RankModel
 
 
 def build(tree: dict[str, Any]) -> Built:

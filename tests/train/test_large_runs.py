@@ -9,7 +9,7 @@ from optimus.config import load_config
 from optimus.dist.groups import join_groups
 from optimus.planner.plan import plan
 from optimus.train.preflight import divide
-from optimus.train.shard import Shard
+from optimus.train.rank_model import RankModel
 from tests.helpers.worlds import fake_world
 from tests.planner.test_plan import CONFIGS
 from tests.planner.test_states import LARGE
@@ -26,7 +26,7 @@ def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
     found = []
     for stage in range(mesh.pp):
         world = fake_world(stage * (WORLD // mesh.pp), WORLD)
-        shard = Shard(config, join_groups(mesh, world), batch, META)
+        shard = RankModel(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if "experts" in name)
         states = shard.make_states()

@@ -18,7 +18,7 @@ from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
-from tests.helpers.tower import fetched
+from tests.helpers.tower import fetched, resident_bytes, watch_visits
 from tests.helpers.updates import make_updater, numbered
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
@@ -174,19 +174,19 @@ def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
 def count_step(tree: dict) -> dict:
     """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
     _, _, _, plan, _, states, updater = make_updater(tree)
+    cache, visits = states.cache, watch_visits(states)
     for step in (1, 2):
         traffic.clear()
         updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
-    cache = states.cache
     sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
     return {
         "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
         "fetched": [sizes[number] for number in fetched(cache.plan)],
         "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),
-        "bytes": [held for _, held in cache.trace],
+        "bytes": [held for *_, held in visits[-len(cache.plan.steps) :]],
         "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
-        "between": states.resident_bytes,
+        "between": resident_bytes(states),
     }
 
 

@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
-from optimus.config.sections import ROPE_FIELDS
+from optimus.config.sections import ROPE_FIELDS, Count
 from optimus.errors import CheckpointError, ConfigError, one_line
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
@@ -28,24 +28,25 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscal
 
 
 class _Fields(BaseModel):
-    """What transformers reads of config.json, with its defaults where the file is silent."""
+    """What transformers reads of config.json, with its defaults where the file is silent. Of fields
+    with a meaning that our model does not have just the values are allowed that ask for nothing."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
+    num_attention_heads: Count
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     vocab_size: int = 50304
     max_position_embeddings: int
-    hidden_act: str = "silu"
+    hidden_act: Literal["silu", "swish"] = "silu"
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    attention_dropout: float = 0.0
-    clip_qkv: float | None = None
+    attention_dropout: Annotated[float, Field(le=0)] = 0.0
+    clip_qkv: Annotated[float, Field(gt=0)] | None = None
     pad_token_id: int | None = 1
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 50279
@@ -53,18 +54,18 @@ class _Fields(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
-    partial_rotary_factor: float | None = None
-    sliding_window: int | None = None
-    is_causal: bool = True
-    quantization_config: Any = None
-    per_layer_config: Any = None
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
+    sliding_window: None = None
+    is_causal: Literal[True] = True
+    quantization_config: None = None
+    per_layer_config: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
 class _Olmo(_Fields):
     hidden_size: int = 4096
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
-    num_attention_heads: int = 32
+    num_attention_heads: Count = 32
     max_position_embeddings: int = 2048
 
 
@@ -72,7 +73,7 @@ class _Olmoe(_Fields):
     hidden_size: int = 2048
     intermediate_size: int = 2048
     num_hidden_layers: int = 16
-    num_attention_heads: int = 16
+    num_attention_heads: Count = 16
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
     num_experts: int = 64
@@ -116,14 +117,19 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         fields = (_Olmoe if kind == "olmoe" else _Olmo).model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error)}") from None
-    _refuse(fields, source)
+    usual_head_dim = fields.hidden_size // fields.num_attention_heads
+    if kind == "olmoe" and fields.head_dim not in (None, usual_head_dim):
+        raise ConfigError(
+            f"{source}: head_dim = {fields.head_dim} is not supported by this model, whose q_norm "
+            f"is as wide as hidden_size = {fields.hidden_size}"
+        )
     model = {
         "architecture": kind,
         "num_layers": fields.num_hidden_layers,
         "hidden_size": fields.hidden_size,
         "num_attention_heads": fields.num_attention_heads,
         "num_key_value_heads": _derived(fields.num_key_value_heads, fields.num_attention_heads),
-        "head_dim": _derived(fields.head_dim, fields.hidden_size // fields.num_attention_heads),
+        "head_dim": _derived(fields.head_dim, usual_head_dim),
         "intermediate_size": fields.intermediate_size,
         "vocab_size": fields.vocab_size,
         "tie_embeddings": fields.tie_word_embeddings,
@@ -204,30 +210,6 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
             f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}"
         )
     return kind
-
-
-def _refuse(fields: _Fields, source: str) -> None:
-    """Fields with a meaning in transformers' model that ours does not have."""
-    head_dim = fields.head_dim or fields.hidden_size // max(1, fields.num_attention_heads)
-    width = head_dim * fields.num_attention_heads
-    refusals = {
-        "hidden_act": fields.hidden_act not in ("silu", "swish"),
-        "attention_dropout": fields.attention_dropout != 0,
-        "clip_qkv": fields.clip_qkv is not None and fields.clip_qkv <= 0,
-        "sliding_window": fields.sliding_window is not None,
-        "is_causal": not fields.is_causal,
-        "quantization_config": fields.quantization_config is not None,
-        "per_layer_config": bool(fields.per_layer_config),
-        "partial_rotary_factor": fields.partial_rotary_factor not in (None, 1),
-        # OLMoE's q_norm is as wide as hidden_size.
-        "head_dim": isinstance(fields, _Olmoe) and fields.head_dim and width != fields.hidden_size,
-    }
-    for key, refused in refusals.items():
-        if refused:
-            raise ConfigError(
-                f"{source}: {key} = {getattr(fields, key)!r} is not supported by this model; "
-                "convert a model without it"
-            )
 
 
 def _expressible(config: ModelConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,10 +14,9 @@ from optimus.config import ModelConfig
 from optimus.errors import CheckpointError, ConfigError, OptimusError
 from optimus.files import commit, temporary_name, write_json
 from optimus.model.hf.config import config_to_hf
-from optimus.model.hf.names import pieces
+from optimus.model.hf.names import places
 from optimus.model.tensor_files import INDEX
 from optimus.model.tensor_writer import FilePlan, Planned, TensorWriter, create_files, plan_files
-from optimus.model.transformer import Transformer
 
 FILE_BYTES = 5_000_000_000
 
@@ -26,12 +25,9 @@ def plan_hf(
     config: ModelConfig, dtypes: Mapping[str, torch.dtype], file_bytes: int = FILE_BYTES
 ) -> FilePlan:
     """The files of a model whose parameters are written in these dtypes, an expert a tensor."""
-    with torch.device("meta"):
-        model = Transformer(config)
     tensors = (
         Planned(theirs, name, view.storage_offset(), dtypes[name], tuple(view.shape))
-        for name, parameter in model.named_parameters()
-        for theirs, view in pieces(name, parameter)
+        for theirs, name, view in places(config, ())
     )
     return plan_files(tensors, file_bytes, {"format": "pt"})
 
@@ -53,21 +49,23 @@ def write_hf(
     weights: Iterable[tuple[str, int, Tensor]],
     dtypes: Mapping[str, torch.dtype],
     file_bytes: int = FILE_BYTES,
+    beside: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write config.json and safetensors, an expert a tensor, each parameter in its one of `dtypes`.
+    """Write config.json and safetensors, an expert a tensor, each parameter in its one of `dtypes`;
+    `beside` puts further files into the directory.
 
     `weights` are (our name, first element, values) of stretches of flattened parameters, in any
     order, which come as they are needed: one is in memory at a time. Files hold at most
     `file_bytes` (more only where one tensor is larger). The directory appears complete or not at
     all.
 
-    Raises ConfigError if the directory is there and not empty or transformers cannot express the
+    Raises ConfigError if the directory is there or transformers cannot express the
     model, CheckpointError if elements of a tensor are missing or superfluous, OptimusError if files
     cannot be written, and what `weights` raises.
     """
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty; name a new directory")
+    if directory.exists():
+        raise ConfigError(f"{directory} exists already; remove it or choose another place")
     plan = plan_hf(config, dtypes, file_bytes)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(directory)
@@ -75,8 +73,7 @@ def write_hf(
     try:
         write_hf_json(temporary, config, plan)
         write_all(temporary, plan, weights)
-        if directory.exists():
-            directory.rmdir()
+        beside(temporary)
         commit(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -35,7 +35,7 @@ def uncompiled(config: Config) -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
 
 
-class Shard:
+class RankModel:
     """One rank's model and what runs it."""
 
     def __init__(
