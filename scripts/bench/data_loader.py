@@ -37,20 +37,26 @@ PASSES = 10
 VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
+def save_tokenizer(path: Path, size: int) -> None:
+    """A tokenizer of so many ids, of which 0 ends documents."""
+    from tokenizers import Tokenizer, models
+
+    words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
 def make_data(folder: Path, tokens: int, context: int) -> None:
     """A Megatron data set of random ids in documents of some 500 tokens, and ours imported from it.
 
     Ids are random since no reader looks at them; lengths of documents are geometric.
     """
     import numpy as np
-    from tokenizers import AddedToken, Tokenizer, models
 
     from data_prep.cli import main as optimus_data
 
-    words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder / "tokenizer.json", VOCAB)
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / MEAN_DOCUMENT, tokens // MEAN_DOCUMENT).astype(np.int32) + 1
     stops = np.cumsum(lengths, dtype=np.int64)

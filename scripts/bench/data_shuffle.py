@@ -14,6 +14,7 @@ limit. `scaling` gives one worker a corpus and two workers two such corpora. One
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -31,46 +32,36 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from data_loader import save_tokenizer  # noqa: E402
+
 from data_prep import layout  # noqa: E402
+from data_prep.cli import main as optimus_data  # noqa: E402
 from data_prep.options import size as parse_size  # noqa: E402
 from data_prep.options import whole  # noqa: E402
 from data_prep.run import ShardRequest, shard  # noqa: E402
 from data_prep.shard import divide_memory  # noqa: E402
 from data_prep.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
-from data_prep.sources import InputFile  # noqa: E402
-from data_prep.token_arrays import array_path, docs_path, sidecar_path  # noqa: E402
-from data_prep.token_plan import TokenPlan  # noqa: E402
-from data_prep.tokenizer import TokenizerFacts  # noqa: E402
+from data_prep.sources import find_inputs  # noqa: E402
 from optimus import files  # noqa: E402
+from tests.data_prep.corpus import peak_memory  # noqa: E402
 
+VOCAB = 1 << 16
 UNIT_TOKENS = 32 << 20
 
 
 def make_token_arrays(out: Path, tokens: int) -> None:
-    """Random uint16 token arrays, as tokenizing would leave them, of `tokens` in all."""
-    folder = out / layout.TOKENS_DIR
-    folder.mkdir(parents=True)
-    counts = [UNIT_TOKENS] * (tokens // UNIT_TOKENS)
-    counts += [tokens % UNIT_TOKENS] if tokens % UNIT_TOKENS else []
-    inputs = tuple(InputFile(f"random{number:05d}", 1) for number in range(len(counts)))
-    facts = TokenizerFacts("0" * 64, 1 << 16, "<|endoftext|>", 0)
-    plan = TokenPlan(facts, "text", 0.0, inputs, tuple((n, n + 1) for n in range(len(counts))))
-    files.write_bytes(folder / layout.PLAN, files.checked_json(plan.to_json()))
-    plan_xxh3 = files.xxh3_file(folder / layout.PLAN)
-    rng = np.random.default_rng(0)
-    for number, count in enumerate(counts):
-        body = rng.integers(0, 1 << 16, count, np.uint16)
-        array = layout.npy_header((count,), "uint16") + body.tobytes()
-        docs = layout.npy_header((1, 3), "int64") + np.array([count, number, 0], "<i8").tobytes()
-        files.write_bytes(array_path(folder, number), array)
-        files.write_bytes(docs_path(folder, number), docs)
-        record = {"format": "optimus-token-array", "version": layout.VERSION, "plan": plan_xxh3}
-        record |= {"part": "train", "unit": number, "tokens": count, "documents": 1}
-        record["array"] = {"size": len(array), "xxh3": files.xxh3_bytes(array)}
-        record["docs"] = {"size": len(docs), "xxh3": files.xxh3_bytes(docs)}
-        record |= {"inputs": ["0" * 16], "set_aside": []}
-        layout.write_checked_json(sidecar_path(folder, number), record)
-    files.write_bytes(out / layout.TOKENIZER, b"{}")
+    """Token arrays of random ids of 16 bits, `tokens` in all, as `import` makes them."""
+    save_tokenizer(out.with_suffix(".json"), VOCAB)
+    rng, folder = np.random.default_rng(0), out.with_suffix(".ids")
+    folder.mkdir()
+    for number, first in enumerate(range(0, tokens, UNIT_TOKENS)):
+        ids = rng.integers(1, VOCAB, min(UNIT_TOKENS, tokens - first), np.uint16)
+        ids[-1] = 0  # the end of a document
+        np.save(folder / f"{number:05d}.npy", ids)
+    words = ["import", "--input", str(folder), "--tokenizer", str(out.with_suffix(".json"))]
+    with contextlib.redirect_stdout(sys.stderr):  # what it says is not the result
+        assert optimus_data([*words, "--out", str(out), "--workers", "1"]) == 0
+    shutil.rmtree(folder)
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
@@ -145,35 +136,20 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Peak memory of a process that shards N rows of `context` tokens."""
+    """The most memory of processes that shuffle and shard N rows of `context` tokens."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)
         result: dict = {"instances": args.instances, "context": args.context, "limit": args.memory}
         for strategy in ("gather", "bucket"):
-            out = Path(base, strategy)
-            code = (
-                "import sys, time; from data_prep.cli import main; t = time.time()\n"
-                f"a = main(['shuffle', {str(source)!r}, '--to', {str(out)!r}, '--context', "
-                f"'{args.context}'])\n"
-                f"b = main(['shard', {str(out)!r}, '--workers', '1', '--memory', '{args.memory}', "
-                f"'--strategy', '{strategy}'])\n"
-                "high = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
-                "print(a + b, int(high.split()[1]) * 1024, time.time() - t)"
-            )
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                check=True,
-                text=True,
-            )
-            status, peak, seconds = done.stdout.splitlines()[-1].split()
-            assert status == "0"
+            out, start = str(Path(base, strategy)), time.time()
+            order = ["shuffle", str(source), "--to", out, "--context", str(args.context)]
+            shards = ["shard", out, "--workers", "1", "--memory", str(args.memory)]
+            peak = max(map(peak_memory, (order, [*shards, "--strategy", strategy])))
             result[strategy] = {
-                "peak_bytes": int(peak),
-                "within_limit": int(peak) <= args.memory,
-                "wall_s": round(float(seconds), 1),
+                "peak_bytes": peak,
+                "within_limit": peak <= args.memory,
+                "wall_s": round(time.time() - start, 1),
             }
         one, two = (sorted(Path(base, name, "shards").iterdir()) for name in ("gather", "bucket"))
         result["identical"] = all(
@@ -187,8 +163,6 @@ def scaling(args: argparse.Namespace) -> dict:
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
-        from data_prep.sources import find_inputs
-
         found = find_inputs(args.input)
         for half in ("a", "b"):
             for number, file in enumerate(found):
