@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from data_prep.limits import Limits, bytes_of_line, bytes_of_text
-from data_prep.long_text import LongText, decode, survey, text_blocks
+from data_prep.long_text import LongText, survey, text_blocks
 from data_prep.parquet_pages import GroupPages
 from data_prep.sources import InputFile, kind_of, packing_of
 from data_prep.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
@@ -175,11 +175,8 @@ class InputReader:
             return _whole(data + stream.read())
         if self._start:
             _skip(stream, self._offset)
-            blocks = text_blocks(stream)
-        else:
-            first, tail = decode(data, last=False)
-            blocks = itertools.chain([first], text_blocks(stream, tail))
-        return LongText(found.size, found.xxh3, blocks, self._offset)
+            data = b""
+        return LongText(found.size, found.xxh3, text_blocks(data, stream), self._offset)
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits

@@ -6,6 +6,9 @@ of a file that turns out to be neither.
 
 from __future__ import annotations
 
+import codecs
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
@@ -41,39 +44,25 @@ class LongText:
 
 def survey(stream: IO[bytes]) -> Survey:
     """Read all of a text."""
-    digest, size, line, tail = xxhash.xxh3_64(), 0, 1, b""
-    problem = None
+    digest, decoder = xxhash.xxh3_64(), codecs.getincrementaldecoder("utf-8")()
+    size, line, problem = 0, 1, None
     while True:
         block = stream.read(BLOCK_BYTES)
         digest.update(block)
-        data = tail + block
         if problem is None:
+            held = len(decoder.getstate()[0])
             try:
-                _, tail = decode(data, last=not block)
+                line += decoder.decode(block, final=not block).count("\n")
             except UnicodeDecodeError as error:
-                line += data.count(b"\n", 0, error.start)
-                place = size - (len(data) - len(block)) + error.start
-                problem = line, f"invalid UTF-8: {error.reason} (byte {place} of the file)"
-                tail = b""
-            else:
-                line += data.count(b"\n", 0, len(data) - len(tail))
+                line += error.object.count(b"\n", 0, error.start)
+                what = f"{error.reason} (byte {size - held + error.start} of the file)"
+                problem = line, f"invalid UTF-8: {what}"
         size += len(block)
         if not block:
             return Survey(size, digest.intdigest(), problem)
 
 
-def decode(data: bytes, last: bool) -> tuple[str, bytes]:
-    """The text of `data`, and the bytes of a character that is not whole yet."""
-    try:
-        return data.decode(), b""
-    except UnicodeDecodeError as error:
-        if last or error.reason != "unexpected end of data":
-            raise
-        return data[: error.start].decode(), data[error.start :]
-
-
-def text_blocks(stream: IO[bytes], tail: bytes = b"") -> Iterator[str]:
-    """The text that a survey found to be UTF-8, from `tail` and where the stream stands."""
-    while block := stream.read(BLOCK_BYTES):
-        text, tail = decode(tail + block, last=False)
-        yield text
+def text_blocks(first: bytes, stream: IO[bytes]) -> Iterator[str]:
+    """The text, which a survey found to be UTF-8, of `first` and what the stream has left."""
+    more = iter(functools.partial(stream.read, BLOCK_BYTES), b"")
+    return codecs.iterdecode(itertools.chain([first], more), "utf-8")
