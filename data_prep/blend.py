@@ -73,6 +73,14 @@ class BlendOrder(InShards):
         return tuple(source.order for source in self.blended)
 
     @property
+    def weights(self) -> list[str]:
+        return [source.weight for source in self.blended]
+
+    @property
+    def carry_tails(self) -> bool:
+        return self.blended[0].order.carry_tails
+
+    @property
     def tail_tokens(self) -> int:
         """Tokens in no instance of any source's cut."""
         return sum(order.tail_tokens for order in self.sources)

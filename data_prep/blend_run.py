@@ -13,8 +13,8 @@ from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
 from data_prep.ranks import ALONE, Team, together, wait_for
-from data_prep.shuffle import make_order, rows_of_shard
-from data_prep.shuffle_run import ShuffleRequest, check_order, write_order
+from data_prep.shuffle import make_order
+from data_prep.shuffle_run import ShuffleRequest, check_order, require_as_asked, write_order
 from data_prep.token_plan import PARTS, read_plan
 from data_prep.token_set import part_of
 from data_prep.workspace import working_in
@@ -54,31 +54,11 @@ def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
         wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
         order = made()
         assert order is not None
-        _check_as_asked(order, request, weights)
+        most = mixing_of(weights).before_repeating([one.num_instances for one in order.sources])
+        more = {"weights": weights, "num_instances": request.instances or most}
+        ask = request.shuffle  # other ranks may ask for another blend
+        require_as_asked(request.out, order, ask, ask.carry_tails, **more)
         return order
-
-
-def _check_as_asked(order: BlendOrder, request: BlendRequest, weights: Sequence[str]) -> None:
-    """Raises DataError where an order is not what was asked for: other ranks may ask otherwise."""
-    ask = request.shuffle
-    most = mixing_of(weights).before_repeating([source.num_instances for source in order.sources])
-    for what, then, now in (
-        ("weights", [source.weight for source in order.blended], list(weights)),
-        ("context", order.context, ask.context),
-        ("seed", order.seed, ask.seed),
-        ("carry_tails", order.sources[0].carry_tails, ask.carry_tails),
-        ("instances", order.num_instances, request.instances or most),
-        (
-            "instances_per_shard",
-            order.instances_per_shard,
-            rows_of_shard(order.num_instances, order.row_bytes, ask.shard_bytes),
-        ),
-    ):
-        if then != now:
-            raise DataError(
-                f"{request.out} is another blend, with {what} = {then}, now {now}; choose another "
-                "--out"
-            )
 
 
 def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:

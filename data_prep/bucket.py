@@ -111,7 +111,8 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
     with contextlib.closing(
         open_gatherer(spill.dataset, order, spill.block_bytes // 8)
     ) as gatherer:
-        rows = gatherer.rows(instances)
+        out = np.empty((len(instances), order.context), layout.little_endian(order.dtype))
+        rows = gatherer.rows(instances, out)
     pieces = np.zeros((len(starts), 2), layout.little_endian("int64"))
     pieces[:, 0] = starts
     for shard in range(order.num_shards):

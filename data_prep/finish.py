@@ -51,7 +51,7 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
         documents=sum(unit.documents for unit in units),
         tokens=sum(unit.tokens for unit in units),
         tail_tokens=order.tail_tokens,
-        carry_tails=order.sources[0].carry_tails,
+        carry_tails=order.carry_tails,
         tails=order.tails(),
         tokens_dir=order.sources[0].tokens_dir,
         order_xxh3=order_xxh3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep import layout
 from data_prep.begin import check_tokenizer, copy_tokenizer
@@ -96,16 +97,19 @@ def as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
     Raises DataError.
     """
     order = read_order(place)
+    require_as_asked(place, order, request, request.carry_tails or held_out)
+    return order
+
+
+def require_as_asked(
+    place: Path, order: Order | BlendOrder, request: ShuffleRequest, carry_tails: bool, **more: Any
+) -> None:
+    """Raises DataError where an order is not of this request, or has other values than `more`."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
-    for key, now in (
-        ("context", request.context),
-        ("seed", request.seed),
-        ("carry_tails", request.carry_tails or held_out),
-        ("instances_per_shard", length),
-    ):
+    asked = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
+    for key, now in {**asked, "instances_per_shard": length}.items():
         if getattr(order, key) != now:
             raise DataError(_another_order(place, key, getattr(order, key), now, order))
-    return order
 
 
 def _another_order(
