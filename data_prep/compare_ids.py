@@ -7,10 +7,10 @@ from data_prep.ranks import Team, share, wait_for
 from data_prep.token_plan import parts_dirs
 from data_prep.tokenize import (
     TokenizeWork,
+    complete,
+    do_units,
     duplicate_error,
-    is_complete,
     memory_to_compare,
-    tokenize_all,
 )
 
 
@@ -28,18 +28,18 @@ def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
     units = [
         unit
         for unit, inputs in enumerate(work.plan.units)
-        if len(dropped.rows) and dropped.of_inputs(*inputs) and not is_complete(work, unit, dropped)
+        if len(dropped.rows) and dropped.of_inputs(*inputs) and not complete(work, unit, dropped)
     ]
     if not units:
         return
     sizes = [work.plan.unit_bytes(unit) for unit in units]
     mine = [units[item] for item in share(sizes, team.rank, team.world)]
-    tokenize_all(work, workers, mine, team.label("leave out duplicate ids"))
+    do_units(work, workers, mine, team.label("leave out duplicate ids"))
     if team.world > 1:
         wait_for(
             Team(1, 2, team.patience_s),
-            lambda: all(is_complete(work, unit, dropped) for unit in units),
-            lambda: tokenize_all(work, workers, units, team.label("leave out duplicate ids")),
+            lambda: all(complete(work, unit, dropped) for unit in units),
+            lambda: do_units(work, workers, units, team.label("leave out duplicate ids")),
         )
 
 

@@ -31,13 +31,13 @@ from data_prep.limits import divide_memory as memory_to_tokenize
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.packed import require_zstd
 from data_prep.progress import say
-from data_prep.ranks import ALONE, Team, do_together, share, together, wait_for
+from data_prep.ranks import ALONE, Team, share, together, wait_for
 from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
 from data_prep.shuffle import read_order
 from data_prep.shuffle_run import ShuffleRequest, as_asked, data_sets, shuffle
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
 from data_prep.token_plan import TokenPlan, parts_dirs, read_plan
-from data_prep.tokenize import check_inputs, missing_units, tokenize_all
+from data_prep.tokenize import check_inputs, make_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
@@ -126,16 +126,7 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
         if request.id_field is None and not plan.id_field:
             team.say(f"{request.out} was begun without ids of documents: duplicates are not found")
         work = dataclasses.replace(work, packed=packed)
-        sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
-        label = team.label("tokenize")
-        do_together(
-            team,
-            sizes,
-            lambda units: tokenize_all(work, workers, units, label),
-            lambda: missing_units(work, deep=team.rank == 0),
-            request.out / layout.TOKENS_DIR,
-            workers,
-        )
+        make_units(work, workers, team, "tokenize")
         if plan.id_field:
             drop_duplicates(work, workers, team)
         if not packed:  # what an earlier run with --fused removed stands again

@@ -7,63 +7,58 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep import layout
 from data_prep.packed import is_packed
 from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, ids_path, sidecar_path
-from data_prep.token_plan import TokenPlan, read_plan
+from data_prep.token_plan import PARTS, TokenPlan, read_plan
 from optimus import files
 from optimus.errors import DamageError, DataError
 
 _FORM = "optimus-token-array"
 
 
-@dataclass(frozen=True)
-class UnitIdentity:
-    """Which unit of which plan it is, and what its inputs were."""
-
-    plan: str
-    part: str
-    unit: int
-    inputs: Sequence[str]
-    """Hashes of its inputs."""
-    set_aside: Sequence[Mapping[str, Any]]
-
-
 def write_unit(
-    folder: Path,
-    identity: UnitIdentity,
-    writer: TokenArrayWriter,
-    array: Mapping[str, Any],
-    more: Mapping[str, Any],
+    folders: Mapping[str, Path],
+    unit: int,
+    plan_xxh3: str,
+    writers: Mapping[str, TokenArrayWriter],
+    inputs: Sequence[str],
+    set_aside: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete a unit whose array, of the size and hash `array`, stands: documents, ids, sidecar.
+    """Complete a unit whose arrays, of the sizes and hashes `arrays`, stand: documents, ids and
+    sidecars, the training part's last.
 
-    `more` of the sidecar is what only some units have: `dropped` by duplicate ids, which version 1
-    does not know, and `mended` by import.
+    `inputs` are hashes. `more` of a part's sidecar is what only some units have: `dropped` by
+    duplicate ids, which version 1 does not know, and `mended` by import.
     """
-    unit, docs, ids = identity.unit, writer.docs_bytes(), writer.ids_bytes()
-    files.write_bytes(docs_path(folder, unit), docs)
-    if ids:
-        files.write_bytes(ids_path(folder, unit), ids)
-    is_new = bool(ids) or "dropped" in more
-    facts = asdict(identity)
-    record = {
-        "format": _FORM,
-        "version": layout.PLAN_VERSION if is_new else layout.VERSION,
-        **{key: facts[key] for key in ("plan", "part", "unit")},
-        "tokens": writer.tokens,
-        "documents": writer.documents,
-        "array": array,
-        "docs": _described(docs),
-        **{key: facts[key] for key in ("inputs", "set_aside")},
-        **({"ids": _described(ids)} if ids else {}),
-        **more,
-    }
-    layout.write_checked_json(sidecar_path(folder, unit), record)
+    for part in reversed(folders):
+        folder, writer, own = folders[part], writers[part], more.get(part, {})
+        docs, ids = writer.docs_bytes(), writer.ids_bytes()
+        files.write_bytes(docs_path(folder, unit), docs)
+        if ids:
+            files.write_bytes(ids_path(folder, unit), ids)
+        is_new = bool(ids) or "dropped" in own
+        record = {
+            "format": _FORM,
+            "version": layout.PLAN_VERSION if is_new else layout.VERSION,
+            "plan": plan_xxh3,
+            "part": part,
+            "unit": unit,
+            "tokens": writer.tokens,
+            "documents": writer.documents,
+            "array": arrays[part],
+            "docs": _described(docs),
+            "inputs": inputs,
+            "set_aside": set_aside if part == PARTS[0] else [],
+            **({"ids": _described(ids)} if ids else {}),
+            **own,
+        }
+        layout.write_checked_json(sidecar_path(folder, unit), record)
 
 
 def _described(data: bytes) -> dict[str, Any]:

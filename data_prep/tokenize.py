@@ -18,11 +18,12 @@ from data_prep.documents import NO_LIMITS, DamagedFile, Document, InputReader, P
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
 from data_prep.packed import packed_path
-from data_prep.pool import run_jobs
+from data_prep.pool import Job, run_jobs
 from data_prep.progress import Progress
+from data_prep.ranks import Team, do_together
 from data_prep.token_arrays import TokenArrayWriter, array_path
 from data_prep.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
-from data_prep.token_set import UnitIdentity, read_unit, write_unit
+from data_prep.token_set import read_unit, write_unit
 from data_prep.tokenizer import shared_encoder
 from data_prep.unit_writer import UnitWriter
 from optimus import files
@@ -59,22 +60,38 @@ class TokenizeWork:
         return duplicates.read(self.tokens_dir, self.plan_xxh3) if self.plan.id_field else None
 
 
-def tokenize_all(work: TokenizeWork, workers: int, units: Sequence[int], label: str) -> None:
+def make_units(
+    work: TokenizeWork, workers: int, team: Team, what: str, job: Job | None = None
+) -> None:
+    """Every unit, by the job or by tokenizing; ranks share the work, which they call `what`."""
+    do_together(
+        team,
+        [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))],
+        lambda units: do_units(work, workers, units, team.label(what), job),
+        lambda: missing_units(work, deep=team.rank == 0),
+        work.out / layout.TOKENS_DIR,
+        workers,
+    )
+
+
+def do_units(
+    work: TokenizeWork, workers: int, units: Sequence[int], label: str, job: Job | None = None
+) -> None:
     """Do each of these units that is not complete, largest first; check the complete ones."""
     sizes = {unit: work.plan.unit_bytes(unit) for unit in units}
     order = sorted(sizes, key=lambda unit: -sizes[unit])
     with Progress(label, sum(sizes.values()), "B") as progress:
-        run_jobs(_do_unit, work, order, workers, progress)
+        run_jobs(job or _do_unit, work, order, workers, progress)
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
     dropped = work.dropped()
     while True:
         checkpoints = _checkpoints(work, unit, dropped)
-        if (records := _complete(work, unit, dropped)) is None:
+        if (record := complete(work, unit, dropped)) is None:
             _tokenize_unit(work, unit, dropped, checkpoints, advance)
         else:
-            _check_inputs(work, unit, records, advance)
+            check_inputs_of(work, unit, record, advance)
         checkpoints.remove()
         _remove_packed(work, unit)
         if work.plan.id_field and dropped is None and not work.quarantine:
@@ -93,7 +110,7 @@ def _compare_early(work: TokenizeWork, unit: int) -> None:
     this tells by then of a field that is no id, and of files that count from the same number.
     """
     beside = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
-    units = [unit, *(other for other in beside if is_complete(work, other))]
+    units = [unit, *(other for other in beside if complete(work, other))]
     folders = list(parts_dirs(work.out, work.plan).values())
     rows = duplicates.find(folders, units, memory_to_compare(work.limits))
     if len(rows):
@@ -121,13 +138,6 @@ def _remove_packed(work: TokenizeWork, unit: int) -> None:
             packed_path(folder, unit).unlink(missing_ok=True)
 
 
-def is_complete(
-    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
-) -> bool:
-    """Whether every part of the unit stands, without documents that were dropped."""
-    return _complete(work, unit, dropped) is not None
-
-
 def _dropped_of(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
 ) -> dict[tuple[int, int], tuple[int, int]]:
@@ -143,7 +153,7 @@ def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
     if not deep or left:
         return left
     dropped = work.dropped()
-    return [unit for unit in units if not is_complete(work, unit, dropped)]
+    return [unit for unit in units if not complete(work, unit, dropped)]
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -152,16 +162,17 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
     with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
         for unit in units:
             record = read_unit(folder, unit, work.plan_xxh3, has_array=False)
-            _check_inputs(work, unit, record, progress.advance)
+            check_inputs_of(work, unit, record, progress.advance)
 
 
-def _check_inputs(
-    work: TokenizeWork, unit: int, records: dict[str, Any], advance: Callable[[int], None]
+def check_inputs_of(
+    work: TokenizeWork, unit: int, record: dict[str, Any], advance: Callable[[int], None]
 ) -> None:
+    """The same of one unit, whose sidecar this is."""
     first, stop = work.plan.units[unit]
-    for source, xxh3 in zip(range(first, stop), records["inputs"], strict=True):
+    for source, xxh3 in zip(range(first, stop), record["inputs"], strict=True):
         _check_unchanged(work, source, xxh3, advance)
-    _accept_set_aside(work, records["set_aside"])
+    _accept_set_aside(work, record["set_aside"])
 
 
 def _accept_set_aside(work: TokenizeWork, items: Sequence[Mapping[str, Any]]) -> None:
@@ -183,10 +194,11 @@ def _check_unchanged(
     advance(file.size)
 
 
-def _complete(
-    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
+def complete(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
 ) -> dict[str, Any] | None:
-    """The training part's sidecar if every part of the unit stands, else None."""
+    """The training part's sidecar if every part of the unit stands, without documents that were
+    dropped, else None."""
     records = {}
     for part, folder in parts_dirs(work.out, work.plan).items():
         try:
@@ -249,11 +261,9 @@ def _tokenize_unit(
                 unit_writer.save(source + 1, None)
         unit_writer.flush()
         arrays = {part: writer.finish() for part, writer in writers.items()}
-    for part in reversed(plan.parts):  # the training part's sidecar last
-        more = {"dropped": len(gone)} if gone and part == PARTS[0] else {}
-        set_aside = unit_writer.set_aside if part == PARTS[0] else []
-        identity = UnitIdentity(work.plan_xxh3, part, unit, unit_writer.hashes, set_aside)
-        write_unit(folders[part], identity, writers[part], arrays[part], more)
+    more = {PARTS[0]: {"dropped": len(gone)}} if gone else {}
+    hashes, set_aside = unit_writer.hashes, unit_writer.set_aside
+    write_unit(folders, unit, work.plan_xxh3, writers, hashes, set_aside, more, arrays)
 
 
 def _read_input(
@@ -272,7 +282,6 @@ def _read_input(
         advance,
         start,
         limits=work.limits,
-        long_texts=True,
         id_field=work.plan.id_field,
     )
     try:

@@ -14,22 +14,26 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_prep import layout
 from data_prep.begin import begin
 from data_prep.importers.foreign import Foreign, index_of, open_foreign
-from data_prep.pool import run_jobs
-from data_prep.progress import Progress
-from data_prep.ranks import ALONE, Team, do_together, together
+from data_prep.ranks import ALONE, Team, together
 from data_prep.sources import InputFile, find_inputs, require_file
 from data_prep.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
-from data_prep.token_set import UnitIdentity, read_unit, write_unit
-from data_prep.tokenize import TokenizeWork, is_complete, missing_units, open_writers
+from data_prep.token_set import read_unit, write_unit
+from data_prep.tokenize import (
+    TokenizeWork,
+    check_inputs_of,
+    complete,
+    make_units,
+    open_writers,
+)
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
 from optimus.errors import DataError
 
 _BLOCK_TOKENS = 1 << 20
+_AS_DESCRIBED = "as described"
 _COMPANIONS = (".idx", ".csv.gz")  # beside .bin; dolma's list of documents, which EOS tells too
 
 
@@ -47,12 +51,6 @@ class ImportRequest:
     eval_fraction: float = 0.0
 
 
-@dataclass(frozen=True)
-class _ImportWork:
-    base: TokenizeWork
-    dtype: str | None
-
-
 def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     """Token arrays of all inputs under request.out; what had to be mended, by kind.
 
@@ -64,20 +62,10 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     found = find_inputs(request.inputs, request.exclude, request.out, team.say)
     plan = _make_plan(found, facts, request)
     with working_in(request.out, team.rank), together(team, request.out) as team:
-        work = _ImportWork(begin(request.out, tokenizer, plan, quarantine=False), request.dtype)
-        folder = request.out / layout.TOKENS_DIR
-        sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
-
-        def do(units: list[int]) -> None:
-            order = sorted(units, key=lambda unit: -sizes[unit])
-            with Progress(team.label("import"), sum(sizes[unit] for unit in units), "B") as bar:
-                run_jobs(_do_unit, work, order, request.workers, bar)
-
-        def missing() -> list[int]:
-            return missing_units(work.base, deep=team.rank == 0)
-
-        do_together(team, sizes, do, missing, folder, request.workers)
-        records = [read_unit(folder, unit, work.base.plan_xxh3) for unit in range(len(sizes))]
+        work = begin(request.out, tokenizer, plan, quarantine=False)
+        make_units(work, request.workers, team, "import", _do_unit)
+        units = range(len(plan.units))
+        records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
     mended = [record["mended"] for record in records]
     return {key: sum(one[key] for one in mended) for key in ("eos_added", "empty_documents")}
 
@@ -106,31 +94,27 @@ def _make_plan(
         inputs += own
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = IMPORT_FIELD + (request.dtype or "as described")  # another reading is another plan
+    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # another reading is another plan
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
-def _do_unit(work: _ImportWork, unit: int, advance: Callable[[int], None]) -> None:
-    plan, folder = work.base.plan, parts_dirs(work.base.out, work.base.plan)[PARTS[0]]
-    first, stop = plan.units[unit]
-    hashes = [files.xxh3_file(file.name) for file in plan.inputs[first:stop]]
-    if not is_complete(work.base, unit):
-        _import_unit(work, unit, hashes)
-    if read_unit(folder, unit, work.base.plan_xxh3)["inputs"] != hashes:
-        raise DataError(
-            f"{plan.inputs[first].name}: changed since {work.base.out} was begun; choose another "
-            f"--out, or remove {work.base.out} to start again"
-        )
-    advance(plan.unit_bytes(unit))
+def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+    if (record := complete(work, unit)) is None:
+        _import_unit(work, unit)
+        advance(work.plan.unit_bytes(unit))
+    else:
+        check_inputs_of(work, unit, record, advance)
 
 
-def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
-    plan, folders = work.base.plan, parts_dirs(work.base.out, work.base.plan)
-    source, facts = plan.units[unit][0], plan.tokenizer
+def _import_unit(work: TokenizeWork, unit: int) -> None:
+    plan, folders = work.plan, parts_dirs(work.out, work.plan)
+    (source, stop), facts = plan.units[unit], plan.tokenizer
     name = plan.inputs[source].name
-    foreign = open_foreign(name, work.dtype)
+    hashes = [files.xxh3_file(file.name) for file in plan.inputs[source:stop]]
+    dtype = plan.text_field.removeprefix(IMPORT_FIELD)
+    foreign = open_foreign(name, None if dtype == _AS_DESCRIBED else dtype)
     with contextlib.ExitStack() as stack:
-        writers = open_writers(work.base, unit, stack)
+        writers = open_writers(work, unit, stack)
         below, line = held_out_below(plan.eval_fraction), 1
         for block in _blocks(name, foreign, facts):
             for part, numbers in _deal(block, below).items():
@@ -143,10 +127,8 @@ def _import_unit(work: _ImportWork, unit: int, hashes: list[str]) -> None:
         "eos_added": tokens - len(foreign.ids),
         "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
     }
-    for part in reversed(plan.parts):  # the training part's sidecar last
-        identity = UnitIdentity(work.base.plan_xxh3, part, unit, hashes, [])
-        more = {"mended": mended if part == PARTS[0] else {}}
-        write_unit(folders[part], identity, writers[part], arrays[part], more)
+    more = {part: {"mended": mended if part == PARTS[0] else {}} for part in folders}
+    write_unit(folders, unit, work.plan_xxh3, writers, hashes, [], more, arrays)
 
 
 def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
