@@ -27,7 +27,7 @@ _TEXT_FACTOR = 2
 _DEPTH = 500
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
-"""A text file that is longer is given in blocks, to a caller who takes them."""
+"""A text file that is longer is given in blocks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class InputReader:
 
     `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
     it, or the text of a long text file. What a document takes while it is read is in
-    docs/formats/dataset.md, "Memory"; a text file 5 times its bytes without `long_texts`.
+    docs/formats/dataset.md, "Memory".
     """
 
     def __init__(
@@ -84,14 +84,13 @@ class InputReader:
         advance: Callable[[int], None],
         start: Position | None = None,
         limits: Limits = NO_LIMITS,
-        long_texts: bool = False,
         id_field: str = "",
     ):
         self._file = file
         self._text_field = text_field
         self._advance = advance
         self._start = start
-        self._limits, self._long_texts, self._id_field = limits, long_texts, id_field
+        self._limits, self._id_field = limits, id_field
         self._raw: HashingFile | None = None
         self._offset = start.offset if start else 0
         self._line = start.line if start else 0
@@ -171,8 +170,6 @@ class InputReader:
             return Problem(0, reason)
         if found.problem:
             return Problem(*found.problem)
-        if not self._long_texts:
-            return _whole(data + stream.read())
         if self._start:
             _skip(stream, self._offset)
             data = b""

@@ -41,6 +41,11 @@ class LongText:
     """Bytes of the text before the blocks, which an earlier run wrote."""
     line: int = 0
 
+    @property
+    def text(self) -> str:
+        """All of it; the blocks are read then."""
+        return "".join(self.blocks)
+
 
 def survey(stream: IO[bytes]) -> Survey:
     """Read all of a text."""

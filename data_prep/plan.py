@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_prep import layout
-from data_prep.documents import NO_LIMITS, DamagedFile, InputReader, Problem
+from data_prep.documents import DamagedFile, InputReader, Problem
 from data_prep.limits import Limits
 from data_prep.long_text import LongText
 from data_prep.machine import usable_memory
@@ -146,7 +146,7 @@ def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
 
 
 def take_sample(
-    inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits = NO_LIMITS
+    inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
     """Divide the inputs into strata by ending and size, and read a part of one file of each.
 
@@ -193,7 +193,7 @@ def _sample_stratum(
         nonlocal read
         read += count
 
-    reader = InputReader(file, text_field, advance, limits=limits, long_texts=True)
+    reader = InputReader(file, text_field, advance, limits=limits)
     try:
         for item in reader:
             if isinstance(item, Problem):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_prep.documents import DamagedFile, Document, InputReader, Problem
+from data_prep.long_text import LongText
 from data_prep.progress import Progress
 from data_prep.sources import InputFile
 from optimus import files
@@ -84,9 +85,9 @@ def _batches(
             set_aside.append(_line(file, problem))
             continue
         for item in _items(file, text_field, progress):
-            if isinstance(item, Document):
+            if not isinstance(item, Problem):
                 batch.append(item.text)
-                held += len(item.text)
+                held += len(batch[-1])
             elif quarantine:
                 set_aside.append(_line(file, item))
             else:
@@ -99,10 +100,12 @@ def _batches(
     progress.note("merging pairs")
 
 
-def _items(file: InputFile, text_field: str, progress: Progress) -> Iterator[Document | Problem]:
+def _items(
+    file: InputFile, text_field: str, progress: Progress
+) -> Iterator[Document | Problem | LongText]:
     """Documents and problems of a file; damage of the whole file is a DataError."""
     try:
-        yield from _read(file, text_field, progress.advance)
+        yield from InputReader(file, text_field, progress.advance)
     except DamagedFile as error:
         raise DataError(_line(file, error.problem)) from None
 
@@ -110,19 +113,11 @@ def _items(file: InputFile, text_field: str, progress: Progress) -> Iterator[Doc
 def _damage(file: InputFile, text_field: str) -> Problem | None:
     """Why none of a file counts, if so: known at its end, so it is read once for that."""
     try:
-        for _ in _read(file, text_field, lambda count: None):
+        for _ in InputReader(file, text_field, lambda count: None):
             pass
     except DamagedFile as error:
         return error.problem
     return None
-
-
-def _read(
-    file: InputFile, text_field: str, advance: Callable[[int], None]
-) -> Iterator[Document | Problem]:
-    for item in InputReader(file, text_field, advance):
-        assert isinstance(item, Document | Problem)  # long texts are given only to who takes them
-        yield item
 
 
 def _line(file: InputFile, problem: Problem) -> str:
