@@ -14,6 +14,7 @@ later epoch (permuted), document masks, three data sets mixed, and opening 10,00
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -189,27 +190,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_000_000)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--pass-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pass_of:
         print(json.dumps(read_ours(args.pass_of, args.variant)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out, sys.stdout = sys.stdout, sys.stderr  # what optimus-data says is not the result
-        result = bench(args, Path(folder))
-        sys.stdout = out
-    if args.json:
-        print(json.dumps(result))
-        return
-    for name, rate in result["tokens_per_cpu_s"].items():
-        low, mid, high = (rate[key] / 1e6 for key in ("min", "median", "max"))
-        print(f"{name:14} {mid:7.0f} M tokens per CPU-second ({low:.0f} to {high:.0f})")
-    if "ratio" in result:
-        ratio = result["ratio"]
-        print(f"ratio {ratio['median']:.1f} ({ratio['min']:.1f} to {ratio['max']:.1f})")
-    print(f"open {SHARDS} shards: {result[f'open_{SHARDS}_shards_s'] * 1e3:.0f} ms")
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        result = bench(args, Path(folder))  # what optimus-data says is not the result
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ from pathlib import Path
 import slurm_jobs as jobs
 from data_kill import differences, tree, write_corpus
 
+sys.path.insert(0, str(jobs.ROOT))
+
+from tests.helpers.programs import install
+
 JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 
@@ -177,7 +181,7 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
     """Text, tokenizer, and the data set of one process."""
-    program = jobs.command(base / "optimus-data", "data_prep.cli")
+    program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))
     train = ["train-tokenizer", "--vocab-size", "300", "--input", str(base / "text")]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import tempfile
 import time
@@ -36,10 +35,8 @@ def main() -> int:
     done = {record["case"]: record for record in results.records}
     everything = pairwise(all_cases()) if args.pairs else all_cases()
     cases = [case for case in everything if args.only in str(case)]
-    if args.shuffle is not None:
-        random.Random(args.shuffle).shuffle(cases)
-    else:  # those that share a run of one process stand together
-        cases.sort(key=lambda case: (case.model, case.dtype, case.batch, case[:4]))
+    # those that share a run of one process stand together
+    cases.sort(key=lambda case: (case.model, case.dtype, case.batch, case[:4]))
     left = [case for case in cases if str(case) not in done][: args.first or None]
     print(f"{len(cases)} cases, {len(cases) - len(left)} done or put off, {len(left)} to do")
     known: dict[str, Outcome] = {}
@@ -58,7 +55,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--pairs", action="store_true", help="the sample that the tests run")
     parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
-    parser.add_argument("--shuffle", type=int, help="seed of a random order")
     return parser.parse_args()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -69,14 +67,6 @@ def kill_rank(job: str, rank: int) -> None:
     assert mine, f"no process of rank {rank}"
     for pid in mine:
         os.kill(pid, signal.SIGKILL)
-
-
-def command(path: Path, module: str) -> Path:
-    """A program that runs a module of the checkout with this interpreter."""
-    python, sources = shlex.quote(sys.executable), shlex.quote(f"{ROOT}:{ROOT}/kernels")
-    path.write_text(f'#!/bin/bash\nPYTHONPATH={sources} exec {python} -m {module} "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 def run_cases(

@@ -24,6 +24,7 @@ import slurm_jobs as jobs
 sys.path.insert(0, str(jobs.ROOT))
 
 from optimus.config import dump_toml, make_config
+from tests.helpers.programs import install
 from tests.helpers.runs import metrics_of
 from tests.helpers.tiny import make_tiny_data, tiny_tree
 
@@ -100,7 +101,7 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
     """The command, a data set, a configuration, and the run of one process."""
-    program = jobs.command(base / "optimus", "optimus.cli")
+    program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"
     tree = tiny_tree(data, base / "one", train__max_steps=4)
