@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import shutil
 
-import numpy as np
 import pytest
 
 from data_prep import bucket
 from data_prep.cli import main
-from data_prep.permutation import Permutation
 from data_prep.shard import PROCESS_BYTES
 from tests.data_prep.corpus import killed_until_done, run_arguments, tree
 from tests.helpers.damage import flip
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 1000, 36033, 10**12])
-def test_the_inverse_undoes_the_permutation(n):
-    places = np.arange(n) if n < 10**6 else np.array([0, 1, 12345, n - 1])
-    permutation = Permutation(n, 42, 3)
-    assert np.array_equal(permutation.inverse(permutation.apply(places)), places)
 
 
 @pytest.mark.parametrize("block", ["one run", "many runs"])

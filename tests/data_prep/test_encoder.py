@@ -8,48 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from data_prep import encoder as encoder_module
 from data_prep import pretokenize
 from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
 from data_prep.tokenizer import Encoder, open_tokenizer
 from optimus.errors import OptimusError
-
-SPACES = [" " * count for count in range(2, 25)]
-KINDS = {
-    "gpt2": (None, None, []),
-    "gpt-neox": (None, normalizers.NFC(), SPACES),
-    "llama3": (1, None, []),
-    "olmo2": (1, normalizers.NFC(), ["return x"]),
-    "qwen2": (2, normalizers.NFC(), []),
-}
+from tests.data_prep.test_families import EOS, RECOGNISED, make
 
 
-def make(path: Path, base: Path, kind: str) -> Path:
-    pattern, normalizer, added = KINDS[kind]
-    tokenizer = Tokenizer.from_file(str(base))
-    if pattern is not None:
-        split = pre_tokenizers.Split(Regex(list(pretokenize._TEMPLATES)[pattern]), "isolated")
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
-    if normalizer:
-        tokenizer.normalizer = normalizer
-    if added:
-        tokenizer.add_tokens(added)
-    tokenizer.save(str(path))
-    return path
-
-
-@pytest.fixture(params=KINDS)
-def path(request, made, tmp_path) -> Path:
-    return make(tmp_path / "tokenizer.json", made.tokenizer, request.param)
+@pytest.fixture(params=RECOGNISED)
+def path(request, tmp_path) -> Path:
+    make(tmp_path / "tokenizer.json", request.param)
+    return tmp_path / "tokenizer.json"
 
 
 def nasty(rng: random.Random) -> str:
     """Text of pieces that pre-tokenizers and normalizers divide or join."""
     stock = [*" \n\t\r'_-.\x1c\x85\u00a0\u2003\u3000\u200b", "  ", "    ", "'s", "'LL", "'\u017f"]
-    stock += [*"aZé漢한ก٣½²Ⅷ🙂𐐀𝟘", "12345", "<|endoftext|>", "return x", "\U00020000"]
+    stock += [*"aZé漢한ก٣½²Ⅷ🙂𐐀𝟘", "12345", EOS, "return x", "\U00020000"]
     stock += [*"\u0301\u0327\u1161\u11ab\u212b\u0344\u0378", "word", " The"]
     return "".join(rng.choices(stock, k=rng.randint(1, 60)))
 
@@ -67,7 +44,7 @@ def test_equal_on_nasty_text(path):
     assert_equal(path, [nasty(rng) for _ in range(1500)])
 
 
-@pytest.mark.parametrize("path", ["gpt2", "olmo2"], indirect=True)
+@pytest.mark.parametrize("path", ["gpt-2", "olmo-2"], indirect=True)
 def test_equal_on_every_code_point(path):
     codes = [code for code in range(0x20100) if not 0xD800 <= code < 0xE000]
     chars = [chr(code) for code in codes]
@@ -84,7 +61,7 @@ def test_equal_through_windows_and_a_full_memo(path, monkeypatch):
     assert_equal(path, [nasty(rng) + " and" + nasty(rng) for _ in range(300)])
 
 
-@pytest.mark.parametrize("path", ["gpt-neox", "olmo2"], indirect=True)
+@pytest.mark.parametrize("path", ["gpt-neox", "olmo-2"], indirect=True)
 def test_long_runs_of_one_character(path):
     assert_equal(path, [" " * 1_000_000, "a" * 20_000, "\n" * 20_000 + "x"])
 

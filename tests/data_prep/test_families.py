@@ -46,6 +46,13 @@ FAMILIES = {  # kind of model, normalizer, pre-tokenizer, added tokens, whether 
     "gpt-2": (BPE, None, level(True), [], True),
     "gpt-neox": (BPE, normalizers.NFC(), level(True), SPACES, True),
     "llama-3": (BPE, None, pre_tokenizers.Sequence([split(LLAMA3), level()]), [], True),
+    "olmo-2": (
+        BPE,
+        normalizers.NFC(),
+        pre_tokenizers.Sequence([split(LLAMA3), level()]),
+        ["return x"],
+        True,
+    ),
     "qwen-2": (BPE, normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN2), level()]), [], True),
     "deepseek": (BPE, None, pre_tokenizers.Sequence(DEEPSEEK), ["<think>"], False),
     "llama-2": (BPE, LLAMA2, None, [], False),
@@ -65,6 +72,7 @@ FAMILIES = {  # kind of model, normalizer, pre-tokenizer, added tokens, whether 
         False,
     ),
 }
+RECOGNISED = [family for family, facts in FAMILIES.items() if facts[-1]]
 ASSIGNED = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 HARD = [
     *("", " ", "\n", "\0", "a\0b\0\0 c", "\ufeffbom", "\r\n\r\n a\r\nb\rc\n\r"),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -24,10 +21,7 @@ from tests.data_prep.corpus import (
     run_arguments,
     train_arguments,
     tree,
-    words,
-    write_corpus,
 )
-from tests.helpers.processes import assert_gone, children_of
 from tests.helpers.programs import ROOT
 
 
@@ -56,39 +50,6 @@ def test_kills_at_every_commit(made, tmp_path):
     kills, worst = killed_until_done(run_arguments(made.text, made.tokenizer, out), damages)
     assert kills >= 24 and worst == 0
     assert tree(out) == tree(made.data), "and no temporary file stays"
-
-
-def complete_units(out: Path) -> int:
-    return len(list((out / "tokens").glob("unit-?????.json")))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_kills_at_random_moments_with_two_workers(tmp_path):
-    """SIGKILL to the parent; its workers end by themselves."""
-    text, tokenizer = tmp_path / "text", tmp_path / "tokenizer.json"
-    write_corpus(text)
-    rng = random.Random(1)
-    for number in range(40):  # enough to be in the middle of something
-        (text / f"more{number}.txt").write_text(words(rng, 3000))
-    assert main(train_arguments(text, tokenizer)) == 0
-    whole, out = tmp_path / "whole", tmp_path / "data"
-    assert main(run_arguments(text, tokenizer, whole)) == 0
-    command = [sys.executable, "-m", "data_prep.cli"]
-    command += run_arguments(text, tokenizer, out, "--workers", "2")
-    orphans: set[int] = set()
-    for _ in range(6):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3)
-        enough = complete_units(out) + rng.randint(1, 6)
-        while complete_units(out) < enough and process.poll() is None:
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.02)
-        orphans |= {*children_of(process.pid)}
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert len(orphans) >= 6
-    assert_gone(orphans)
-    assert subprocess.run(command, cwd=ROOT, stdout=-3, stderr=-3).returncode == 0
-    assert tree(out) == tree(whole)
 
 
 def test_two_runs_at_once_write_the_same(made, tmp_path):

@@ -42,7 +42,8 @@ from tests.data_prep.corpus import (
     words,
 )
 from tests.data_prep.test_bad_input import arguments
-from tests.data_prep.test_encoder import KINDS, make, nasty
+from tests.data_prep.test_encoder import nasty
+from tests.data_prep.test_families import RECOGNISED, make
 from tests.data_prep.test_tokenize import stored_documents
 
 
@@ -121,11 +122,11 @@ SCRIPTS = [
 """What stands at the edges of cuts, in the scripts of the world."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sections_have_the_ids_of_the_whole(made, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("family", RECOGNISED)
+def test_sections_have_the_ids_of_the_whole(tmp_path, monkeypatch, family):
     """Cut wherever it is allowed, in text made to trip it."""
     short_sections(monkeypatch, 2)
-    path = make(tmp_path / "t.json", made.tokenizer, kind)
+    make(path := tmp_path / "t.json", family)
     encoder, library = Encoder(path), open_tokenizer(path)
     rng, cut, w = random.Random(7), 0, "word" * 7  # longer than any added token
     for number in range(1400):

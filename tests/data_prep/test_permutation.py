@@ -1,4 +1,4 @@
-"""The permutation: a bijection, equal to its written specification, and well mixed."""
+"""The permutation is that of its written specification."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.permutation import ALGORITHM, MAX_SEED, Permutation
+from data_prep.permutation import ALGORITHM, Permutation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats" / "dataset.md"
 MASK = (1 << 64) - 1
@@ -55,14 +55,6 @@ def page_vectors() -> list[tuple[int, int, int, list[int], int]]:
     ]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 1000, 1023, 1024, 1025, 70_001])
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (MAX_SEED, 9)])
-def test_is_a_bijection(n, seed, epoch):
-    image = Permutation(n, seed, epoch).apply(np.arange(n))
-    assert image.dtype == np.int64
-    assert np.array_equal(np.sort(image), np.arange(n))
-
-
 def test_vectors_of_the_page():
     vectors = page_vectors()
     assert len(vectors) >= 9 and ALGORITHM in PAGE.read_text()
@@ -75,10 +67,11 @@ def test_vectors_of_the_page():
     assert f"k[0] = {keys[0]:#x}" in PAGE.read_text() and f"k[7] = {keys[7]:#x}" in PAGE.read_text()
 
 
-@pytest.mark.parametrize("n", [2, 37, 4097, (1 << 40) + 1])
+@pytest.mark.parametrize("n", [1, 2, 3, 37, 4096, 4097, (1 << 40) + 1])
 def test_equals_its_specification(n):
     places = np.unique(np.linspace(0, n - 1, 50).astype(np.int64))
     image = Permutation(n, 123, 4).apply(places)
+    assert image.dtype == np.int64
     assert image.tolist() == [specified(n, 123, 4, int(i)) for i in places]
 
 
@@ -86,13 +79,3 @@ def test_a_stretch_does_not_depend_on_what_surrounds_it():
     whole = Permutation(100_000, 3).apply(np.arange(100_000))
     part = Permutation(100_000, 3).apply(np.arange(40_000, 90_000).astype(np.uint32))
     assert np.array_equal(part, whole[40_000:90_000])
-
-
-def test_every_image_is_equally_likely():
-    """Chi-square over 4000 seeds: an ordinary permutation stays within four deviations."""
-    n, seeds = 30, 4000
-    images = np.stack([Permutation(n, seed).apply(np.arange(n)) for seed in range(seeds)])
-    counts = np.stack([np.bincount(images[:, place], minlength=n) for place in range(n)])
-    chi2 = ((counts - seeds / n) ** 2 / (seeds / n)).sum()
-    free = (n - 1) ** 2
-    assert abs(chi2 - free) < 4 * np.sqrt(2 * free)

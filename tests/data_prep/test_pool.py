@@ -14,6 +14,7 @@ import pytest
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from optimus.errors import DataError, OptimusError
+from tests.helpers.processes import assert_gone, children_of, wait_until
 
 
 def square(context, index, advance):
@@ -56,6 +57,18 @@ def test_the_first_error_ends_the_others():
 def test_a_killed_worker_is_an_error_in_one_line():
     with pytest.raises(OptimusError, match="a worker process was killed"):
         run_jobs(die, None, [0, 1], 2, Progress("work", 1, ""))
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    """Nobody would take their results."""
+    waiting = (fail_or_wait, None, [1, 2], 2, Progress("work", 1, ""))
+    command = multiprocessing.get_context("fork").Process(target=run_jobs, args=waiting)
+    command.start()
+    wait_until(lambda: len(children_of(command.pid)) == 2, within_s=30)
+    workers = children_of(command.pid)
+    command.kill()
+    command.join()
+    assert_gone(workers)
 
 
 def hold_and_die(context, index, advance):
