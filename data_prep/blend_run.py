@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import layout
@@ -12,7 +11,7 @@ from data_prep.blend import BlendOrder, make_blend, mixing_of, parse_weight, rea
 from data_prep.duplicates import require_compared
 from data_prep.fused import require_arrays
 from data_prep.held_out import check_held_out, held_out_of
-from data_prep.ranks import ALONE, Team, together, wait_for
+from data_prep.ranks import Team, together, wait_for
 from data_prep.shuffle import make_order
 from data_prep.shuffle_run import ShuffleRequest, check_order, require_as_asked, write_order
 from data_prep.token_plan import PARTS, read_plan
@@ -22,48 +21,43 @@ from optimus import files
 from optimus.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True)
-class BlendRequest:
-    """What `blend` is asked for."""
+def blend(
+    sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, team: Team
+) -> BlendOrder:
+    """Write the order of a blend into `out`, or find it there. Rank 0 does it for all.
 
-    sources: Sequence[str]
-    """`DIR=WEIGHT`, DIR with token arrays of `tokenize` or `run`."""
-    out: Path
-    shuffle: ShuffleRequest
-    instances: int = 0
-    """How many instances in all; 0: the most that repeats none."""
-
-
-def blend(request: BlendRequest, team: Team = ALONE) -> BlendOrder:
-    """Write the order of a blend into request.out, or find it there. Rank 0 does it for all.
-
-    Raises ConfigError for bad sources and weights, DataError for sources that cannot go together.
+    `sources` are `DIR=WEIGHT`, DIR with token arrays of `tokenize` or `run`; `instances` in all, 0:
+    the most that repeats none. Raises ConfigError for bad sources and weights, DataError for
+    sources that cannot go together.
     """
-    folders, weights = _parse(request)
+    folders, weights = _parse(sources, out)
     plans = _check_together(folders)
 
     def made() -> BlendOrder | None:
         try:
-            order = read_any_order(request.out)
+            order = read_any_order(out)
         except DataError:
             return None
         same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
         return order if same else None
 
-    with working_in(request.out, team.rank), together(team, request.out) as team:
-        wait_for(team, lambda: made() is not None, lambda: _write(request, folders, weights))
+    def write() -> None:
+        _write(out, folders, weights, ask, instances)
+
+    with working_in(out, team.rank), together(team, out) as team:
+        wait_for(team, lambda: made() is not None, write)
         order = made()
         assert order is not None
         most = mixing_of(weights).before_repeating([one.num_instances for one in order.sources])
-        more = {"weights": weights, "num_instances": request.instances or most}
-        ask = request.shuffle  # other ranks may ask for another blend
-        require_as_asked(request.out, order, ask, ask.carry_tails, **more)
+        more = {"weights": weights, "num_instances": instances or most}
+        # Other ranks may ask for another blend.
+        require_as_asked(out, order, ask, ask.carry_tails, **more)
         return order
 
 
-def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:
+def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
     folders, weights = [], []
-    for text in request.sources:
+    for text in sources:
         name, sign, weight = text.rpartition("=")
         if not sign or not name:
             raise ConfigError(f"--source {text!r} is not DIR=WEIGHT, such as data/code=0.3")
@@ -74,8 +68,8 @@ def _parse(request: BlendRequest) -> tuple[list[Path], list[str]]:
     for folder, place in zip(folders, real, strict=True):
         if real.count(place) > 1:
             raise ConfigError(f"--source {folder} is named twice; give it one weight")
-        if place == request.out.resolve():
-            raise ConfigError(f"--out {request.out} is a source of the blend; choose another")
+        if place == out.resolve():
+            raise ConfigError(f"--out {out} is a source of the blend; choose another")
     return folders, weights
 
 
@@ -105,12 +99,13 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
     return plans
 
 
-def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str]) -> None:
-    ask = request.shuffle
+def _write(
+    out: Path, folders: Sequence[Path], weights: list[str], ask: ShuffleRequest, instances: int
+) -> None:
     orders = [
         make_order(
             folder / layout.TOKENS_DIR,
-            request.out,
+            out,
             ask.context,
             ask.seed,
             carry_tails=ask.carry_tails,
@@ -118,12 +113,12 @@ def _write(request: BlendRequest, folders: Sequence[Path], weights: Sequence[str
         )
         for folder in folders
     ]
-    order = make_blend(orders, weights, ask.seed, request.instances, ask.shard_bytes)
+    order = make_blend(orders, weights, ask.seed, instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
-    if not (request.out / layout.ORDER).exists():  # else the disk holds some of its shards already
-        _check_disk(request.out, order)
-    check_order(request.out, order, tokenizer)
-    write_order(request.out, order, tokenizer)
+    if not (out / layout.ORDER).exists():  # else the disk holds some of its shards already
+        _check_disk(out, order)
+    check_order(out, order, tokenizer)
+    write_order(out, order, tokenizer)
 
 
 def _check_disk(out: Path, order: BlendOrder) -> None:

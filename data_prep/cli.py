@@ -346,11 +346,11 @@ def _shard(args: argparse.Namespace) -> int:
 
 
 def _blend(args: argparse.Namespace) -> int:
-    from data_prep.blend_run import BlendRequest, blend
+    from data_prep.blend_run import blend
     from data_prep.run import shard
 
     start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    blend(BlendRequest(args.source, out, _shuffle_request(args), args.instances), team)
+    blend(args.source, out, _shuffle_request(args), args.instances, team)
     return _report(args, out, shard(out, _shard_request(args), team), start, team)
 
 

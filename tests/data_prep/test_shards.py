@@ -43,15 +43,6 @@ def test_rows_are_the_permuted_instances(made, part, carry):
     assert np.array_equal(shards(dataset), source[order])
 
 
-def test_shards_are_plain_npy_files_of_equal_length(made):
-    manifest = json.loads((made.data / "manifest.json").read_text())
-    arrays = [np.load(made.data / shard["name"]) for shard in manifest["shards"]]
-    assert {array.dtype for array in arrays} == {np.dtype("<u2")}
-    lengths = [len(array) for array in arrays]
-    assert len(lengths) > 3 and set(lengths[:-1]) == {8192 // (2 * CONTEXT)}
-    assert 0 < lengths[-1] <= lengths[0] and sum(lengths) == manifest["num_instances"]
-
-
 def test_tails_are_accounted_for(made, tmp_path):
     manifest = json.loads((made.data / "manifest.json").read_text())
     order = read_order(made.data)
@@ -111,16 +102,6 @@ def test_instances_longer_than_arrays(tmp_path, made):
         order = Permutation(len(source), 0).apply(np.arange(len(source)))
         stored = shards(dataset) if len(source) else np.empty((0, 50))
         assert np.array_equal(stored, source[order])
-
-
-def test_memory_does_not_change_the_bytes(made, tmp_path, monkeypatch):
-    """With the least memory a shard is gathered in blocks of a few rows."""
-    monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
-    monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
-    out = tmp_path / "out"
-    least = str(PROCESS_BYTES + 1000)
-    assert main(run_arguments(made.text, made.tokenizer, out, "--memory", least)) == 0
-    assert np.array_equal(shards(out), shards(made.data))
 
 
 def test_memory_is_bounded(made, tmp_path):
