@@ -27,6 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers.processes import children_of  # noqa: E402
+
 WORDS = "the of and to in is that for it as was with be by on not he his but at are this été 漢字"
 
 
@@ -92,18 +96,10 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
     return wrong + (sorted(expected.keys() - found.keys()) if whole else [])
 
 
-def workers_of(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [int(child) for child in children]
-
-
 def kill(process: subprocess.Popen, rng: random.Random) -> str:
     """Kill the command, a worker, or all; how it was done."""
     how = rng.choice(("command", "command", "worker", "all"))
-    children = workers_of(process.pid)
+    children = children_of(process.pid)
     if how == "worker" and children:
         os.kill(rng.choice(children), signal.SIGKILL)
     elif how == "all":
