@@ -69,10 +69,7 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     if not mark["count"]:
         return Duplicates(np.empty((0, 4), np.int64))
     path = tokens_dir / TABLE
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    data = layout.read_bytes(path)
     if files.xxh3_bytes(data) != mark["xxh3"]:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)

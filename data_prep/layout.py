@@ -80,6 +80,14 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + f"{text:<{length - 1}}\n".encode()
 
 
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """The content of a file. Raises DataError where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
     """Atomically write `value` so that `read_checked_json` notices any later change."""
     files.write_bytes(path, files.checked_json(value))
@@ -93,10 +101,9 @@ def read_checked_json(
     Raises DataError naming the file when it is missing or of another format or version, and
     DamageError when it is damaged.
     """
+    data = read_bytes(path)
     try:
-        value = files.parse_checked_json(Path(path).read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        value = files.parse_checked_json(data)
     except ValueError as error:
         raise DamageError(f"{path}: {error}") from None
     if value.get("format") not in forms or value.get("version") not in range(1, newest + 1):

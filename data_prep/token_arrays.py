@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
+from data_prep.layout import HEADER_BYTES, little_endian, npy_header, read_bytes, unit_name
 from data_prep.packed import PackedArray, PackedStore, packed_path
 from optimus import files
 from optimus.errors import DamageError, DataError
@@ -207,10 +207,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     Raises DataError for a file that is not there or is damaged.
     """
     path = docs_path(tokens_dir, unit)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    data = read_bytes(path)
     rows, rest = divmod(len(data) - HEADER_BYTES, 3 * 8)
     whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):

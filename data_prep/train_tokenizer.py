@@ -10,6 +10,7 @@ from data_prep.documents import DamagedFile, Document, InputReader, Problem
 from data_prep.long_text import LongText
 from data_prep.progress import Progress
 from data_prep.sources import InputFile
+from data_prep.workspace import make_folder
 from optimus import files
 from optimus.errors import ConfigError, DataError
 
@@ -36,7 +37,10 @@ def train_tokenizer(
     """
     if vocab_size < MIN_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
-    _require_writable(Path(out))
+    out = Path(out)
+    if out.is_dir():
+        raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
+    make_folder(out.parent, out)  # before hours are spent on its content
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -55,20 +59,6 @@ def train_tokenizer(
         tokenizer.train_from_iterator(texts, trainer)
     files.write_bytes(out, tokenizer.to_str(pretty=True).encode())
     return tokenizer.get_vocab_size(), set_aside
-
-
-def _require_writable(out: Path) -> None:
-    """Raises DataError where `out` cannot become a file, before hours are spent on its content."""
-    if out.is_dir():
-        raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"--out {str(out)!r}: its folder cannot be made: {error.strerror}"
-        ) from None
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise DataError(f"--out {str(out)!r}: {str(out.parent)!r} may not be written to")
 
 
 def _batches(

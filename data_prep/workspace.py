@@ -15,6 +15,16 @@ from optimus.errors import DataError
 _ABANDONED_S = 86_400.0
 
 
+def make_folder(folder: Path, out: Path) -> None:
+    """Make the folder that `--out` needs. Raises DataError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out {str(out)!r} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DataError(f"--out {str(out)!r} may not be written to; choose another")
+
+
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Make `directory`, and leave nothing half-written in it that a killed run left behind.
@@ -26,12 +36,7 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     directory cannot be made or written to.
     """
     directory = Path(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out {str(directory)!r} cannot be made: {error.strerror}") from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise DataError(f"--out {str(directory)!r} may not be written to; choose another")
+    make_folder(directory, directory)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _sweep(directory, fd, everywhere=rank == 0)

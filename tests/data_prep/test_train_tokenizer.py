@@ -37,7 +37,7 @@ def test_its_target_is_tried_first(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for out, told in (
         (tmp_path, "is a directory; name a file"),
-        (tmp_path / "file" / "t.json", "its folder cannot be made: "),
+        (tmp_path / "file" / "t.json", "t.json' cannot be made: "),
     ):
         error = refused(capsys, train(tmp_path / "a.txt", out), told)
         assert "tmp" not in error.replace(str(out), "")
