@@ -11,9 +11,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-EVER = 1 << 40
-"""The number of a last call that never comes."""
-
 
 class Action(IntEnum):
     """What becomes of a call; the numbers are the shim's."""
