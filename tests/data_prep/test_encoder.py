@@ -66,32 +66,6 @@ def test_long_runs_of_one_character(path):
     assert_equal(path, [" " * 1_000_000, "a" * 20_000, "\n" * 20_000 + "x"])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"normalizer": {"type": "NFKC"}},
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": None},
-        {
-            "pre_tokenizer": {
-                "type": "ByteLevel",
-                "add_prefix_space": True,
-                "trim_offsets": True,
-                "use_regex": True,
-            }
-        },
-    ],
-)
-def test_what_is_not_recognised_goes_to_the_library(made, tmp_path, change):
-    config = json.loads(made.tokenizer.read_text()) | change
-    (tmp_path / "t.json").write_text(json.dumps(config))
-    encoder = Encoder(tmp_path / "t.json")
-    assert encoder.cutter is None
-    texts = ["some text, x1", "", "  é"]
-    expected = reference_encode(open_tokenizer(tmp_path / "t.json"), texts)
-    assert [ids.tolist() for ids in encoder.encode(texts)] == [ids.tolist() for ids in expected]
-
-
 def test_samples_keep_a_wrong_recipe_out(made, monkeypatch):
     wrong = pretokenize._GPT2.replace(" ?[{N}]+", "[{N}]+")
     monkeypatch.setattr(pretokenize, "_GPT2", wrong)

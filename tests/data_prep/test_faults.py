@@ -64,7 +64,7 @@ def test_a_read_only_disk_is_refused(made, disk, capsys):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_the_drill_of_kills_in_short():
     drill = ROOT / "scripts" / "drills" / "data_kill.py"
-    command = ["--kills", "4", "--files", "40", "--world", "2", "--workers", "2"]
-    done = python(str(drill), *command, "--strategy", "bucket")
+    command = ["--kills", "4", "--files", "40", "--workers", "2", "--strategy", "bucket"]
+    done = python(str(drill), *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all byte-identical" in done.stdout
