@@ -46,6 +46,7 @@ SAME = _axes("the same data")
 UNLIKE = _axes("other layers", "the same data")
 """Along which ranks may hold more or less than each other."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
-"""Of the ranks that together hold one whole model."""
-BLOCK = tuple(axis for axis in MODEL if axis != "pp")
+"""Of the ranks of one replica, of which dp makes as many as the world holds."""
+BLOCK = tuple(axis for axis, one in AXES.items() if one.divides or "parts" in one.ranks_have)
 """Along which ranks talk within a block."""
+assert list(AXES)[:2] == ["pp", "dp"]  # stages are runs of ranks; a shard lies outside its pieces

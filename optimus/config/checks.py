@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from optimus.config.axes import BLOCK, MODEL
+from optimus.config.axes import BLOCK
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError
 
@@ -323,7 +323,7 @@ def _sampling(config: Config) -> None:
     """Writing a text token by token needs the whole model on one rank."""
     if not config.train.sample_interval:
         return
-    for axis in MODEL:
+    for axis in ("pp", *BLOCK):
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
                 f"train.sample_interval = {config.train.sample_interval} needs the whole model on "
