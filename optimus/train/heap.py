@@ -12,14 +12,19 @@ import ctypes
 import resource
 from pathlib import Path
 
+_EVERY = 16
+"""Updates at least from one time to the next: giving back takes a tenth of a second."""
+
 
 class Heap:
-    """This process's own memory from update to update. No-op where malloc is not glibc's."""
+    """This process's own memory from update to update. No-op where malloc is not glibc's, or where
+    nothing tells what a process holds."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._limit = 0
-        self._trimmed = False
+        self._updates = _EVERY
+        """Since the last time."""
 
     def after_update(self) -> None:
         """Give free pages back if the process holds an eighth more than it did after the first
@@ -27,17 +32,20 @@ class Heap:
 
         What an update takes it touches anew then, as it always does with blocks beyond 32 MB.
         """
-        if self._trim is None:
+        if self._trim is None or not (held := own_bytes()):
             return
-        held = own_bytes()
-        if self._trimmed:
+        self._updates += 1
+        if self._updates == 1:
             self._limit = held + held // 8
-        self._trimmed = held > self._limit
-        if self._trimmed:
+        if held > self._limit and self._updates > _EVERY:
             self._trim(0)
+            self._updates = 0
 
 
 def own_bytes() -> int:
-    """Resident memory of this process, without pages of files and shared ones (Linux)."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    """Resident memory of this process, without pages of files and shared ones; 0: not known."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
     return (int(resident) - int(shared)) * resource.getpagesize()

@@ -4,6 +4,7 @@ import ctypes
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ def update(blocks=0):
     return made
 
 heap, kept = Heap(), []
-for blocks in (500, 0, 20, 120):
+for blocks in (500, 0, 20, 120, *[0] * 14):
     before = own_bytes()
     kept.append(update(blocks))
     grown = own_bytes()
@@ -34,15 +35,18 @@ for blocks in (500, 0, 20, 120):
 def test_a_heap_that_broke_up_shrinks_and_one_that_hardly_grew_is_left_alone():
     told = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
     lines = [[int(word) for word in line.split()] for line in told.splitlines()]
-    start, _, little, much = lines
+    start, _, little, much, *between, late = lines
     assert start[0] > 59e6 and start[1] < 25e6  # first: all that starting left
     assert 2e6 < little[0] == little[1]
-    assert much[0] > 12e6 and much[1] < 6e6  # a quarter of it is kept
+    assert much[0] > 12e6 and much[1] > 12e6  # so soon behind the last time nothing is done
+    assert all(abs(grown) < 1e6 for _, grown in between)
+    assert late[0] < 1e6 and late[1] < -6e6  # a quarter of it is kept
 
 
-def test_no_op_with_another_c_library(monkeypatch):
+def test_no_op_with_another_c_library_and_without_proc(monkeypatch):
+    monkeypatch.setattr("optimus.train.heap.Path", lambda name: Path("/nowhere"))
+    Heap().after_update()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    monkeypatch.setattr("optimus.train.heap.own_bytes", None)  # no /proc either
     Heap().after_update()
 
 
