@@ -166,6 +166,7 @@ DAMAGE = {
         lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
         r"q_proj\.bias",
     ),
+    "another head": (lambda t: t.update({"x.lm_head.weight": t[GATE].clone()}), r"x\.lm_head"),
     "extra layer": (lambda t: t.update({"model.layers.2.x": torch.zeros(1)}), r"layers\.2\.x"),
 }
 

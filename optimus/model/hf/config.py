@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
@@ -28,8 +28,7 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscal
 
 
 class _Fields(BaseModel):
-    """What transformers reads of config.json, with its defaults where the file is silent. Of fields
-    with a meaning that our model does not have just the values are allowed that ask for nothing."""
+    """What transformers reads of config.json, with its defaults where the file is silent."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -41,12 +40,12 @@ class _Fields(BaseModel):
     head_dim: int | None = None
     vocab_size: int = 50304
     max_position_embeddings: int
-    hidden_act: Literal["silu", "swish"] = "silu"
+    hidden_act: str = "silu"
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    attention_dropout: Annotated[float, Field(le=0)] = 0.0
-    clip_qkv: Annotated[float, Field(gt=0)] | None = None
+    attention_dropout: float = 0.0
+    clip_qkv: float | None = None
     pad_token_id: int | None = 1
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 50279
@@ -54,11 +53,11 @@ class _Fields(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
-    sliding_window: None = None
-    is_causal: Literal[True] = True
-    quantization_config: None = None
-    per_layer_config: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    is_causal: bool = True
+    quantization_config: Any = None
+    per_layer_config: Any = None
 
 
 class _Olmo(_Fields):
@@ -118,11 +117,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error)}") from None
     usual_head_dim = fields.hidden_size // fields.num_attention_heads
-    if kind == "olmoe" and fields.head_dim not in (None, usual_head_dim):
-        raise ConfigError(
-            f"{source}: head_dim = {fields.head_dim} is not supported by this model, whose q_norm "
-            f"is as wide as hidden_size = {fields.hidden_size}"
-        )
+    _refuse(fields, usual_head_dim, source)
     model = {
         "architecture": kind,
         "num_layers": fields.num_hidden_layers,
@@ -210,6 +205,28 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
             f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}"
         )
     return kind
+
+
+def _refuse(fields: _Fields, usual_head_dim: int, source: str) -> None:
+    """Fields with a meaning in transformers' model that ours does not have."""
+    refusals = {
+        "hidden_act": fields.hidden_act not in ("silu", "swish"),
+        "attention_dropout": fields.attention_dropout != 0,
+        "clip_qkv": fields.clip_qkv is not None and fields.clip_qkv <= 0,
+        "sliding_window": fields.sliding_window is not None,
+        "is_causal": not fields.is_causal,
+        "quantization_config": fields.quantization_config is not None,
+        "per_layer_config": bool(fields.per_layer_config),
+        "partial_rotary_factor": fields.partial_rotary_factor not in (None, 1),
+        # OLMoE's q_norm is as wide as hidden_size.
+        "head_dim": isinstance(fields, _Olmoe) and fields.head_dim not in (None, usual_head_dim),
+    }
+    for key, refused in refusals.items():
+        if refused:
+            raise ConfigError(
+                f"{source}: {key} = {getattr(fields, key)!r} is not supported by this model; "
+                "convert a model without it"
+            )
 
 
 def _expressible(config: ModelConfig) -> None:

@@ -32,9 +32,7 @@ _OUTSIDE = {
 }
 _GATE_UP = "mlp.experts.gate_up"
 _DOWN = "mlp.experts.down"
-# What a directory may hold without a place in the model: angles that version 4 once saved, and a
-# head that is tied all the same.
-_IDLE = ("rotary_emb.inv_freq", "lm_head.weight")
+_ANGLES = "rotary_emb.inv_freq"  # which version 4 once saved
 
 
 def is_expert(name: str) -> bool:
@@ -77,8 +75,9 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     without a place in the model, or a file cannot be read or is not complete."""
     files = TensorFiles(Path(path))
     expected = {theirs: tuple(view.shape) for theirs, _, view in places(config, files)}
-    wanted = (name for name in files.names() if name in expected or not name.endswith(_IDLE))
-    found = {name: files.find(name)[1].shape for name in wanted}
+    names = set(files.names())
+    idle = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}  # if tied
+    found = {name: files.find(name)[1].shape for name in names - (idle - expected.keys())}
     files.close()
     check_shapes(path, found, expected)
 
