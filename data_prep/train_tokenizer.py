@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.documents import DamagedFile, Document, InputReader, Problem
-from data_prep.long_text import LongText
+from data_prep.documents import DamagedFile, InputReader, Problem
 from data_prep.progress import Progress
 from data_prep.sources import InputFile
+from data_prep.streams import DamagedStream
 from data_prep.workspace import make_folder
 from optimus import files
-from optimus.errors import ConfigError, DataError
+from optimus.errors import ConfigError, DataError, one_line
 
 EOS = "<|endoftext|>"
 """The special token that ends every document; it gets id 0."""
@@ -74,14 +74,14 @@ def _batches(
         if quarantine and (problem := _damage(file, text_field)):
             set_aside.append(_line(file, problem))
             continue
-        for item in _items(file, text_field, progress):
-            if not isinstance(item, Problem):
-                batch.append(item.text)
-                held += len(batch[-1])
+        for text in _texts(file, text_field, progress):
+            if not isinstance(text, Problem):
+                batch.append(text)
+                held += len(text)
             elif quarantine:
-                set_aside.append(_line(file, item))
+                set_aside.append(_line(file, text))
             else:
-                raise DataError(_line(file, item))
+                raise DataError(_line(file, text))
             if held >= _BATCH_BYTES:
                 yield batch
                 batch, held = [], 0
@@ -90,14 +90,15 @@ def _batches(
     progress.note("merging pairs")
 
 
-def _items(
-    file: InputFile, text_field: str, progress: Progress
-) -> Iterator[Document | Problem | LongText]:
-    """Documents and problems of a file; damage of the whole file is a DataError."""
+def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str | Problem]:
+    """Texts and problems of a file; damage of the whole file is a DataError."""
     try:
-        yield from InputReader(file, text_field, progress.advance)
+        for item in InputReader(file, text_field, progress.advance):
+            yield item if isinstance(item, Problem) else item.text
     except DamagedFile as error:
         raise DataError(_line(file, error.problem)) from None
+    except (UnicodeDecodeError, DamagedStream) as error:  # a long text, found sound a moment ago
+        raise DataError(f"{file.name}: changed while it was read: {one_line(error)}") from None
 
 
 def _damage(file: InputFile, text_field: str) -> Problem | None:

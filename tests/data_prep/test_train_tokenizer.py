@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+from data_prep import documents
 from data_prep.cli import main
 from tests.data_prep.corpus import peak_memory, refused
 
@@ -55,3 +56,16 @@ def test_none_of_a_damaged_file_counts(tmp_path):
     assert main(train(tmp_path, tmp_path / "out" / "two.json", *more)) == 0
     one, two = ((tmp_path / "out" / name).read_bytes() for name in ("one.json", "two.json"))
     assert one == two
+
+
+def test_a_long_text_that_changes_while_it_is_read_is_one_line(tmp_path, capsys, monkeypatch):
+    text, survey = tmp_path / "a.txt", documents.survey
+    text.write_text("some text " * 1_000_000)
+
+    def survey_then_change(stream):
+        found = survey(stream)
+        text.write_bytes(text.read_bytes()[:-1] + b"\xff")
+        return found
+
+    monkeypatch.setattr(documents, "survey", survey_then_change)
+    refused(capsys, train(text, tmp_path / "t.json"), "a.txt: changed while it was read: ")
