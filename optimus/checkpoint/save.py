@@ -124,8 +124,8 @@ class Saver(ABC):
         )
 
     def unwritten(self) -> int:
-        """Bytes of the latest save for which the disk has given no room yet: of one that failed,
-        all. On the first rank."""
+        """Bytes of the latest save for which the disk has given no room yet: of one that is
+        under way no longer, all. On the first rank."""
         given = 0
         if self._directory is not None:
             with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as there:

@@ -116,11 +116,6 @@ class Gradients:
         """The parameters of which there are further uses, by the names of these."""
         return {use.use.name: use.use.owner for use in self._uses}
 
-    @property
-    def flats(self) -> list[Tensor]:
-        """All whole buffers."""
-        return [one.grads for one in (*self._chunks, *self._uses)]
-
     def pieces(self) -> Iterator[Piece]:
         """Everything that is held beside the chunks."""
         for one in (self._reduction, *self._uses):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus.bench.meters import _share_of_others
+from optimus.bench.meters import _share_of_others, paired
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
@@ -38,3 +38,7 @@ def test_on_a_cpu_the_profilers_own_averages_count():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         (a @ a).relu()
     assert 0 < _share_of_others(profiler.key_averages(), "cpu") < 1
+
+
+def test_a_block_too_slow_for_more_than_one_round_is_paired_with_that():
+    assert paired([20.0], [10.0, 1.0]) == paired([20.0, 1.0], [10.0]) == [2.0, 2.0, 2.0]

@@ -142,7 +142,11 @@ def make_engine(
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
     """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
-    flats = {"params": [one.params for one in engine.chunks], "grads": engine.gradients.flats}
+    uses = engine.gradients._uses
+    flats = {
+        "params": [one.params for one in engine.chunks],
+        "grads": [one.grads for one in (*engine.chunks, *uses)],
+    }
     return {
         kind: sum(flat.untyped_storage().nbytes() for flat in every)
         for kind, every in flats.items()
