@@ -202,6 +202,21 @@ def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
         open_weights(config, tmp_path / "several")
 
 
+def run_with_small_files(tree: dict[str, Any]) -> Ended:
+    save_model.plan_hf = partial(plan_hf, file_bytes=20_000)
+    return run_with(tree, lambda step: None)
+
+
+def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
+    """Not every rank into every file."""
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=1, checkpoint__model_interval=1)
+    ended = ranks(2, run_with_small_files, tree, start_world=False)
+    assert [one[:2] for one in ended] == [(0, "")] * 2
+    path = manager.model_path(tmp_path, 1)
+    manager.read_manifest(path).verify()
+    assert len(list(path.glob("*.safetensors"))) > 3
+
+
 def test_over_all_ranks_every_element_is_written_once(monkeypatch):
     monkeypatch.setattr(save_model, "PIECE", 100)
     for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
