@@ -49,6 +49,12 @@ def check(data, run_dir, world_size=1, **overrides):
             ConfigError,
             r"max_steps is missing",
         ),
+        (
+            {"train__seq_len": 0, "train__global_batch_tokens": 0},
+            1,
+            ConfigError,
+            r"seq_len is missing",
+        ),
         ({"train__seq_len": 64}, 1, DataError, r"train.seq_len = 64, .* context 32; set"),
         ({"model__vocab_size": 100}, 1, DataError, r"model.vocab_size = 100 is smaller .*\(320\)"),
         ({}, 3, ConfigError, r"global_batch_tokens = 256 .* 3 data ranks"),
