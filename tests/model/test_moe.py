@@ -166,6 +166,16 @@ def test_weight_gradients_go_where_their_owner_says(kind):
             torch.testing.assert_close(buffer, grad.to(kind) * (2 if add else 1))
 
 
+def test_frozen_experts_get_no_gradient_and_inputs_the_same():
+    chosen, experts = spread(30, 2), make_experts(torch.float32)
+    x, weights = torch.randn(30, D), torch.rand(30, 2)
+    expected = run(experts, x, weights, chosen, experts)
+    experts.requires_grad_(False)
+    out = run(experts, x, weights, chosen, experts)
+    assert out[3] is None
+    assert all(torch.equal(a, b) for a, b in zip(out[:3], expected[:3], strict=True))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_blocks_take_another_number_of_tokens(dynamic):
     torch.compiler.reset()
