@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from optimus.chunks import gradients as gradients_module
 from optimus.chunks.engine import ChunkEngine, Use
+from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
@@ -149,6 +151,15 @@ def test_tied_embedding_has_one_accumulator_per_use_added_once():
     untouched = make_model(model__tie_embeddings=True)
     untouched.load_state_dict(model.state_dict())
     assert torch.equal(model(tokens), untouched(tokens))
+
+
+def test_what_is_put_into_frozen_parameters_counts_though_a_save_was_told_of_them():
+    named = {"a": nn.Parameter(torch.zeros(3))}
+    frozen = FrozenParameters(named, {"a": Home()}, torch.bfloat16, 4)
+    told = list(frozen.shards())
+    frozen.put("a", torch.ones(2), 1)
+    frozen.settle()
+    assert told and named["a"].tolist() == [0, 1, 1]
 
 
 def test_norm_survives_gradients_whose_squares_overflow():
