@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import assert_gone, is_running, wait_until
-from tests.helpers.rank_pool import RanksFailed
+from tests.helpers.rank_pool import RankPool, RanksFailed
 
 # What the ranks run. They import this module themselves, after the fork.
 
@@ -176,6 +176,18 @@ def test_ranks_do_not_outlive_a_killed(victim, tmp_path):
     assert_gone([server, *pids])
     if victim == "server":
         assert "the rank server ended with status -9" in errors
+
+
+def test_a_lost_server_is_reported_and_replaced(tmp_path):
+    pool = RankPool(tmp_path)
+    try:
+        assert pool.run(1, describe_surroundings, start_world=False)
+        os.kill(pool.server_pid, signal.SIGKILL)
+        with pytest.raises((RuntimeError, OSError)):
+            pool.run(1, describe_surroundings, start_world=False)
+        assert pool.run(1, describe_surroundings, start_world=False)
+    finally:
+        pool.close()
 
 
 def _filled(folder: Path) -> list[bool]:
