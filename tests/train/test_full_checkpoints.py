@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus.checkpoint import distribute, manager, shards
 from optimus.checkpoint import index as index_module
-from optimus.checkpoint import manager, shards
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import ShardReader
@@ -42,7 +42,9 @@ class Built(NamedTuple):
 
 
 def build(tree: dict[str, Any]) -> Built:
-    shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK  # so that there are many
+    # So that there are many:
+    shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
+    distribute.STRIPE = 3000
     config, _, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
         parameter.data.zero_()
@@ -119,6 +121,16 @@ def test_each_byte_is_read_once_by_the_whole_job(
     total = sum(shard.size for shard in index.shards)
     assert sum(one["bytes"] for one in read) == total + headers
     assert max(one["bytes"] for one in read) < 1.1 * sum(one["bytes"] for one in read) / size
+
+
+@pytest.mark.parametrize("how", ["broadcast", "all_reduce"])
+def test_what_both_end_stages_hold_is_loaded_to_the_bit(ranks, tmp_path, how):
+    """Tied embeddings: the last stage's shards, cut in another way, are the first's."""
+    tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": how}
+    saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
+    loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
+    for function, tree in ((save, saved), (load, loaded)):
+        ranks(4, function, tree, str(tmp_path / "c"), start_world=False)
 
 
 def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tmp_path):
