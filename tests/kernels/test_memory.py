@@ -87,6 +87,14 @@ def test_every_size_is_served_again_by_the_buffer_made_for_it(no_buffers):
         assert memory.held() == held
 
 
+def test_a_free_buffer_of_another_size_stays_while_all_are_little_more_than_was_in_use(no_buffers):
+    memory.empty((4 * SIDE, SIDE), LIKE)
+    memory.empty((SIDE, SIDE), LIKE)
+    assert memory.held() == 20 * MIB
+    memory.empty((2 * SIDE, SIDE), LIKE)
+    assert memory.held() == 12 * MIB  # 28 were beyond half as much again: the oldest went
+
+
 def test_repeated_steps_of_whatever_sizes_make_no_new_buffers(no_buffers):
     sizes = random.Random(1)
     step = [sizes.randint(memory.SMALLEST, 12 * MIB) for _ in range(12)]
