@@ -200,13 +200,20 @@ def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, s
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
-def test_a_device_without_an_operation_is_refused_in_one_line(monkeypatch):
-    def missing(self, tokens):
-        raise NotImplementedError("\"addmm_impl_cpu_\" not implemented\nfor 'Half'")
+def on_a_backend_without_it():
+    x = torch.ones(2, 2).to_mkldnn()  # a NotImplementedError of torch's own
+    torch.addmm(x, x, x)
 
+
+def told_in_lines():
+    raise RuntimeError("\"addmm_impl_cpu_\" not implemented\nfor 'Half'")
+
+
+@pytest.mark.parametrize("fail", [on_a_backend_without_it, told_in_lines])
+def test_a_device_without_an_operation_is_refused_in_one_line(monkeypatch, fail):
     config, world = tiny_config("d", "r", **HALF), start_world(device="cpu")
     half.check_half(config, world)  # this torch has them all
-    monkeypatch.setattr(half.Transformer, "losses", missing)
+    monkeypatch.setattr(half.Transformer, "losses", lambda self, tokens: fail())
     with pytest.raises(
         half.ConfigError, match="train.dtype = 'fp16'.*addmm.*use 'bf16'"
     ) as refused:
