@@ -232,7 +232,8 @@ class ParallelConfig(Section):
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens reach the ranks that hold their experts: `allgather` sends all tokens to all,
     `alltoall` each to those that need it, `auto` times both at the start and keeps the faster, also
-    when the run is resumed (`allgather` if deterministic)."""
+    when the run is resumed. `auto` means `allgather` if deterministic, and on Intel GPUs, where an
+    all-to-all can kill the process; `alltoall` is obeyed there."""
     sequence_parallel: bool = False
     """Divide norms along the sequence over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0

@@ -37,15 +37,16 @@ def settle_dispatch(
 def take_dispatch(
     config: Config, groups: Groups, part: RankModel, states: ChunkEngine, kept: str = "auto"
 ) -> tuple[Config, list[str]]:
-    """Put the dispatch that "auto" stands for into the model and the configuration, and say so in a
-    line: the checkpoint's where it `kept` one, else what is measured to be faster."""
+    """Put the dispatch that "auto" means into the model and the configuration, and return the line
+    that says so. `kept` is the checkpoint's choice. The faster one is measured only where
+    `dispatch_without_measuring` leaves it open."""
     if groups.mesh.ep == 1 or config.parallel.ep_dispatch != "auto":
         return config, []
     train = config.train
-    if train.deterministic:
-        choice, why = "allgather", "train.deterministic takes it"
-    elif kept != "auto":
-        choice, why = kept, "as in the checkpoint"
+    device_type = next(part.model.parameters()).device.type
+    decided = dispatch_without_measuring(device_type, train.deterministic, kept)
+    if decided is not None:
+        choice, why = decided
     else:
         experts = {id(p) for one in dispatchers(part.model)[:1] for p in one.experts.parameters()}
         states.gather([name for name, p in part.model.named_parameters() if id(p) in experts])
@@ -65,6 +66,29 @@ def take_dispatch(
     parallel = config.parallel.model_copy(update={"ep_dispatch": choice})
     news = f"{_DISPATCH}: {choice} ({why})"
     return config.model_copy(update={"parallel": parallel}), [news]
+
+
+def dispatch_without_measuring(
+    device_type: str, deterministic: bool, kept: str
+) -> tuple[str, str] | None:
+    """Return the dispatch that "auto" means and the reason, or None if both have to be measured.
+
+    Args:
+        device_type: as in `torch.device.type`.
+        deterministic: `train.deterministic`.
+        kept: what the checkpoint recorded for the same layout; "auto" without one.
+    """
+    if deterministic:
+        return "allgather", "train.deterministic takes it"
+    if device_type == "xpu":
+        # xccl: all_to_all_single under expert parallelism ended in ur_die at 2 nodes, without a
+        # Python exception; a measurement would end the run at its start, also after a resume.
+        recorded = ", though the checkpoint has alltoall" if kept == "alltoall" else ""
+        return "allgather", (
+            f"not measured on Intel GPUs{recorded}: all-to-all is known to kill the process there; "
+            f"set {_DISPATCH} = 'alltoall' to use it all the same"
+        )
+    return None if kept == "auto" else (kept, "as in the checkpoint")
 
 
 def recompute_news(config: Config, groups: Groups, part: RankModel) -> list[str]:

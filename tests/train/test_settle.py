@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from optimus.config import make_config
+from optimus.dist.mesh import Mesh
 from optimus.train import settle
 from tests.helpers.runs import metrics_of, told_by
 from tests.helpers.tiny import tiny_tree
@@ -35,6 +41,13 @@ def later_run(tree: dict) -> str:
     return told_by(tree)
 
 
+def later_run_on_xpu(tree: dict) -> str:
+    """A later run whose ranks compute on the CPU and take the decision of an Intel GPU."""
+    plain = settle.dispatch_without_measuring
+    settle.dispatch_without_measuring = lambda device_type, *rest: plain("xpu", *rest)
+    return later_run(tree)
+
+
 def chosen_in(run_dir) -> str:
     return tomllib.loads((run_dir / "config.toml").read_text())["parallel"]["ep_dispatch"]
 
@@ -64,4 +77,53 @@ def test_deterministic_runs_do_not_measure(ranks, tiny_data, tmp_path):
     changes = EP2 | {"train__deterministic": True, "train__max_steps": 1}
     told, _ = ranks(2, later_run, tiny_tree(tiny_data, tmp_path, **changes), start_world=False)
     assert "ep_dispatch: allgather (train.deterministic takes it)" in told
+    assert chosen_in(tmp_path) == "allgather"
+
+
+@pytest.mark.parametrize("kept", ["auto", "allgather", "alltoall"])
+def test_auto_on_an_intel_gpu_means_allgather_with_the_reason(kept):
+    choice, why = settle.dispatch_without_measuring("xpu", deterministic=False, kept=kept)
+    assert choice == "allgather"
+    assert "kill the process" in why and "set parallel.ep_dispatch = 'alltoall'" in why
+    assert ("though the checkpoint has alltoall" in why) == (kept == "alltoall")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_auto_elsewhere_is_measured_or_kept(device_type):
+    decide = settle.dispatch_without_measuring
+    assert decide(device_type, deterministic=False, kept="auto") is None
+    assert decide(device_type, deterministic=False, kept="alltoall")[0] == "alltoall"
+    assert decide(device_type, deterministic=True, kept="alltoall")[0] == "allgather"
+
+
+def model_on(device_type: str) -> SimpleNamespace:
+    """A stand-in for a rank's model on a device that is not here."""
+    parameter = SimpleNamespace(device=torch.device(device_type))
+    return SimpleNamespace(parameters=lambda: iter([parameter]), modules=list)
+
+
+def test_an_intel_gpu_is_recognised_by_the_model_and_alltoall_is_obeyed(monkeypatch):
+    """No measurement and no gathering of states, which are missing here."""
+    monkeypatch.setattr(settle, "measure_dispatches", None)
+    groups = SimpleNamespace(mesh=Mesh(ep=2))
+    part = SimpleNamespace(model=model_on("xpu"))
+    for given, taken in (("auto", "allgather"), ("alltoall", "alltoall")):
+        settings = {
+            "parallel__ep": 2,
+            "train__deterministic": False,
+            "parallel__ep_dispatch": given,
+        }
+        config = make_config(tiny_tree("d", "r", **settings))
+        config, lines = settle.take_dispatch(config, groups, part, None, "alltoall")
+        assert config.parallel.ep_dispatch == taken
+        assert bool(lines) == (given == "auto")
+
+
+def test_a_run_measured_elsewhere_goes_to_allgather_on_intel_gpus(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=1, **EP2)
+    ranks(2, first_run, tree, start_world=False)
+    assert chosen_in(tmp_path) == "alltoall"
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=2, **EP2)
+    told, _ = ranks(2, later_run_on_xpu, tree, start_world=False)
+    assert "ep_dispatch: allgather (not measured on Intel GPUs, though the checkpoint has" in told
     assert chosen_in(tmp_path) == "allgather"
