@@ -192,7 +192,6 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--nproc",
         type=int,
-        default=0,
         metavar="N",
         help="start N local ranks; without it the environment of mpiexec, srun or torchrun counts",
     )

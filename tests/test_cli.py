@@ -75,6 +75,15 @@ def test_overrides_may_stand_behind_options(tiny_data, tmp_path, capsys):
     assert "did you mean optim.lr?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "bench step"])
+def test_nproc_below_one_is_refused(command, tiny_data, tmp_path, capsys):
+    config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    assert main([*command.split(), str(config), "--nproc", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "--nproc 0 must be at least 1; leave --nproc out" in told and told.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_plan_prints_one_json_object(capsys):
     assert main(["plan", "configs/model/mula-7b-a1b.toml", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -30,7 +30,6 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     step.add_argument(
         "--nproc",
         type=int,
-        default=0,
         metavar="N",
         help="start N local ranks and tell time, bytes by axis and bubble instead",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,67 @@ from optimus.errors import ConfigError, one_line
 
 Tree = dict[str, Any]
 _TO_COME = ("resilience",)
+
+SYNONYMS: dict[str, str] = {
+    "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
+    "model.hidden_size": "hidden_dim d_model n_embd embed_dim model_dim dim width",
+    "model.num_attention_heads": "n_head n_heads num_heads heads",
+    "model.num_key_value_heads": "n_kv_heads num_kv_heads num_query_groups",
+    "model.head_dim": "kv_channels head_size",
+    "model.intermediate_size": "ffn_dim ffn_hidden_size d_ff mlp_dim moe_intermediate_size "
+    "moe_ffn_hidden_size expert_hidden_size",
+    "model.num_experts": "n_experts num_local_experts n_routed_experts moe_num_experts experts",
+    "model.num_experts_per_tok": "top_k topk moe_top_k router_topk moe_router_topk "
+    "experts_per_token num_experts_per_token",
+    "model.vocab_size": "n_vocab padded_vocab_size",
+    "model.tie_embeddings": "tie_word_embeddings tied_embeddings weight_tying",
+    "model.norm_eps": "rms_norm_eps layer_norm_eps layernorm_epsilon",
+    "model.rope_theta": "rope_base rotary_base",
+    "model.max_position_embeddings": "max_context",
+    "model.init_std": "initializer_range init_method_std",
+    "model.aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coeff moe_loss_weight",
+    "model.z_loss_coef": "router_z_loss_coef moe_z_loss_coeff moe_zloss_weight",
+    "data.path": "data_path data_dir train_data dataset dataset_path",
+    "data.eval_path": "eval_data val_data val_path validation_path",
+    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size "
+    "tp_degree tensor_parallel_degree",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size "
+    "pp_degree pipeline_parallel_degree",
+    "parallel.ep": "expert_parallel expert_parallel_size expert_model_parallel_size ep_size "
+    "ep_degree expert_parallel_degree",
+    "parallel.dp": "data_parallel data_parallel_size dp_size dp_degree dp_replicate "
+    "data_parallel_replicate_degree",
+    "train.run_dir": "output_dir out_dir save_dir save_folder log_dir checkpoint_dir dump_folder",
+    "train.max_steps": "steps num_steps total_steps training_steps num_train_steps max_iters "
+    "train_iters",
+    "train.seed": "random_seed",
+    "train.seq_len": "seq_length sequence_length context context_length block_size max_seq_len "
+    "max_sequence_length",
+    "train.global_batch_tokens": "batch_size global_batch_size train_batch_size total_batch_size "
+    "batch_tokens gradient_accumulation_steps grad_accum_steps",
+    "train.microbatch_size": "batch_size micro_batch_size device_batch_size local_batch_size "
+    "per_device_train_batch_size",
+    "train.dtype": "precision mixed_precision param_dtype bf16 fp16",
+    "train.compile": "torch_compile compile_model",
+    "train.threads": "num_threads omp_num_threads",
+    "train.eval_interval": "eval_every eval_steps eval_freq val_interval",
+    "optim.lr": "learning_rate peak_lr max_lr base_lr",
+    "optim.min_lr": "min_learning_rate lr_min final_lr",
+    "optim.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters",
+    "optim.decay_steps": "lr_decay_steps lr_decay_iters",
+    "optim.schedule": "scheduler lr_schedule lr_scheduler lr_scheduler_type lr_decay_style",
+    "optim.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "optim.eps": "epsilon adam_eps adam_epsilon",
+    "optim.weight_decay": "wd",
+    "optim.clip_norm": "grad_clip clip_grad grad_norm_clip max_grad_norm gradient_clipping",
+    "optim.sharding": "zero zero_stage zero1 fsdp use_distributed_optimizer",
+    "recompute.modules": "activation_checkpointing gradient_checkpointing recompute_granularity",
+    "checkpoint.interval": "save_interval save_every save_steps checkpoint_interval ckpt_interval",
+    "checkpoint.load": "load_path resume resume_from restore_from load_from",
+    "observe.log_interval": "log_every log_freq log_steps logging_steps",
+}
+"""By key, its names in other trainers and model configurations (Hugging Face, Megatron-LM,
+torchtitan, nanoGPT), for the hint that an unknown key gets."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -87,7 +149,10 @@ def explain(error: ValidationError) -> str:
     if key in _TO_COME:
         return f"[{key}] is not available in this version; drop the section"
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key} = {first['input']!r}; {_legal_names(location)}"
+        return f"unknown key {key} = {first['input']!r}; {_hint(location, first['input'])}"
+    if first["type"] == "missing" and location[-1].isdigit():  # an item of a tuple
+        table, needed = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
+        return f"{table} = {list(first['input'])!r}: must be a list of {needed} values"
     if first["type"] == "missing":
         return f"{key} is missing; give it in the file or as {key}=VALUE"
     return f"{key} = {first['input']!r}: {_reason(first)}"
@@ -101,29 +166,55 @@ def _reason(first: Mapping[str, Any]) -> str:
         return f"must be {expected}" + (f"; did you mean {near[0]!r}?" if near else "")
     if first["type"] == "value_error":  # from a validator of ours
         return str(first["ctx"]["error"])
+    if first["type"] in ("tuple_type", "list_type"):
+        return "must be a list in brackets, such as [VALUE, VALUE]"
+    if first["type"] == "too_long":
+        return f"must be a list of {first['ctx']['max_length']} values"
     message = first["msg"][0].lower() + first["msg"][1:]
     return message.replace("input should", "it should")
 
 
-def _legal_names(location: Sequence[str]) -> str:
-    """A spelling hint, or all keys of the section in which an unknown one stood."""
+def _hint(location: Sequence[str], value: Any) -> str:
+    """The keys that an unknown one most likely means, or all keys of its section.
+
+    The same name in another section comes first, then a name that other trainers use, then the
+    nearest spelling.
+    """
     section: type[BaseModel] = Config
     for part in location[:-1]:
         if not part.isdigit():  # an entry of a list of tables has their keys
             section = _section_type(section.model_fields[part].annotation)
     wrong, names = location[-1], list(section.model_fields)
     prefix = ".".join(location[:-1])
-    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {'.'.join([*location[:-1], near[0]])}?"
-    elsewhere = [
+    spelling = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
+    found = _synonymous(wrong, prefix) if len(location) <= 2 else []
+    found = found or [".".join([*location[:-1], name]) for name in spelling]
+    if not found and not prefix and isinstance(value, dict):  # an unknown section
+        found = [key for name in value for key in _synonymous(name, wrong)]
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"the keys of {f'[{prefix}]' if prefix else 'the file'} are {', '.join(names)}"
+
+
+def _synonymous(wrong: str, section: str) -> list[str]:
+    """Keys called `wrong` in another section, or meant by that name elsewhere; those of the
+    section in which it was given come first, alone."""
+    wrong = wrong.lower().replace("-", "_")
+    same = [
         f"{name}.{wrong}"
         for name, field in Config.model_fields.items()
         if wrong in _section_type(field.annotation).model_fields
     ]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    return f"the keys of {f'[{prefix}]' if prefix else 'the file'} are {', '.join(names)}"
+    found = same or [key for key, names in SYNONYMS.items() if wrong in names.split()]
+    return [key for key in found if key.startswith(f"{section}.")] or found
+
+
+def _annotation(location: Sequence[str]) -> Any:
+    """The type of the setting at `location`."""
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        section = _section_type(section.model_fields[part].annotation)
+    return section.model_fields[location[-1]].annotation
 
 
 def _section_type(annotation: Any) -> type[BaseModel]:
@@ -144,16 +235,27 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    table[parts[-1]] = _parse_value(text.strip())
+    table[parts[-1]] = _parse_value(key.strip(), text.strip())
     return parts
 
 
-def _parse_value(text: str) -> Any:
-    """A TOML value where it is one, otherwise the text itself, so that quotes may be left out."""
+def _parse_value(key: str, text: str) -> Any:
+    """A TOML value where it is one, otherwise the text itself, so that quotes may be left out.
+
+    Raises ConfigError for a list, a table or a quoted text that is not complete.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        return text
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        closing = {"[": "]", "{": "}", '"': '"', "'": "'"}.get(text[:1])
+        if closing is None:
+            return text
+        if not text.endswith(closing) or len(text) == 1:
+            fault = f"the closing {closing} is missing; add it, and quote the whole for the shell"
+        else:
+            what = re.sub(r" \(at [^)]*\)$", "", one_line(error))
+            fault = f"not readable as TOML: {what}; put commas between values and quotes round text"
+        raise ConfigError(f"command line: {key} = {text}: {fault}") from None
 
 
 def _merge(tree: Tree, over: Mapping[str, Any]) -> Tree:

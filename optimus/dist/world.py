@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +19,7 @@ import torch.distributed as distributed
 
 from optimus.dist.collectives import ALONE, Group, barrier, group_of
 from optimus.dist.meeting import NotAllHereError, agree_to_start
-from optimus.errors import LostPeerError, OptimusError, one_line
+from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
@@ -77,7 +80,13 @@ def start_world(
     try:
         store = _meet(launch, limit_s)
         agree_to_start(store, launch, trouble, limit_s)
-        backend = collective_backend(own_device)
+    except RuntimeError as error:  # torch's DistError, and plain ones of gloo
+        if trouble is not None:
+            raise trouble from None
+        raise _unmet(error, launch, timeout_s) from error
+    backend = collective_backend(own_device)
+    started = time.monotonic()
+    try:
         with silent_libraries():
             distributed.init_process_group(
                 backend,
@@ -88,10 +97,8 @@ def start_world(
                 # No device_id: with one, nccl splits every later group from this one, which all
                 # ranks of the world would have to join in; ours are made by their own ranks alone.
             )
-    except RuntimeError as error:  # torch's DistError, and plain ones of gloo
-        if trouble is not None:
-            raise trouble from None
-        raise _unmet(error, launch, timeout_s) from error
+    except RuntimeError as error:
+        raise _unconnected(error, backend, store, time.monotonic() - started) from error
     _joined.append(backend)
     everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
@@ -147,6 +154,28 @@ def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeer
     if isinstance(error, NotAllHereError):
         unmet.told_by_another = error.told_by_another
     return unmet
+
+
+def _unconnected(
+    error: RuntimeError, backend: str, store: distributed.Store, seconds: float
+) -> OptimusError:
+    """Return the error of ranks that met at the store and could not make a process group."""
+    text = one_line(error)
+    interface = re.search(r"Unable to find address for: (\S+)", text)  # gloo's
+    if interface is not None:
+        unconnected: OptimusError = ConfigError(
+            f"GLOO_SOCKET_IFNAME: the network interface {interface[1]} of {socket.gethostname()} "
+            f"is absent, down or without an address; bring it up (ip link set {interface[1]} up) "
+            "or export GLOO_SOCKET_IFNAME=NAME with another"
+        )
+    else:
+        unconnected = LostPeerError(
+            f"the ranks met, but {backend} did not connect them ({seconds:.0f} s): {text[:200]}; "
+            "look at the ranks' own messages and at the network between them"
+        )
+    with contextlib.suppress(RuntimeError):  # the store is gone: each rank prints its error
+        unconnected.told_by_another = store.add("optimus/unconnected", 1) > 1
+    return unconnected
 
 
 def tells_first(limit_s: float = 2.0) -> bool:

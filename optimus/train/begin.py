@@ -30,13 +30,24 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
     raise error
 
 
-def ranks_to_start(asked: int, started: int) -> int:
-    """How many local ranks this process is to start; 0 where a launcher has started it, or none."""
-    if asked < 0:
-        raise ConfigError(f"--nproc {asked} must be at least 1")
+def ranks_to_start(nproc: int | None, started: int) -> int:
+    """Return how many local ranks this process starts: `--nproc`, or 0 where it was not given or
+    a launcher has started this rank.
+
+    Args:
+        nproc: the value of `--nproc`, None where it was not given.
+        started: ranks of this run that a launcher has started.
+
+    Raises:
+        ConfigError: `--nproc` is below 1 or differs from the launcher's number.
+    """
+    if nproc is not None and nproc < 1:
+        raise ConfigError(
+            f"--nproc {nproc} must be at least 1; leave --nproc out to use this process alone"
+        )
     if started == 1 and "RANK" not in os.environ:
-        return asked
-    if asked not in (0, started):
-        message = f"--nproc {asked}, but {started} ranks were started; drop --nproc"
+        return nproc or 0
+    if nproc not in (None, started):
+        message = f"--nproc {nproc}, but {started} ranks were started; drop --nproc"
         raise ConfigError(message, on_every_rank=True)
     return 0

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from optimus.config import dump_toml, load_config, make_config
+from optimus.config import Config, dump_toml, load_config, make_config
+from optimus.config.load import SYNONYMS, _hint, _section_type
 from optimus.errors import ConfigError
 from tests.helpers.tiny import DENSE, tiny_tree
 
@@ -51,7 +52,22 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
     "override, told",
     [
         ("optim.lrr=1", r"unknown key optim.lrr = 1; did you mean optim.lr\?"),
-        ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?"),
+        ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?$"),
+        ("optim.learning_rate=1", r"optim.learning_rate = 1; did you mean optim.lr\?$"),
+        ("optim.warmup=1", r"did you mean optim.warmup_steps\?$"),
+        (
+            "train.batch_size=8",
+            r"did you mean train.global_batch_tokens or train.microbatch_size\?$",
+        ),
+        ("model.num_hidden_layers=2", r"did you mean model.num_layers\?$"),
+        ("model.d-model=2", r"did you mean model.hidden_size\?$"),
+        ("model.top_k=2", r"did you mean model.num_experts_per_tok\?$"),
+        ("train.output_dir=x", r"did you mean train.run_dir\?$"),
+        ("parallel.tensor_parallel=2", r"did you mean parallel.tp\?$"),
+        ("train.tensor_parallel=2", r"did you mean parallel.tp\?$"),
+        ("model.schedule=linear", r"did you mean parallel.schedule or optim.schedule\?$"),
+        ("distributed.tp_size=2", r"unknown key distributed .*did you mean parallel.tp\?$"),
+        ("train.qqq=2", r"the keys of \[train\] are run_dir"),
         ("optimm.lr=1", r"unknown key optimm.* did you mean optim\?"),
         ("foo.bar=1", r"unknown key foo .*the keys of the file are model"),
         ("optim.lr=fast", r"optim.lr = 'fast'.* valid number"),
@@ -61,7 +77,12 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
         ("model.num_layers=true", r"model.num_layers = True.* valid integer"),
         ("train.deterministic=1", r"train.deterministic = 1.* valid boolean"),
         ("train.dtype=bf61", r"train.dtype = 'bf61': must be .* did you mean 'bf16'\?"),
-        ("optim.betas=[0.9]", r"optim.betas"),
+        ("optim.betas=[0.9]", r"optim.betas = \[0.9\]: must be a list of 2 values$"),
+        ("optim.betas=[0.9, 0.9, 0.9]", r"optim.betas = .*: must be a list of 2 values$"),
+        ("optim.betas=0.9,0.95", r"optim.betas = '0.9,0.95': must be a list in brackets"),
+        ("optim.betas=[0.9", r"^command line: optim.betas = \[0.9: the closing \] is missing"),
+        ("optim.betas=[0.9 0.95]", r"optim.betas = \[0.9 0.95\]: not readable as TOML: .*commas"),
+        ('train.run_dir="a', r"train.run_dir = \"a: the closing \" is missing"),
         ("optim.betas=[0.9, 1.0]", r"optim.betas.1 = 1.0.* less than 1"),
         ("train.seq_len", r"not of the form section.key=value"),
         ("train=3", r"not of the form section.key=value"),
@@ -89,6 +110,19 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, t
     with pytest.raises(ConfigError, match=told) as refused:
         load_config(model_file, [override])
     assert "\n" not in str(refused.value) and str(model_file) not in str(refused.value)
+
+
+def test_every_synonym_names_a_key_that_exists():
+    keys = {
+        f"{name}.{key}"
+        for name, field in Config.model_fields.items()
+        for key in _section_type(field.annotation).model_fields
+    }
+    assert set(SYNONYMS) <= keys
+    for key, names in SYNONYMS.items():
+        for name in names.split():
+            hint = _hint([*key.split(".")[:1], name], 1)
+            assert hint.startswith("did you mean") and key in hint, (key, name, hint)
 
 
 def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):

@@ -89,6 +89,25 @@ def test_one_rank_tells_that_not_all_have_met(ranks, missing):
     assert sorted(by_another for *_, by_another in words) == [False, True, True]
 
 
+def start_over(interface: str) -> tuple:
+    """What this rank raises where gloo is to use `interface`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        start_world(device="cpu", timeout_s=60.0)
+    except OptimusError as error:
+        return str(error), error.exit_code, error.told_by_another
+    return ("started",)
+
+
+def test_an_absent_network_interface_is_named_by_one_rank(ranks):
+    """Where the loopback interface is down, too: the meeting at a file needs none."""
+    words = ranks(2, start_over, "absent0", start_world=False)
+    for word, status, _ in words:
+        assert word.startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")
+        assert "MASTER_ADDR" not in word and status == 2
+    assert sorted(by_another for *_, by_another in words) == [False, True]
+
+
 def test_a_mistake_is_told_though_others_are_missing(ranks):
     words = ranks(2, start, (0,), (1,), start_world=False)
     assert words[0] == ("rank 0 has no data", 2, None)
