@@ -29,7 +29,6 @@ def check(config: Config) -> None:
         _kernels,
         _compile,
         _pipeline,
-        _sampling,
         _recompute,
         _kept_models,
         _not_yet,
@@ -317,19 +316,6 @@ def _pipeline(config: Config) -> None:
             f"model.aux_loss_form = 'hf' couples all layers, but there are {stages} pipeline "
             "stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
         )
-
-
-def _sampling(config: Config) -> None:
-    """Writing a text token by token needs the whole model on one rank."""
-    if not config.train.sample_interval:
-        return
-    for axis in ("pp", *BLOCK):
-        if (size := getattr(config.parallel, axis)) > 1:
-            raise ConfigError(
-                f"train.sample_interval = {config.train.sample_interval} needs the whole model on "
-                f"a rank, but parallel.{axis} = {size}; leave it 0 and sample from checkpoints "
-                "with `optimus generate`"
-            )
 
 
 def _kept_models(config: Config) -> None:

@@ -277,7 +277,8 @@ class TrainConfig(Section):
     eval_instances: CountOrZero = 0
     """Held-out instances an evaluation reads, from the first on; 0: all."""
     sample_interval: CountOrZero = 0
-    """Updates between sampled continuations written to the log; 0: never."""
+    """Updates between sampled continuations of the first held-out instance, printed on standard
+    error; 0: never."""
     sample_tokens: Count = 64
     """Length of a sampled continuation, in tokens."""
 

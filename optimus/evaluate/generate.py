@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.data.dataset import InstanceSource
 from optimus.data.tokenizer import TextTokenizer
+from optimus.dist.collectives import ALONE, Group, broadcast
 
 _PROMPT_TOKENS = 16
+_LARGEST = 1e30
+
+NextLogits = Callable[[Tensor], Tensor | None]
+"""tokens int64 [1, n] -> logits [1, m, V], the last of which are those of the next token; None on a
+rank whose part of the model gives none."""
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: NextLogits,
     prompt: Tensor,
     new_tokens: int,
     *,
@@ -24,38 +31,48 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
     stop_tokens: Collection[int] = (),
+    group: Group = ALONE,
+    source: int = 0,
 ) -> Tensor:
     """Continue `prompt` (int64 [n], n >= 1) by `new_tokens`, or up to the first of `stop_tokens`;
     returns the new tokens alone.
 
     Temperature 0 takes the likeliest token; `top_k` 0 samples from the whole vocabulary. The model
-    sees at most the last `context` tokens. The draw depends on `seed` alone.
+    sees at most the last `context` tokens. The draw depends on `seed` alone. A collective of the
+    `group`: its rank `source`, which must have logits, draws each token for all.
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(new_tokens):
-        logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
-        following = _draw(logits, temperature, top_k, generator)
-        tokens = torch.cat([tokens, torch.tensor([following], device=tokens.device)])
-        if following in stop_tokens:
+        logits = model(tokens[-context:].unsqueeze(0))
+        drawn = tokens.new_zeros(1)
+        if group.rank == source:
+            drawn[0] = _draw(logits[0, -1].float().cpu(), temperature, top_k, generator)
+        broadcast(drawn, group, source)
+        tokens = torch.cat([tokens, drawn])
+        if int(drawn) in stop_tokens:
             break
     return tokens[prompt.numel() :]
 
 
-def sample_text(model: nn.Module, dataset: InstanceSource, new_tokens: int, seed: int) -> str:
-    """The beginning of the first instance of `dataset`, continued by the model, up to the first of
-    `eos_token_ids`. Tokens behind are drawn too: passes may be collectives."""
-    device = next(model.parameters()).device
-    instance = torch.from_numpy(dataset.read(0, 1))[0].to(device)
-    prompt = instance[:_PROMPT_TOKENS]
-    new = generate(model, prompt, new_tokens, context=dataset.context, seed=seed).tolist()
-    ends = (at for at, token in enumerate(new, 1) if token in model.config.eos_token_ids)
-    ids = prompt.tolist() + new[: next(ends, None)]
-    return TextTokenizer(dataset.tokenizer_file).decode(ids)
+def sample_text(
+    model: NextLogits,
+    dataset: InstanceSource,
+    new_tokens: int,
+    device: torch.device,
+    **options: Any,
+) -> str:
+    """The beginning of the first instance of `dataset` and its continuation, the same on all ranks;
+    `options` are those of `generate`."""
+    prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
+    new = generate(model, prompt, new_tokens, context=dataset.context, **options)
+    return TextTokenizer(dataset.tokenizer_file).decode(prompt.tolist() + new.tolist())
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    # Not for this rank alone to fail while others wait: the guards of training report such values.
+    logits = logits.nan_to_num(-_LARGEST, _LARGEST, -_LARGEST)
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature

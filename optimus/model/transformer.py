@@ -128,6 +128,10 @@ class Transformer(nn.Module):
         """[..., D] from the last block -> [..., V]."""
         return self._head(self.final_norm(x))
 
+    def logits_at(self, x: Tensor, position: int) -> Tensor:
+        """x [B, S, D] from the last block -> [B, V], the logits of the token after `position`."""
+        return self._head(self.final_norm(x)[:, position])  # the norm may gather the sequence
+
     def _head(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)

@@ -23,6 +23,7 @@ from optimus.evaluate.held_out import held_out_loss
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
 from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
@@ -234,18 +235,24 @@ class Run:
             self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
 
     def sample(self, step: int) -> None:
-        """A continuation of the first held-out (or training) instance, for the eye. Written by the
-        first rank alone, unless its parameters are divided: then all ranks write the same."""
-        train = self.config.train
+        """Log a continuation of the first held-out (or training) instance. All ranks take part, on
+        every layout; the first rank of the last stage draws."""
+        train, mesh = self.config.train, self.flight.mesh
         if not train.sample_interval or step % train.sample_interval:
             return
-        if self.directory is None and self.states.cache is None:
-            return
-        dataset = self.flight.eval_dataset or self.flight.dataset
         with uncompiled(self.config):
-            text = sample_text(self.model, dataset, train.sample_tokens, seed=train.seed + step)
+            text = sample_text(
+                self.part.logits_after,
+                self.flight.eval_dataset or self.flight.dataset,
+                train.sample_tokens,
+                self.world.device,
+                seed=train.seed + step,
+                stop_tokens=self.config.model.eos_token_ids,
+                group=self.groups.everyone,
+                source=mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1)),
+            )
         if self.directory is not None:
-            self.directory.say(f"sample at step {step}: {text!r}")
+            self.directory.say(f"sample at step {step}:\n{indented(text)}")
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl of one update."""

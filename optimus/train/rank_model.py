@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.residency import Pass
 from optimus.config import Config
 from optimus.data.loader import Microbatch
+from optimus.dist.collectives import all_reduce_sum
 from optimus.dist.groups import Groups
 from optimus.model.late_gradients import put_off_whole
 from optimus.model.layers import Embedding
@@ -22,6 +24,7 @@ from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
+from optimus.parallel.placement import share
 from optimus.planner.states import make_states
 from optimus.planner.units import units_of
 from optimus.platform import dtype_of
@@ -118,6 +121,22 @@ class RankModel:
         if not self._groups.counts:
             return []
         return [one.ce_sum for one in terms.values() if one.ce_sum is not None]
+
+    def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """tokens int64 [1, S] -> logits fp32 [1, 1, V] of the next token on the last stage, None on
+        the others. A collective of the ranks of one model."""
+        length = tokens.shape[1]
+        # Sequence parallelism divides S evenly. What is appended is invisible to earlier tokens.
+        padded = F.pad(tokens, (0, -length % self.model.sequence_shards))
+        logits = self.executor.logits(padded, length - 1)
+        if logits is None:
+            return None
+        mesh, place, vocab_size = self.layout.mesh, self.layout.place, self.model.config.vocab_size
+        start, stop = share(vocab_size, place.tp, mesh.tp)
+        whole = torch.zeros(1, 1, vocab_size, device=logits.device)
+        whole[..., start:stop] = logits
+        all_reduce_sum(whole, self._groups.over("tp"))
+        return whole
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:

@@ -171,10 +171,6 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
         ),
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
         (
-            {"train__sample_interval": 5, "parallel__ep": 2},
-            r"sample_interval = 5 needs .* parallel.ep = 2; .*`optimus generate`",
-        ),
-        (
             {"model__aux_loss_form": "hf", "parallel__pp": 2},
             r"aux_loss_form = 'hf' couples all layers, .* 2 pipeline stages",
         ),

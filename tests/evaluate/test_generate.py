@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
 import torch
 
 from optimus.data.dataset import TokenDataset
@@ -61,9 +62,20 @@ def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
     assert go_on("every", 5) == go_on("none", 1) != go_on("none", 5)
 
 
-def test_a_sample_ends_where_the_model_says(tiny_data):
-    model, dataset = make_model(), TokenDataset(tiny_data)
-    short, whole = (sample_text(model, dataset, tokens, seed=1) for tokens in (1, 5))
-    every = {"eos_token_ids": tuple(range(model.config.vocab_size))}
-    model.config = model.config.model_copy(update=every)
-    assert sample_text(model, dataset, 5, seed=1) == short != whole
+def test_a_sample_ends_at_the_stop_token(tiny_data):
+    model, dataset, cpu = make_model(), TokenDataset(tiny_data), torch.device("cpu")
+    short, whole = (sample_text(model, dataset, tokens, cpu, seed=1) for tokens in (1, 5))
+    every = range(model.config.vocab_size)
+    assert sample_text(model, dataset, 5, cpu, seed=1, stop_tokens=every) == short != whole
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_logits_that_are_not_finite_end_nothing(value, temperature):
+    """Other ranks wait for the token, and the guards of training report the values."""
+
+    def broken(tokens):
+        return torch.full((1, 1, 8), value)
+
+    new = generate(broken, torch.tensor([3]), 4, context=8, temperature=temperature)
+    assert len(new) == 4

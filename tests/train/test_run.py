@@ -12,7 +12,7 @@ from optimus.errors import CheckpointError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.observe.metrics import read_json_lines
 from optimus.train.preflight import preflight, with_start
-from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, train_on
+from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
 
@@ -35,6 +35,21 @@ def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path,
     assert_same_run(tmp_path / "1", tmp_path / "4")
     evaluations = [(tmp_path / str(size) / "eval.jsonl").read_text() for size in (1, 2, 4)]
     assert evaluations[0] and len(set(evaluations)) == 1
+
+
+def test_samples_are_the_same_on_every_layout(ranks, tiny_data, tmp_path):
+    settings = {"train__max_steps": 4, "train__sample_interval": 2, "train__sample_tokens": 8}
+    samples = []
+    for size, layout in ((1, {}), (2, {}), (2, {"parallel__pp": 2})):
+        tree = tiny_tree(tiny_data, tmp_path / f"run-{len(samples)}", **settings, **layout)
+        first, *others = ranks(size, told_by, tree, start_world=False, timeout_s=120)
+        assert not any("sample" in other for other in others)
+        lines = first.splitlines()
+        found = [lines[n : n + 2] for n, line in enumerate(lines) if line.startswith("sample")]
+        assert [head for head, _ in found] == ["sample at step 2:", "sample at step 4:"]
+        assert all(text.startswith("    ") for _, text in found)
+        samples.append(found)
+    assert samples[0] == samples[1] == samples[2]
 
 
 def test_a_document_mask_is_felt(ranks, tiny_data, tmp_path):

@@ -125,9 +125,29 @@ class Executor:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
         """Forward alone, any number of microbatches; returns the terms of each (stage, microbatch)
         here."""
+        return self._play(self._forwards(len(microbatches)), microbatches, self._table)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, position: int) -> Tensor | None:
+        """Forward alone of tokens [B, S]; the logits at `position` as of `Stage.infer` where the
+        last stage is, None elsewhere."""
+        found: list[Tensor] = []
+
+        def infer(action: Action) -> None:
+            stage = self._stages[action.stage]
+            out = stage.infer(self._input(action), tokens, position)
+            if stage.is_last:
+                found.append(out)
+            else:
+                self._pass_on(action._replace(kind=Kind.SEND_ACTIVATION), out)
+
+        self._play(self._forwards(1), [(tokens, None)], self._table | {Kind.F: infer})
+        return found[0] if found else None
+
+    def _forwards(self, num_microbatches: int) -> Sequence[Action]:
         of = self._schedule
-        lists = make_evaluation(of.num_ranks, of.virtual_stages, len(microbatches)).ranks
-        return self._play(lists[self._rank], microbatches, self._table)
+        lists = make_evaluation(of.num_ranks, of.virtual_stages, num_microbatches).ranks
+        return lists[self._rank]
 
     def _play(
         self,
@@ -170,9 +190,8 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        x = None
-        if not stage.is_first:
-            x = self._take(action._replace(kind=Kind.RECV_ACTIVATION))
+        x = self._input(action)
+        if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         output = stage.forward(x, *self._microbatches[action.microbatch])
         place = (action.stage, action.microbatch)
@@ -181,6 +200,12 @@ class Executor:
             self._pass_on(action._replace(kind=Kind.SEND_ACTIVATION), output.x.detach())
         if torch.is_grad_enabled():
             self._held[place] = _Held(x, output)
+
+    def _input(self, action: Action) -> Tensor | None:
+        """What the stage before has sent for a forward pass; None on the first stage."""
+        if self._stages[action.stage].is_first:
+            return None
+        return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
         """B, or I: then the gradients of weights are put off."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.model.router import layer_losses
+from optimus.model.router import Routing, layer_losses
 from optimus.model.transformer import Transformer
 
 
@@ -72,11 +72,8 @@ class Stage:
     ) -> Output:
         """x [B, S, D] from the stage before, None on the first; tokens int64 [B, S] live on the
         device, document_ids [B, S] on the host."""
-        model = self.model
-        if self.is_first:
-            x = model.embed(tokens)
-        x, routings = model.run_blocks(x, document_ids, self.layers)
-        aux, z, counts = layer_losses(model.config, routings)
+        x, routings = self._run_blocks(x, tokens, document_ids)
+        aux, z, counts = layer_losses(self.model.config, routings)
         objective = None
         if routings:
             scale = self._objective
@@ -85,11 +82,24 @@ class Stage:
             objective = objective + (scale.z_coef / shared) * (z.sum() / layers)
         ce_sum = None
         if self.is_last:
-            ce_sum, _ = model.token_loss(x, tokens)
+            ce_sum, _ = self.model.token_loss(x, tokens)
             ce = ce_sum / self._objective.num_targets
             objective = ce if objective is None else ce + objective
             ce_sum, x = ce_sum.detach(), None
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
+
+    def infer(self, x: Tensor | None, tokens: Tensor, position: int) -> Tensor:
+        """The same pass without losses: x [B, S, D] for the next stage or, on the last stage, the
+        logits at `position` [B, V], V being this rank's part of the vocabulary."""
+        x, _ = self._run_blocks(x, tokens, None)
+        return self.model.logits_at(x, position) if self.is_last else x
+
+    def _run_blocks(
+        self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None
+    ) -> tuple[Tensor, list[Routing]]:
+        if self.is_first:
+            x = self.model.embed(tokens)
+        return self.model.run_blocks(x, document_ids, self.layers)
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:

@@ -1,0 +1,74 @@
+"""Continuations by one model on several layouts: those of one process, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.evaluate.generate import generate
+from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
+from tests.helpers.updates import make_shard
+
+NEW_TOKENS = 5
+
+
+def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
+    """New tokens from a short prompt, an odd one and one longer than the context, drawn and
+    greedy; the logits behind the second prompt where the last stage is."""
+    made = make_shard(tree)
+    mesh, texts = made.groups.mesh, []
+    source = mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1))
+    for length in (1, 13, CONTEXT + 3):
+        prompt = torch.arange(length) * 7 % VOCAB
+        for temperature in (0.0, 0.8):
+            new = generate(
+                made.shard.logits_after,
+                prompt,
+                NEW_TOKENS,
+                context=CONTEXT,
+                temperature=temperature,
+                seed=3,
+                group=made.groups.everyone,
+                source=source,
+            )
+            texts.append(new.tolist())
+    logits = made.shard.logits_after((torch.arange(13) * 7 % VOCAB).unsqueeze(0))
+    return texts, None if logits is None else logits.flatten().tolist()
+
+
+@pytest.fixture(scope="module")
+def one(rank_pool):
+    tree = tiny_tree("d", "r", model__num_layers=4)
+    ((texts, logits),) = rank_pool.run(1, continued, tree)
+    assert len({tuple(text) for text in texts}) > 3  # not one token for ever
+    return texts, logits
+
+
+INTERLEAVED = {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
+ALL_TO_ALL = {"parallel__ep_dispatch": "alltoall", "train__deterministic": False}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "exact"),
+    [
+        pytest.param(3, {}, True, id="dp3"),
+        pytest.param(3, {"parallel__pp": 3}, True, id="pp3"),
+        pytest.param(2, {"parallel__pp": 2} | INTERLEAVED, True, id="pp2-interleaved"),
+        pytest.param(4, {"parallel__pp": 2, "parallel__ep": 2}, False, id="pp2-ep2"),
+        pytest.param(2, {"parallel__ep": 2} | ALL_TO_ALL, False, id="ep2-alltoall"),
+        pytest.param(4, {"parallel__pp": 2, "parallel__tp": 2}, False, id="pp2-tp2"),
+        pytest.param(
+            2, {"parallel__tp": 2, "parallel__sequence_parallel": True}, False, id="tp2-sequence"
+        ),
+    ],
+)
+def test_a_continuation_is_that_of_one_process(ranks, one, size, layout, exact):
+    tree = tiny_tree("d", "r", model__num_layers=4, train__global_batch_tokens=0, **layout)
+    results = ranks(size, continued, tree, start_world=False)
+    texts, logits = one
+    for rank_texts, _ in results:
+        assert rank_texts == texts
+    found = [rank_logits for _, rank_logits in results if rank_logits is not None]
+    assert len(found) == size // layout.get("parallel__pp", 1)
+    for rank_logits in found:
+        assert rank_logits == (logits if exact else pytest.approx(logits, rel=1e-4, abs=1e-5))
