@@ -1,15 +1,17 @@
-"""One update against the same written by hand: objective, global scale, clipping, AdamW."""
+"""One update against the same written by hand: objective, global scale, clipping, rate, AdamW."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from optimus.config import make_config
+from optimus.config import Config, make_config
+from optimus.dist.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_updater, numbered, own_batch
+from tests.helpers.whole import whole_of
 
 TREE = tiny_tree(
     "d",
@@ -18,26 +20,40 @@ TREE = tiny_tree(
     model__z_loss_coef=0.25,
     optim__clip_norm=0.1,
     optim__weight_decay=0.3,
-    optim__warmup_steps=0,
-    optim__schedule="constant",
+    optim__warmup_steps=4,
     optim__betas=[0.8, 0.9],
 )
+STEP = 2
+"""The update that is made: the first of its optimizer, in the middle of the warm-up."""
+RATE = 3e-3 * 2 / 4
 MICROBATCHES = [numbered(n) for n in range(8)]
 
 
 def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     """Weights after one update, the loss and the norm before clipping, in plain torch."""
     config = make_config(tree)
-    model = Transformer(config.model)
-    initialise_(model, 0)
-    optim = config.optim
+    model, optim = make_model(config), config.optim
     adamw = torch.optim.AdamW(
         model.parameters(),
-        lr=optim.lr,
+        lr=RATE,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
+    loss = backward_by_hand(model, config)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+    adamw.step()
+    return {n: p.detach() for n, p in model.named_parameters()}, loss, float(norm)
+
+
+def make_model(config: Config) -> Transformer:
+    model = Transformer(config.model)
+    initialise_(model, 0)
+    return model
+
+
+def backward_by_hand(model: Transformer, config: Config) -> float:
+    """Give the parameters their gradients of the whole batch; its loss."""
     ce, aux, z = [], [], []
     for tokens, _ in MICROBATCHES:
         terms = model.losses(tokens)
@@ -48,14 +64,13 @@ def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     coefficients = config.model.aux_loss_coef, config.model.z_loss_coef
     mean_aux, mean_z = (sum(terms) / len(terms) for terms in (aux, z))
     (loss + coefficients[0] * mean_aux + coefficients[1] * mean_z).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
-    adamw.step()
-    return {n: p.detach() for n, p in model.named_parameters()}, float(loss), float(norm)
+    return float(loss)
 
 
 def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     _, _, groups, _, shard, _, updater = make_updater(tree)
-    result = updater.run(1, own_batch(groups))
+    result = updater.run(STEP, own_batch(groups))
+    assert result.lr == RATE
     weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     return weights, result.loss, result.grad_norm
 
@@ -73,3 +88,52 @@ def test_an_update_is_what_one_writes_by_hand(ranks, size, deterministic, clip_n
         assert our_norm == pytest.approx(norm, rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+
+
+CLIPPING = {
+    "clipped": ({"clip_norm": 0.1}, True),
+    "below the limit": ({"clip_norm": 1e9}, False),
+    "off": ({"clip_norm": 0.0}, False),
+    "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
+    "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
+}
+"""Settings, and whether the update clips under them."""
+
+
+def moments_after_one_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Both moments of every parameter, under the settings of each tree."""
+    world, found = start_world(device="cpu"), []
+    for tree in trees:
+        _, _, groups, _, _, states, updater = make_updater(tree, world)
+        updater.run(STEP, own_batch(groups))
+        found.append({state: whole_of(states, state) for state in ("exp_avg", "exp_avg_sq")})
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
+def test_moments_are_those_of_the_gradient_clipped_and_without_the_loss_scale(
+    ranks, size, dtype, within
+):
+    """AdamW's update hides a factor that is common to all gradients; its moments show it. `within`:
+    relative, for fp16 what its products round."""
+    numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
+    trees = [
+        TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()
+    ]
+    config = make_config(TREE)
+    model, (beta1, beta2) = make_model(config), config.optim.betas
+    backward_by_hand(model, config)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm > 0.2  # so that a limit of 0.1 is felt
+    for told in ranks(size, moments_after_one_update, trees, start_world=False):
+        for (name, (_, clips)), moments in zip(CLIPPING.items(), told, strict=True):
+            for parameter_name, parameter in model.named_parameters():
+                gradient = parameter.grad * (0.1 / norm if clips else 1.0)
+                expected = {
+                    "exp_avg": (1 - beta1) * gradient,
+                    "exp_avg_sq": (1 - beta2) * gradient**2,
+                }
+                for state, there in expected.items():
+                    error = (moments[state][parameter_name] - there).norm() / there.norm()
+                    assert error < within, f"{name}: {state} of {parameter_name}"
