@@ -105,9 +105,17 @@ def check_compile(compile_blocks: bool) -> None:
 
 
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
-    """Fix the intra-op thread count of this rank and return it (`train.threads`)."""
-    if threads == 0:
-        threads = 1 if deterministic else max(1, available_cores() // local_world_size)
+    """Set the intra-op threads of this rank and return their number.
+
+    `threads` (`train.threads`) counts first, then 1 if deterministic, then OMP_NUM_THREADS, then
+    the share of cores of one of `local_world_size` ranks.
+    """
+    if threads == 0 and deterministic:
+        threads = 1
+    if threads == 0:  # a list has a number for each level of nesting
+        text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        threads = int(text) if text.isdecimal() else 0
+    threads = threads or max(1, available_cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
+from optimus import platform
 from optimus.errors import ConfigError
 from optimus.platform import check_compile, collective_backend, peak_flops
 
@@ -97,3 +98,28 @@ def test_compiling_beside_ipex_is_refused(how, tmp_path, monkeypatch):
     else:
         check_compile(True)
     check_compile(False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "deterministic", "variable", "expected"),
+    [
+        (3, True, "2", 3),
+        (0, True, "2", 1),
+        (0, False, "2", 2),
+        (0, False, " 4,2", 4),
+        (0, False, "many", 5),
+        (0, False, "0", 5),
+        (0, False, None, 5),
+    ],
+)
+def test_threads_follow_the_setting_the_mode_the_variable_the_cores(
+    monkeypatch, setting, deterministic, variable, expected
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(platform, "available_cores", lambda: 11)
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    assert platform.set_threads(setting, deterministic, local_world_size=2) == expected
+    assert taken == [expected]

@@ -269,7 +269,8 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where ranks compute; `auto`: xpu before cuda before cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Intra-op threads of a rank; 0: 1 if deterministic, otherwise the rank's share of cores."""
+    """Intra-op threads of a rank; 0: 1 if deterministic, else OMP_NUM_THREADS, else the rank's
+    share of cores."""
     deadline_s: NonNegative = 0.0
     """Checkpoint and end with status 3 this long after a rank's process began; 0: never."""
     eval_interval: CountOrZero = 0
