@@ -7,25 +7,32 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
-from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
+from optimus.errors import ConfigError, LostPeerError, OptimusError, Stopped, one_line
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
+_PIPE_CLOSED = 128 + signal.SIGPIPE  # what a shell reports of a program that SIGPIPE ended
+_STALL_S = 5.0
+_SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
+"""Commands that import torch; on a terminal they say at once that they have started."""
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (README lists them)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parse(arguments)
     try:
+        args = _parse(arguments)
         return args.run(args, arguments)
     except OptimusError as error:
         _tell(error)
@@ -42,14 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(OptimusError(f"{what}; mend it and give the same command again to go on"))
         return OptimusError.exit_code
     except KeyboardInterrupt:
-        print("optimus: interrupted", file=sys.stderr)
+        from optimus.launch_env import read_rank
+
+        if read_rank() == 0:
+            print("optimus: interrupted", file=sys.stderr)
         return 130
 
 
 def process() -> NoReturn:
     """The process of one command; a rank among others ends as `leaves_at_once` says."""
+    _open_standard_streams()
+    _avoid_spinning()
+    if sys.argv[1:2] == ["train"]:  # other commands may have files to remove
+        from optimus.train.stop import exit_on_stop_signals
+
+        exit_on_stop_signals()
+    if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
+        print(f"optimus: starting {sys.argv[1]}", file=sys.stderr)
     try:
         code = main()
+    except BrokenPipeError:
+        if not _reader_has_gone():  # another pipe than standard output
+            raise
+        code = _PIPE_CLOSED
     except Exception:
         if not _leaves_at_once():
             raise
@@ -58,7 +80,91 @@ def process() -> NoReturn:
         code = 1
     if _leaves_at_once():
         os._exit(code if _flush() else code or 1)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the exit flushes
+        code = code or _PIPE_CLOSED
+    except (OSError, ValueError):
+        pass  # the exit reports it
     sys.exit(code)
+
+
+def _reader_has_gone() -> bool:
+    """Return whether the program that read standard output has closed it, as `head` does."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+class _Stderr:
+    """Standard error that can neither end nor hold up a command.
+
+    Text that nobody takes is dropped: the reader has gone, the terminal is closed, the disk is
+    full. A reader that only stopped is waited for once; while it does not read, lines are dropped
+    and counted, because other ranks would take a rank that waits here for lost.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._text = stream, ""
+        self._lock = threading.RLock()  # a signal handler prints, too
+        self._poll = select.poll()
+        self._poll.register(stream.fileno(), select.POLLOUT)
+        self._wait_s, self._dropped = _STALL_S, 0
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._text += text
+            if "\n" in text:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            text, self._text = self._text, ""
+            data = text.encode("utf-8", "backslashreplace")
+            try:
+                self._emit(data)
+            except OSError:
+                return
+
+    def _emit(self, data: bytes) -> None:
+        if data and not self._poll.poll(1000 * self._wait_s):
+            self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
+            return
+        if self._dropped:
+            note = f"optimus: {self._dropped} lines were dropped here, because nobody read them\n"
+            data = note.encode() + data
+        self._wait_s, self._dropped = _STALL_S, 0
+        while data and self._poll.poll(1000 * self._wait_s):  # a pipe then takes PIPE_BUF bytes
+            data = data[os.write(self._stream.fileno(), data[: select.PIPE_BUF]) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _open_standard_streams() -> None:
+    """Open what was closed before this process began, so that no file of a run becomes number 1 or
+    2, and let standard error last."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    sys.stderr = _Stderr(sys.stderr)
+
+
+def _avoid_spinning() -> None:
+    """Let threads that wait for each other sleep, unless the user has chosen; before torch is
+    imported, because OpenMP reads this as it is loaded.
+
+    GNU's OpenMP (PyPI's torch) spins up to 17 ms, Intel's 200 ms. With more threads than free cores
+    that takes the core from the thread that is waited for: docs/benchmarks/step.md has figures.
+    """
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def _leaves_at_once() -> bool:
@@ -102,10 +208,18 @@ def _tell(error: OptimusError) -> None:
     if rank and alike and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
         return
     where = f" [rank {rank}]" if rank else ""
+    kind = "" if isinstance(error, Stopped) else " error:"  # a requested stop is none
     with _unheard():
-        print(f"optimus:{where} error: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"optimus:{where}{kind} {one_line(error)}", file=sys.stderr, flush=True)
     if error.exit_code == LostPeerError.exit_code:
         _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
+
+
+def _speaks() -> bool:
+    """Return whether this process prints what it is about to do: the spawner does for its ranks."""
+    from optimus.launch_env import RENDEZVOUS, read_rank
+
+    return RENDEZVOUS not in os.environ and read_rank() == 0
 
 
 def _is_rank_of_a_launcher() -> bool:
@@ -212,6 +326,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch_env import STARTED, read_launch_env
     from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
+    from optimus.train.preflight import preflight
 
     if _is_rank_of_a_launcher():
         # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
@@ -224,11 +339,15 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc:
-        from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
+        print(f"optimus: starting {nproc} rank{'s' * (nproc > 1)}", file=sys.stderr)
         return spawn_local(arguments, nproc)
+    if launch.world_size == 1:
+        preflight(config, 1)  # mistakes are found before torch, which takes seconds, is imported
+    if _speaks():
+        print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)
     from optimus.train.loop import train
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +87,95 @@ def test_nproc_below_one_is_refused(command, tiny_data, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "--nproc 0 must be at least 1; leave --nproc out" in told and told.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
+    """`optimus ARGUMENTS` whose `main` is the expression `main`."""
+    code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize(
+    ("number", "label", "status"),
+    [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 3), (signal.SIGHUP, "SIGHUP", 3)],
+)
+def test_signal_before_the_first_step_ends_training_with_one_line(number, label, status):
+    process = run_process("[print(1, flush=True), time.sleep(60)]", "train", stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "1\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert errors == (
+        f"optimus: stopped before the first step ({label}); give the same command again to start\n"
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_reader_of_results_that_leaves_is_no_error(unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    process = run_process("print(1) or 0", "plan", stdout=writer, env=environ)
+    os.close(writer)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
+def test_training_names_what_takes_long_before_it_begins(tiny_data, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    path = os.pathsep.join([str(tmp_path), os.getcwd(), *sys.path])
+    command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
+    environ = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, "optimus: importing torch\n")
+
+
+def test_terminal_shows_a_line_at_once(tmp_path):
+    terminal, inside = os.openpty()
+    command = [sys.executable, "-m", "optimus.cli", "train", str(tmp_path / "absent.toml")]
+    done = subprocess.run(command, stderr=inside, timeout=60)
+    os.close(inside)
+    assert done.returncode == 2
+    assert os.read(terminal, 1000).startswith(b"optimus: starting train\r\n")
+    os.close(terminal)
+
+
+def test_output_that_nobody_reads_holds_nothing_up(monkeypatch):
+    """A pipe whose reader only stopped fills up; what does not fit is dropped and counted."""
+    monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
+        size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        error = optimus.cli._Stderr(stream)
+        start = time.monotonic()
+        for _ in range(100):
+            print("x" * (size // 8), file=error)
+        assert 0.1 < time.monotonic() - start < 5
+        shown = other.read(size).count(b"\n")
+        print("again", file=error)
+        assert (
+            other.read(size)
+            == (
+                f"optimus: {100 - shown} lines were dropped here, because nobody read them\nagain\n"
+            ).encode()
+        )
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, given, told):
+    """OpenMP reads this as it is loaded; GNU's prints it where OMP_DISPLAY_ENV asks."""
+    torch_directory = Path(importlib.util.find_spec("torch").origin).parent
+    library = next(torch_directory.glob("lib/libgomp*"), None)
+    if library is None:
+        pytest.skip("this torch does not bring GNU's OpenMP")
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    environ = os.environ | {"OMP_DISPLAY_ENV": "verbose"} | given
+    process = run_process(f"__import__('ctypes').CDLL('{library}') and 0", env=environ)
+    _, errors = process.communicate(timeout=60)
+    assert f"GOMP_SPINCOUNT = '{told}'" in errors
 
 
 def test_plan_prints_one_json_object(capsys):

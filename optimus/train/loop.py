@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus import platform
+from optimus.checkpoint.manager import full_path
 from optimus.config import Config, ModelConfig
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
@@ -122,7 +123,6 @@ class Run:
     ) -> None:
         self.config, self.world, self.flight = config, world, flight
         self.last_step = config.train.stop_at_step or config.train.max_steps
-        self.stop_request = StopRequest(config.train.deadline_s)
         self.directory = directory
         self.groups = join_groups(flight.mesh, world, config.parallel.virtual_stages)
         self.part = RankModel(config, self.groups, flight.plan, world.device)
@@ -173,9 +173,10 @@ class Run:
             )
         try:
             self.saves.make_up()
+            stop_request = StopRequest(self.config.train.deadline_s)
             for step in range(self.flight.start.step + 1, self.last_step + 1):
                 self.update(step)
-                stopping = self.stop_request.agreed(self.world.everyone, self.world.device)
+                stopping = stop_request.agreed(self.world.everyone, self.world.device)
                 if stopping is None:
                     self.evaluate(step)
                     self.sample(step)
@@ -184,9 +185,10 @@ class Run:
                     self.evaluate(step)
                     self.sample(step)
                 if stopping is not None and step < self.last_step:
+                    where = full_path(self.config.train.run_dir, step)
                     raise Stopped(
-                        f"{stopping}: stopped after a checkpoint of step {step}; give the same "
-                        "command again to go on",
+                        f"stopped after step {step} ({stopping}), checkpoint at {where}; give the "
+                        "same command again to continue",
                         on_every_rank=True,
                     )
         except OptimusError as error:

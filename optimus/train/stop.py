@@ -1,16 +1,59 @@
-"""Being asked to stop: SIGTERM, SIGUSR1, Ctrl-C, or the deadline. The step is finished first."""
+"""Requests to stop a run: Ctrl-C, signals and the deadline. Importing this brings no torch.
+
+Until the first update a request ends the process at once, because there is nothing to save. From
+then on the update is finished and a checkpoint is written first.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+from optimus.launch_env import RENDEZVOUS, STARTED, is_launched, read_rank
 
-from optimus.dist.collectives import Group, greatest
-from optimus.launch_env import STARTED
+if TYPE_CHECKING:
+    import torch
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    from optimus.dist.collectives import Group
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_DEADLINE = -1
+
+
+def signal_label(number: int) -> str:
+    """Return how messages call a signal: the key that sends it, or its name."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def report_early_stop(number: int) -> int:
+    """Print that the run stopped before its first update; return the exit status for that."""
+    print(
+        f"optimus: stopped before the first step ({signal_label(number)}); give the same command "
+        "again to start",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 130 if number == signal.SIGINT else 3
+
+
+def exit_on_stop_signals() -> None:
+    """Until a `StopRequest` exists, let a signal end this process with one line, if it is the only
+    one of its run.
+
+    An exception would not do: torch's imports swallow some, and others end in a traceback. A rank
+    among others keeps the default action, which also works inside a wait for other ranks.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        os._exit(report_early_stop(number))
+
+    if not is_launched():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, end)
 
 
 class StopRequest:
@@ -20,20 +63,41 @@ class StopRequest:
         """`deadline_s`: from the process's start on; 0: never."""
         self._end = STARTED + deadline_s if deadline_s else None
         self._reason = 0
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+        for number in STOP_SIGNALS:
+            # nohup ignores SIGHUP for the process; the spawner does so for its ranks until now.
+            if number != signal.SIGHUP or RENDEZVOUS in os.environ or not _is_ignored(number):
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._reason = number
         if number == signal.SIGINT:  # a second Ctrl-C does not wait
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._reason:  # the spawner sends SIGTERM after the signal that it received
+            return
+        self._reason = number
+        again = ""
+        if number == signal.SIGINT:
+            again = "; press Ctrl-C again to stop at once without it"
+        if read_rank() == 0:
+            print(
+                f"optimus: {signal_label(number)}: finishing this step and saving a checkpoint"
+                f"{again}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
-        """After a step: why all ranks stop now, or None. A collective."""
+        """Return after a step why all ranks stop now, or None. A collective."""
+        from optimus.dist.collectives import greatest
+
         reason = self._reason
         if not reason and self._end is not None and time.monotonic() >= self._end:
-            reason = -1
-        code = greatest(abs(reason) if reason > 0 else int(reason < 0), group, device)
+            reason = _DEADLINE
+        # Signals count more than the deadline. Ranks of one run receive the same signal.
+        code = greatest(reason + 1 if reason > 0 else int(reason < 0), group, device)
         if code == 0:
             return None
-        return "the deadline has passed" if code == 1 else f"received {signal.Signals(code).name}"
+        return "the deadline has passed" if code == 1 else signal_label(code - 1)
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN

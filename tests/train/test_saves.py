@@ -303,7 +303,8 @@ def test_a_save_under_way_is_sealed_when_all_ranks_end(
     tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=4, checkpoint__async_save=True)
     ended = ranks(2, stop_the_second_rank, tree, how, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == status, ended
-    assert how == "nan" or ended[0].message.startswith(f"received {how}")
+    stopped = f"stopped after step 6 ({how}), checkpoint at {tmp_path}/checkpoints/step-00000006;"
+    assert how == "nan" or ended[0].message.startswith(stopped)
     assert steps_kept(tmp_path) == kept
 
 

@@ -71,15 +71,68 @@ def test_a_blow_to_one_rank_ends_all_with_the_right_code(tiny_data, tmp_path, bl
     assert_gone(ranks)
 
 
-def test_a_stop_signal_to_the_spawner_reaches_the_ranks(tiny_data, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "label", "nproc"),
+    [(signal.SIGINT, "Ctrl-C", ["--nproc", "2"]), (signal.SIGUSR1, "SIGUSR1", [])],
+)
+def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
+    tiny_data, tmp_path, number, label, nproc
+):
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
-    process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
+    process = start(write_config(tmp_path / "run.toml", tree), *nproc)
     wait_for_steps(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
     last = metrics_of(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{last:08d}"
+    assert checkpoint.is_dir()
+    assert f"optimus: {label}: finishing this step and saving a checkpoint" in errors
+    assert errors.splitlines()[-1] == (
+        f"optimus: stopped after step {last} ({label}), checkpoint at {checkpoint}; give the same "
+        "command again to continue"
+    )
+    assert "error" not in errors and "SIGTERM" not in errors
+
+
+def test_ctrl_c_before_the_first_step_ends_all_ranks_with_one_line(tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run")
+    process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
+    wait_until(lambda: len(children_of(process.pid)) == 2, within_s=60)
+    ranks = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert errors == (
+        "optimus: starting 2 ranks\noptimus: stopped before the first step (Ctrl-C); give the same "
+        "command again to start\n"
+    )
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
+def test_reader_that_leaves_does_not_end_training(tiny_data, tmp_path, nproc):
+    """As `| head -1` does; TensorBoard's threads go on, too."""
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=8, observe__tensorboard=True)
+    tree["observe"]["log_interval"] = 1
+    config = write_config(tmp_path / "run.toml", tree)
+    process = start(config, *nproc)
+    assert process.stderr.readline().startswith("optimus: ")
+    process.stderr.close()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert [record["step"] for record in metrics_of(tmp_path / "run")] == list(range(1, 9))
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_training_with_closed_outputs_ends_like_any(tiny_data, tmp_path):
+    """No file of the run becomes number 1 or 2, where libraries print."""
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
+    config = write_config(tmp_path / "run.toml", tree)
+    command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(shell, timeout=120).returncode == 0
+    assert len(metrics_of(tmp_path / "run")) == 4
 
 
 def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
