@@ -71,6 +71,20 @@ def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monk
             file.verify(range(shard.num_blocks))
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, direct):
+    """Its checkpoint is sealed as soon as all writers have finished: nobody else syncs it."""
+    synced, fsync = [], os.fsync
+
+    def look(fd):
+        fsync(fd)
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
+
+    monkeypatch.setattr(os, "fsync", look)
+    shard, _ = write(tmp_path, [os.urandom(12_345)], direct=direct)
+    assert synced[-1] == (str(tmp_path / shard.name), shard.size)
+
+
 def broken_at(block, error, seen):
     """An os.write that gives half of each first try, and `error` from a block of 5000 on."""
     plain, count = os.write, [0]

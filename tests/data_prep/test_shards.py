@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -167,6 +168,37 @@ def test_no_manifest_stands_while_shards_of_another_order_are_written(made, tmp_
     with pytest.raises(DataError, match="not finished"):
         read_manifest(out)
     assert main(["shard", str(out), "--workers", "1"]) == 0 and list(verify(out)) == []
+
+
+def test_a_shard_is_durable_before_its_name_and_its_name_before_its_mark(
+    made, tmp_path, monkeypatch
+):
+    shuffle = ["shuffle", str(made.data), "--to", str(tmp_path), "--context", "16"]
+    assert main([*shuffle, "--shard-size", "8192"]) == 0
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def look_at_fsync(fd):
+        fsync(fd)
+        events.append((Path(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
+
+    def look_at_rename(old, new):
+        rename(old, new)
+        events.append((Path(old), Path(new)))
+
+    monkeypatch.setattr(os, "fsync", look_at_fsync)
+    monkeypatch.setattr(os, "rename", look_at_rename)
+    assert main(["shard", str(tmp_path), "--workers", "1"]) == 0
+    monkeypatch.undo()
+    final = sorted((tmp_path / "shards").glob("*.npy"))
+    assert len(final) > 2
+    for path in final:
+        (at,) = (place for place, (_, new) in enumerate(events) if new == path)
+        assert events[at - 1] == (events[at][0], path.stat().st_size), "content before its name"
+        assert events[at + 1][0] == path.parent, "the name before what follows"
+        (mark,) = (
+            place for place, (_, new) in enumerate(events) if new == path.with_suffix(".json")
+        )
+        assert mark > at
 
 
 def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
