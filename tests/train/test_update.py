@@ -81,6 +81,16 @@ def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
 def test_an_update_is_what_one_writes_by_hand(ranks, size, deterministic, clip_norm):
     tree = TREE | {"train": TREE["train"] | {"deterministic": deterministic}}
     tree["optim"] = TREE["optim"] | {"clip_norm": clip_norm or 1e9, "eps": 1e-3}
+    assert_is_by_hand(ranks, size, tree)
+
+
+def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
+    """The first stage's are those of the embedding, the last one's those of the head."""
+    tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
+    assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
+
+
+def assert_is_by_hand(ranks, size: int, tree: dict) -> None:
     expected, loss, norm = by_hand(tree)
     assert norm > 0.2  # so that a limit of 0.1 is felt
     for weights, our_loss, our_norm in ranks(size, one_update, tree, start_world=False):
