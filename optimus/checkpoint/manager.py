@@ -6,11 +6,12 @@ model-only one (also a Hugging Face directory). Readable without torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,8 @@ from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read
 from optimus.errors import CheckpointError
 
 KEPT_FULL = 2
+_REMOVED = "removed-"
+"""Marks the temporary names of directories under removal: no save writes to them."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -195,13 +198,17 @@ def _start(origin: str, manifest: Manifest, begun: int | None) -> Start:
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     """Remove leftovers of unfinished saves; set aside checkpoints that this start leaves behind.
 
-    Called once the start has been loaded, so that a start that fails leaves all as it was.
+    Called once the start has been loaded, so that a start that fails leaves all as it was. Each
+    leftover that cannot be removed is named in a warning. Raises CheckpointError if a checkpoint
+    cannot be set aside: the next start would load it as the newest one.
     """
     directory = checkpoints_dir(run_dir)
     files.make_dirs(directory)
-    for path in directory.iterdir():
-        if files.is_temporary(path) and path.is_dir():
-            _delete(path)
+    leftovers = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
+    if left := remove_all(leftovers):
+        for path, why in left.items():
+            print(f"optimus: WARNING: cannot remove {path}: {why}", file=sys.stderr)
+        print(f"optimus: WARNING: {space_left(run_dir)}; remove them by hand", file=sys.stderr)
     is_own = start.path is not None and _is_own(start.path, run_dir)
     stay = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
     stay = [path for path in stay if is_own and _step_of(path) <= start.step]
@@ -212,30 +219,80 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     for path in left_behind:
         target = files.temporary_name(aside / path.name).with_suffix("")
         target = target.with_name(target.name.lstrip("."))
-        files.commit(path, target)
+        try:
+            files.commit(path, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be moved to {SET_ASIDE}/: {error.strerror}; this start leaves it "
+                "behind: move it away by hand and give the same command again"
+            ) from None
         print(f"optimus: set aside {path.name}, which this start leaves behind", file=sys.stderr)
     files.fsync_dir(directory)
 
 
-def forget_old(run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0) -> None:
-    """After a seal: keep the newest two full checkpoints, and of models the newest `keep_models`
-    (0: all) and those of steps that are multiples of `keep_every` (0: none)."""
-    old = _of_kind(run_dir, "model")[:-keep_models] if keep_models else []
-    stale = [path for path in old if not keep_every or _step_of(path) % keep_every]
-    for path in [*_of_kind(run_dir, "step")[:-KEPT_FULL], *stale]:
-        _remove(path)
+def remove_old(
+    run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
+) -> dict[Path, str]:
+    """Remove the checkpoints that retention does not keep, and what earlier removals left.
+
+    Retention keeps the newest two full checkpoints, the newest `keep_models` models (0: all) and
+    the models of steps that are multiples of `keep_every` (0: none of those). Each of the others is
+    tried, whatever becomes of the rest.
+
+    Returns: why, for each path that cannot be removed.
+    """
+    models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
+    models = [path for path in models if not keep_every or _step_of(path) % keep_every]
+    steps = _older_than_newest(_of_kind(run_dir, "step"), KEPT_FULL)
+    return remove_all([*checkpoints_dir(run_dir).glob(f".{_REMOVED}*"), *steps, *models])
 
 
-def _remove(path: Path) -> None:
-    """A name of ours is there with all its files or not at all, whenever this is cut short."""
-    aside = files.temporary_name(path)
-    files.commit(path, aside)
-    _delete(aside)
+def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
+    """The paths older than the newest `count` that can be checkpoints: have a readable manifest."""
+    for number in reversed(range(len(paths))):
+        with contextlib.suppress(CheckpointError):
+            read_manifest(paths[number])
+            count -= 1
+        if count == 0:
+            return paths[:number]
+    return []
+
+
+def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
+    """Remove directories of `checkpoints/`. Returns: why, for each that stays or stays in part."""
+    left = {}
+    for path in paths:
+        aside = path
+        try:
+            if not files.is_temporary(path):  # a step-* or model-* has all its files at any time
+                aside = files.temporary_name(path.with_name(_REMOVED + path.name))
+                files.commit(path, aside)
+            _delete(aside)
+        except OSError as error:
+            inside = Path(error.filename or path).name
+            what = "" if inside in (path.name, aside.name) else f"{inside}: "
+            still = aside if os.path.lexists(aside) else path
+            left[still] = f"{what}{error.strerror}"
+    return left
 
 
 def _delete(path: Path) -> None:
     """Remove a directory, or a link to one: what a user has moved elsewhere stays there."""
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    if path.is_symlink():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)  # a file that cannot be removed keeps no other
+        if os.path.lexists(path):
+            raise
+
+
+def space_left(run_dir: str | os.PathLike) -> str:
+    """The free space of the disk that has the run's checkpoints, for messages."""
+    directory = checkpoints_dir(run_dir)
+    return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
 
 
 def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:

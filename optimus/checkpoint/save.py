@@ -70,6 +70,7 @@ class Saver(ABC):
         final: Path,
         write_companions: Callable[[Path], None],
         after_seal: Callable[[], None] = lambda: None,
+        clean: Callable[[Path], None] = lambda path: shutil.rmtree(path, ignore_errors=True),
         *,
         beside: Callable[[], int] = lambda: 0,
         step: int,
@@ -80,8 +81,9 @@ class Saver(ABC):
         The first rank makes a fresh directory where there is room for this one and `beside()` bytes
         more, every rank writes its part there and makes it durable, the first rank adds what
         describes it and `write_companions`, checks all files and seals them; then it calls
-        `after_seal`. Staged, the states may change at once; otherwise once the save is over. Raises
-        OptimusError on every rank if it cannot begin.
+        `after_seal`. After a failure it calls `clean` with the directory. Staged, the states may
+        change at once; otherwise once the save is over. Raises OptimusError on every rank if it
+        cannot begin.
         """
         everyone, device = states.groups.everyone, states.device
         opening = Task(lambda: self._make(final, beside)) if everyone.rank == 0 else None
@@ -120,7 +122,7 @@ class Saver(ABC):
             write=write,
             seal=seal,
             after_seal=after_seal,
-            clean=lambda: shutil.rmtree(opened.directory, ignore_errors=True),
+            clean=lambda: clean(opened.directory),
         )
 
     def unwritten(self) -> int:

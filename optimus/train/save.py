@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -31,6 +32,9 @@ from optimus.model.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight
+
+_TIGHT = 4
+"""How few more saves must fit on the disk for a warning at each that makes them fewer."""
 
 
 def check_saves(config: Config, flight: Preflight) -> None:
@@ -79,7 +83,10 @@ class Saves:
         self._config, self._world, self._flight, self._states = config, world, flight, states
         self._loss_scale = loss_scale
         self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
-        self._fulls, self._models, self._forgetting = _Lane(), _Lane(), threading.Lock()
+        self._fulls, self._models, self._removing = _Lane(), _Lane(), threading.Lock()
+        self._left: dict[Path, str] = {}
+        """What could not be removed, and why: each is named once."""
+        self._least_room = _TIGHT
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = flight.start.path.name if flight.start.path is not None else "none"
         settings = config.checkpoint
@@ -218,22 +225,48 @@ class Saves:
                 states,
                 path,
                 self._write_companions,
-                self._forget_old,
+                self._remove_old,
+                self._remove_leftover,
                 beside=beside,
                 **self._facts(step),
             )
         finally:
             self._states.frozen.settle()
 
-    def _forget_old(self) -> None:
-        """In a thread of the first rank, behind a seal; one that cannot be removed is only told."""
+    def _remove_old(self) -> None:
+        """Apply retention, in a thread of the first rank after a seal; failures only warn."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
-        try:
-            with self._forgetting:  # full ones and models may end at once
-                manager.forget_old(run_dir, settings.keep_models, settings.keep_models_every)
-        except OSError as error:
-            where = error.filename or "checkpoints"
-            self._say(f"WARNING: an old checkpoint cannot be removed: {where}: {error.strerror}")
+        with self._removing:  # full ones and models may end at once
+            try:
+                left = manager.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
+                self._warn_of_left(left)
+            except OSError as error:
+                where = error.filename or manager.checkpoints_dir(run_dir)
+                self._say(f"WARNING: old checkpoints are not removed: {where}: {error.strerror}")
+
+    def _remove_leftover(self, directory: Path) -> None:
+        """Remove what a failed save wrote, in a thread of the first rank."""
+        with self._removing, contextlib.suppress(OSError):
+            self._warn_of_left(self._left | manager.remove_all([directory]))
+
+    def _warn_of_left(self, left: dict[Path, str]) -> None:
+        """Name what newly could not be removed; say how much space is left, then and as the disk
+        gets full. Raises OSError."""
+        new = [path for path in left if self._left.get(path) != left[path]]
+        self._left = left
+        run_dir = self._config.train.run_dir
+        takes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
+        room = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, takes)
+        if not left or not (new or room < self._least_room):
+            return
+        self._least_room = min(room, _TIGHT)
+        for path in new:
+            self._say(f"WARNING: cannot remove {path}: {left[path]}")
+        self._say(
+            f"WARNING: {len(left)} old checkpoint{'s' * (len(left) > 1)} cannot be removed; "
+            f"{manager.space_left(run_dir)}, and a save takes {takes / 1e9:.3f} GB; "
+            "remove by hand what is named above"
+        )
 
     def _refuse_nonfinite(self, step: int) -> None:
         """Raise the same NonFiniteError on all ranks if any state of any is not finite."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import subprocess
 
 import pytest
 
@@ -9,6 +10,7 @@ from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
+from tests.helpers.disks import immutable
 
 
 def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
@@ -68,21 +70,79 @@ def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
         save(tmp_path, step, "model")
-    manager.forget_old(tmp_path, keep_models=0)
+    manager.remove_old(tmp_path, keep_models=0)
     assert [n for n in names(tmp_path) if n.startswith("step")] == [
         "step-00000004",
         "step-00000005",
     ]
     assert len([n for n in names(tmp_path) if n.startswith("model")]) == 5
-    manager.forget_old(tmp_path, keep_models=1)
+    manager.remove_old(tmp_path, keep_models=1)
     assert [n for n in names(tmp_path) if n.startswith("model")] == ["model-00000005"]
 
 
 def test_retention_keeps_every_so_many_steps_as_well(tmp_path):
     for step in range(1, 9):
         save(tmp_path, step, "model")
-        manager.forget_old(tmp_path, keep_models=2, keep_every=3)
+        manager.remove_old(tmp_path, keep_models=2, keep_every=3)
     assert names(tmp_path) == [f"model-0000000{step}" for step in (3, 6, 7, 8)]
+
+
+def test_remove_old_tries_each_checkpoint_and_names_each_that_stays(tmp_path):
+    """A slot and a file of another one cannot be removed; then they can."""
+    for step in range(1, 7):
+        save(tmp_path, step)
+        save(tmp_path, step, "model")
+    slot, model = manager.full_path(tmp_path, 2), manager.model_path(tmp_path, 3)
+    for number in range(20):  # of which some come after `data` in the directory
+        (model / f"more-{number}").touch()
+    with immutable(slot, model / "data"):
+        left = manager.remove_old(tmp_path, keep_models=2)
+        (renamed,) = (path for path in left if path != slot)
+        try:
+            reasons = {slot: "Operation not permitted", renamed: "data: Operation not permitted"}
+            assert left == reasons and files.is_temporary(renamed)
+            kept = ["model-00000005", "model-00000006"]
+            kept += ["step-00000002", "step-00000005", "step-00000006"]
+            assert names(tmp_path) == [renamed.name, *kept]
+            assert [path.name for path in renamed.iterdir()] == ["data"]
+            assert manager.remove_old(tmp_path, keep_models=2) == left
+        finally:
+            subprocess.run(["chattr", "-i", str(renamed / "data")])
+    assert manager.remove_old(tmp_path, keep_models=2) == {}
+    assert names(tmp_path) == [name for name in kept if name != "step-00000002"]
+
+
+@pytest.mark.parametrize("kind", ["step", "model"])
+def test_remove_old_counts_readable_checkpoints_only(tmp_path, kind):
+    """A directory with a newer name and no manifest does not cost a checkpoint its place."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, "full" if kind == "step" else kind)
+    (manager.checkpoints_dir(tmp_path) / f"{kind}-00000099").mkdir()
+    assert manager.remove_old(tmp_path, keep_models=2) == {}
+    assert names(tmp_path) == [f"{kind}-{step:08d}" for step in (2, 3, 99)]
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_the_run_starts(tmp_path, capsys):
+    save(tmp_path, 5)
+    leftovers = [files.temporary_name(manager.full_path(tmp_path, step)) for step in (6, 7)]
+    for path in leftovers:
+        path.mkdir()
+        (path / "shard-00000.bin").write_bytes(b"x")
+    with immutable(leftovers[0]):
+        assert start_of(tmp_path, "auto").step == 5
+        assert names(tmp_path) == [leftovers[0].name, "step-00000005"]
+    told = capsys.readouterr().err.splitlines()
+    assert f"cannot remove {leftovers[0]}: shard-00000.bin: Operation not permitted" in told[0]
+    assert "GB free; remove them by hand" in told[1] and len(told) == 2
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_ends_the_start(tmp_path):
+    """Otherwise the next start would load the newest one, not what this start wrote."""
+    later = save(tmp_path, 8).path
+    words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
+    with immutable(later), pytest.raises(CheckpointError, match=words):
+        start_of(tmp_path, "none")
+    assert "step-00000008" in names(tmp_path)
 
 
 def test_auto_resumes_from_the_newest_and_starts_fresh_without_one(tmp_path):
@@ -142,7 +202,7 @@ def test_copies_that_users_made_are_let_be(tmp_path):
     directory = manager.checkpoints_dir(tmp_path)
     for name in ("step-00000009-mine", "step-00000009.bak", "model-x"):
         (directory / name).mkdir()
-    manager.forget_old(tmp_path, keep_models=1)
+    manager.remove_old(tmp_path, keep_models=1)
     start = manager.decide_start(tmp_path, "auto")
     manager.prepare_directory(tmp_path, start)
     assert start.step == 3
@@ -206,7 +266,7 @@ def test_of_an_old_slot_that_is_a_link_the_link_goes(tmp_path):
     move_elsewhere(save(run, 1), tmp_path / "elsewhere")
     for step in (2, 3):
         save(run, step)
-    manager.forget_old(run, keep_models=0)
+    manager.remove_old(run, keep_models=0)
     assert names(run) == ["step-00000002", "step-00000003"]
     assert (tmp_path / "elsewhere" / "step-00000001" / "data").is_file()
 

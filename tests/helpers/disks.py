@@ -1,4 +1,4 @@
-"""A file system of its own, to be full or read-only."""
+"""A file system of its own, to be full or read-only; a path that root cannot remove."""
 
 from __future__ import annotations
 
@@ -22,5 +22,23 @@ def small_disk(place: Path, size: str) -> Iterator[Callable[[str], None]]:
 
     if not shutil.which("mount") or not mount("-t", "tmpfs", "-o", f"size={size}", "optimus-test"):
         pytest.skip("needs the right to mount a tmpfs")
-    yield lambda options: mount("-o", f"remount,{options}") or pytest.fail("cannot remount")
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    try:
+        yield lambda options: mount("-o", f"remount,{options}") or pytest.fail("cannot remount")
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@contextlib.contextmanager
+def immutable(*paths: Path) -> Iterator[None]:
+    """Paths that nobody can rename, remove or change; skips where this cannot be set."""
+    names = [str(path) for path in paths]
+
+    def chattr(flag: str) -> bool:
+        return subprocess.run(["chattr", flag, *names], capture_output=True).returncode == 0
+
+    if not shutil.which("chattr") or not chattr("+i"):
+        pytest.skip("needs the right to set chattr +i")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", *(name for name in names if Path(name).exists())])

@@ -66,4 +66,4 @@ def save(run_dir: Path, step: int) -> None:
 
     path = manager.full_path(run_dir, step)
     save_full(make_states(step), path, write, step=step, updates=step)
-    manager.forget_old(run_dir, keep_models=0)
+    manager.remove_old(run_dir, keep_models=0)

@@ -18,7 +18,7 @@ from optimus.checkpoint.save import FullSaver
 from optimus.launch_env import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
-from tests.helpers.disks import small_disk
+from tests.helpers.disks import immutable, small_disk
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.saves import (
     BOTH,
@@ -236,3 +236,40 @@ def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data,
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
+
+
+def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
+    """At update 11 other files take 700 kB."""
+
+    def before(step: int) -> None:
+        if step == 11:
+            (Path(folder) / "filler").write_bytes(bytes(700_000))
+
+    return run_with(tree, before)
+
+
+@BOTH
+def test_checkpoints_that_cannot_be_removed_keep_no_others(ranks, tiny_data, tmp_path, beside):
+    """Each is named once; the warning says how much room is left, again as it gets little."""
+    settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
+    settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": beside}
+    with small_disk(tmp_path / "disk", "4m"):
+        directory = tmp_path / "disk" / "checkpoints"
+        tree = tiny_tree(tiny_data, tmp_path / "disk", **settings)
+        train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
+        with immutable(directory / "step-00000002", directory / "step-00000004"):
+            (ended,) = ranks(
+                1, run_on_a_filling_disk, tree, str(tmp_path / "disk"), start_world=False
+            )
+        assert ended[:2] == (0, ""), ended
+        told = warnings(ended)
+        for step in (2, 4):
+            (line,) = (line for line in told if f"step-0000000{step}" in line)
+            assert line.endswith(f"{directory}/step-0000000{step}: Operation not permitted")
+        rooms = [line for line in told if "GB free, and a save takes 0.00" in line]
+        assert len(told) == len(rooms) + 2, told
+        if not beside:  # threads may find each other's work there
+            assert len(rooms) == 3, told  # two with a name, then the disk gets full
+        assert "2 old checkpoints cannot be removed; " in rooms[-1]
+        names = sorted(path.name for path in directory.iterdir())
+        assert names == ["model-00000012", *(f"step-{step:08d}" for step in (2, 4, 10, 12))]
