@@ -9,7 +9,7 @@ import torch
 from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
 from optimus.checkpoint.index import ITEMSIZE
 from optimus.checkpoint.manifest import Manifest
-from optimus.checkpoint.pieces import Span, spans_to_read
+from optimus.checkpoint.pieces import Span, first_nonfinite, spans_to_read
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.transfer import Readers, Want
 from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
@@ -77,6 +77,11 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
         ]
         with Readers(manifest.path, index, 1) as readers:
             readers.read(wants)
+        for (state, span), host in zip(batch, hosts, strict=True):
+            if found := first_nonfinite(host.numpy(), span):
+                raise CheckpointError(
+                    f"{manifest.path}: {state} of {found}, and it was saved so: its hash is right"
+                )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy
+
 from optimus.chunks.layout import ALIGNMENT, Chunk
 from optimus.config.axes import MODEL
 from optimus.dist.mesh import Mesh, Place
@@ -49,6 +51,22 @@ class Span:
     stop: int
     pieces: tuple[tuple[Piece, int], ...]
     """Each with the place of its first element in the span; between them lies padding."""
+
+
+def first_nonfinite(flat: numpy.ndarray, span: Span) -> str:
+    """The first non-finite value of a parameter in fp32 `flat`, the memory of a span; "" if none.
+
+    Padding does not count. One sum decides the common case.
+    """
+    with numpy.errstate(all="ignore"):
+        if numpy.isfinite(flat.sum()):
+            return ""
+    for piece, at in span.pieces:
+        values = flat[at : at + piece.stop - piece.start]
+        bad = numpy.flatnonzero(~numpy.isfinite(values))
+        if len(bad):
+            return f"{piece.name} is {values[bad[0]]} at element {piece.start + bad[0]}"
+    return ""
 
 
 class Held(NamedTuple):

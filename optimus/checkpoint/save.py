@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 from optimus import platform
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.index import INDEX, Written, encode
-from optimus.checkpoint.pieces import Scatter, Span
+from optimus.checkpoint.pieces import Scatter, Span, first_nonfinite
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.shards import Identity, shard_name
 from optimus.checkpoint.staging import Staging, share_of
@@ -31,7 +32,6 @@ from optimus.model.tensor_files import as_bytes
 
 BEGIN_S = 60.0
 """What looking for room and making a directory may take at most."""
-_TOLD = {"master": "parameter", "exp_avg": "first moment of", "exp_avg_sq": "second moment of"}
 
 
 class Generation(NamedTuple):
@@ -200,7 +200,7 @@ class FullSaver(Saver):
             if self._staging is None:
                 return as_bytes(states.memory(state, span).to("cpu", torch.float32))
             content = as_bytes(self._staging.taken(state, span))
-            _refuse_nonfinite(content, state, span, step)
+            _refuse_nonfinite(content, state, span, step, states.groups.everyone.rank)
             return content
 
         identity = Identity(generation.name, step, states.groups.everyone.rank)
@@ -216,22 +216,12 @@ class FullSaver(Saver):
         return {"kind": "full", "shards": {one.shard.name for one in written}}
 
 
-def nonfinite_update(step: int, state: str, name: str) -> NonFiniteError:
-    """What is raised when a state of a parameter is not finite after an update. It can overflow
-    though every gradient was finite."""
-    return NonFiniteError(
-        f"step {step}: the update made {_TOLD[state]} {name} non-finite although gradients were "
-        "finite; no checkpoint was written; lower the learning rate",
-        on_every_rank=True,
-    )
-
-
-def _refuse_nonfinite(content: memoryview, state: str, span: Span, step: int) -> None:
-    """Raise NonFiniteError for the first parameter with such a value."""
-    flat = numpy.frombuffer(content, dtype=numpy.float32)
-    with numpy.errstate(all="ignore"):
-        if numpy.isfinite(flat.sum()):
-            return
-    for piece, at in span.pieces:
-        if not numpy.isfinite(flat[at : at + piece.stop - piece.start]).all():
-            raise nonfinite_update(step, state, piece.name)
+def _refuse_nonfinite(content: memoryview, state: str, span: Span, step: int, rank: int) -> None:
+    """Raise NonFiniteError for the first parameter with a non-finite value in the staged copy."""
+    if found := first_nonfinite(numpy.frombuffer(content, dtype=numpy.float32), span):
+        raise NonFiniteError(
+            f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of step {step} "
+            f"for its checkpoint: {state} of {found}; no checkpoint has them; the copy is damaged: "
+            "give the same command again to resume from the last one, and suspect the host's "
+            "memory"
+        )

@@ -39,6 +39,8 @@ class Outcome(NamedTuple):
 
     step: int
     failure: Failure | None
+    rank: int = 0
+    """Whose failure it is."""
 
 
 class Underway:
@@ -171,11 +173,12 @@ class Underway:
 
     def _fail(self) -> Outcome:
         """All ranks take the first rank's failure of those that have one; a NaN goes before all."""
-        told = [one for one in all_gather_objects(self._found, self._group) if one is not None]
-        first = next((one for one in told if one.nonfinite), told[0])
+        found = all_gather_objects(self._found, self._group)
+        told = [(rank, one) for rank, one in enumerate(found) if one is not None]
+        rank, first = next((one for one in told if one[1].nonfinite), told[0])
         self._stop.set()
         self._phase, self._since, self._worst = "failed", time.monotonic(), _BUSY
-        return Outcome(self.step, first)
+        return Outcome(self.step, first, rank)
 
     def _begin_clean(self) -> None:
         task, self._task = self._task, None

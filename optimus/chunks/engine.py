@@ -20,7 +20,7 @@ from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
-from optimus.chunks.states import ChunkStates, Home, StateShard
+from optimus.chunks.states import ChunkStates, Home, ShardPart, StateShard
 from optimus.chunks.storage import Memory
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
@@ -239,8 +239,9 @@ class ChunkEngine:
         if low < high:
             own[low - where.start : high - where.start].copy_(part[low - start : high - start])
 
-    def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> str:
-        """The first parameter whose part in this rank's shard is bad; "" if none is."""
+    def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardPart | None:
+        """The first part of a parameter in this rank's shard that is bad; None if none is. Frozen
+        parameters are their own masters."""
         self.wait()
         for one in self.chunks:
             flat = getattr(one, state)
@@ -248,8 +249,12 @@ class ChunkEngine:
                 for slot in one.chunk.slots:
                     here = one.piece_of(flat, slot)
                     if here is not None and is_bad(here[0]):
-                        return slot.name
-        return ""
+                        return ShardPart(slot.name, slot.shape, here[1].start, here[0])
+        if state == "master":
+            for name, held in self.frozen.parameters().items():
+                if is_bad(held):
+                    return ShardPart(name, tuple(held.shape), 0, held.view(-1))
+        return None
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
         """The first parameter that is bad as this rank holds it, be it but its shard; "" if none
@@ -277,6 +282,11 @@ class ChunkEngine:
         """Bytes that the cache of divided parameters takes, if the largest chunks are in it."""
         sizes = sorted(one.params.nbytes for one in self.chunks if one.divided)
         return sum(sizes[-self.residency.slots :])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        return self._device
 
     @property
     def num_updates(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,18 @@ class StateShard:
     home: Home
     states: Mapping[str, Tensor]
     """Flat fp32 [L / shards], by name: the memory that AdamW updates."""
+
+
+class ShardPart(NamedTuple):
+    """The part of one parameter in this rank's shard of a state."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the parameter as this rank holds it."""
+    start: int
+    """The first element, of the flattened parameter."""
+    values: Tensor
+    """Flat."""
 
 
 class ChunkStates:

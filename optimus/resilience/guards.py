@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -72,13 +73,15 @@ class ForwardWatch:
             self.module, self.when = sound[-1], self._events
 
 
-def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str) -> None:
-    """Leave a durable note for whoever decides about a restart."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    files.write_json(
-        log_dir / f"nonfinite-rank{rank}.json",
-        {"rank": rank, "step": step, "host": host, "what": text},
-    )
+def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
+    """Leave a durable note, ready for JSON, that a restart can be decided on; a disk that does not
+    take it only warns."""
+    path = log_dir / f"nonfinite-rank{rank}.json"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, {"rank": rank, "step": step, "host": host, "what": text, **more})
+    except OSError as error:
+        print(f"optimus: WARNING: {path} not written: {error.strerror}", file=sys.stderr)
 
 
 def _all_finite(value: object) -> bool:

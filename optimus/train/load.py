@@ -57,7 +57,7 @@ def load_start(
             one.exp_avg.zero_()
             one.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, start.path)
-        spread(layout, partial(states.put, "master"), opening, world, how)
+        spread(layout, partial(states.put, "master"), opening, world, how, start.path)
     states.publish()
     return flight
 

@@ -7,17 +7,114 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import numpy
 import torch
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.pieces import Buffer
+from optimus.chunks.setting import setting_of
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_gather_objects, greatest, looking_at_what_is_sent
+from optimus.dist.collectives import (
+    Group,
+    all_gather_objects,
+    greatest,
+    looking_at_what_is_sent,
+)
 from optimus.dist.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.resilience import guards
 from optimus.train.rank_model import RankModel, uncompiled
+from optimus.train.schedule import clips_at
+
+_HUGE = 1e18
+"""Learning rates, and elements of masters, from which on an update can overflow fp32; and the norm
+up to which a gradient's square cannot."""
+_LABELS = {
+    "exp_avg": "exp_avg (first moment) of",
+    "exp_avg_sq": "exp_avg_sq (second moment) of",
+    "master": "the fp32 master of",
+}
+"""The optimizer states; a moment comes first, since updates bring its NaN to the master."""
+
+
+class BadState(NamedTuple):
+    """The first non-finite value of an optimizer state in this rank's shard."""
+
+    state: str
+    parameter: str
+    element: list[int]
+    """Its index in the parameter as the rank holds it."""
+    value: str
+    largest: float
+    """Magnitude of the finite values beside it in the parameter."""
+    rank: int
+    host: str
+
+
+def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
+    """Look at every optimizer state of this rank, element by element where a sum is not finite."""
+    for state in _LABELS:
+        part = states.first_shard(state, lambda flat: not guards.is_finite(flat))
+        if part is None:
+            continue
+        finite = torch.isfinite(part.values)
+        number = int((~finite).nonzero()[0])
+        element = [int(n) for n in numpy.unravel_index(part.start + number, part.shape)]
+        largest = float(torch.where(finite, part.values, 0).abs().max())
+        value = str(float(part.values[number]))
+        host = socket.gethostname()
+        return BadState(state, part.name, element, value, largest, rank, host)
+    return None
+
+
+def refuse_bad_states(
+    config: Config, states: ChunkEngine, everyone: Group, step: int, updated: int
+) -> None:
+    """Raise the same NonFiniteError on all ranks if an optimizer state of any is not finite. Its
+    rank leaves a marker. `updated`: the step of the last update. A collective of all ranks."""
+    bad = find_bad_state(states, everyone.rank)
+    if not greatest(int(bad is not None), everyone, states.device):
+        return
+    found = [one for one in all_gather_objects(bad, everyone) if one is not None]
+    found.sort(key=lambda one: (list(_LABELS).index(one.state), one.rank))
+    first = found[0]
+    text, advice = _explanation(first, config, updated)
+    if first.rank == everyone.rank:
+        log_dir = Path(config.train.run_dir) / "log"
+        more = {"state": first.state, "parameter": first.parameter, "element": first.element}
+        guards.write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
+    others = len({one.rank for one in found}) - 1
+    also = f" (and states of {others} more rank{'s' * (others > 1)})" if others else ""
+    where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
+    if text.startswith("the update made "):
+        where = f"step {updated}: "
+    raise NonFiniteError(
+        f"{where}{text}{also}; no checkpoint has them; {advice}", on_every_rank=True
+    )
+
+
+def _explanation(bad: BadState, config: Config, step: int) -> tuple[str, str]:
+    """What is wrong, and what to do about it."""
+    optim = config.optim
+    is_wide = config.train.dtype == "fp32" or setting_of(bad.parameter, optim).frozen
+    label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
+    text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
+    if bad.state == "master" and max(optim.lr, bad.largest) >= _HUGE:
+        made = f"the update made {label} {bad.parameter} non-finite on rank {bad.rank} ({bad.host})"
+        value = f"{bad.value} at element {bad.element}"
+        return f"{made} although gradients were finite: {value}", "lower the learning rate"
+    unclipped = not clips_at(step, optim) or optim.clip_norm >= _HUGE
+    if bad.state == "exp_avg_sq" and bad.value == "inf" and unclipped:
+        return (
+            f"{text}: the square of a gradient overflowed, or the state is damaged",
+            "set optim.clip_norm and give the same command again to resume from the newest one",
+        )
+    return (
+        f"{text}: the state is damaged, since all gradients were finite",
+        "give the same command again to resume from the last checkpoint; if it happens again, "
+        f"suspect the device or the memory of {bad.host}",
+    )
 
 
 class Finding(NamedTuple):
@@ -64,15 +161,22 @@ class Watch:
         """Whether any rank found anything: the same answer everywhere."""
         return bool(greatest(int(self._in_trouble()), self._groups.everyone, self._device))
 
+    def refuse_bad_states(self) -> None:
+        """Raise the same NonFiniteError everywhere if an optimizer state is not finite."""
+        everyone = self._groups.everyone
+        refuse_bad_states(self._config, self._states, everyone, self._step, self._step - 1)
+
     def _in_trouble(self) -> bool:
         return bool(self._bad_gradient) or not self._losses_are_finite()
 
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Raise the same NonFiniteError everywhere, once `anyone_in_trouble`.
 
-        All ranks run the step's microbatches forward once more, together.
+        A bad optimizer state is the cause of all else. Without one all ranks run the step's
+        microbatches forward once more, together.
         """
         everyone = self._groups.everyone
+        self.refuse_bad_states()
         found = self._findings(microbatches, self._in_trouble())
         first = found[0]
         if first.rank == everyone.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -13,24 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from optimus.checkpoint import manager
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver, nonfinite_update
+from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.underway import Outcome, Underway
 from optimus.checkpoint.weights import CONFIG, check_weights
 from optimus.chunks.engine import ChunkEngine
-from optimus.chunks.layout import STATES
 from optimus.config import Config, dump_toml
-from optimus.dist.collectives import all_gather_objects, all_reduce_max, broadcast_object
+from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError
 from optimus.model.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
+from optimus.train.nonfinite import refuse_bad_states
 from optimus.train.preflight import Preflight
 
 _TIGHT = 4
@@ -129,7 +128,7 @@ class Saves:
         model = settings.model_interval and step % settings.model_interval == 0
         full = last or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
-            self._refuse_nonfinite(step)
+            self._refuse_bad_states(step)
         if full:  # first: what a kill leaves unmade of models is made up
             self._begin(self._fulls, step, self._begin_full)
         if model:
@@ -181,7 +180,12 @@ class Saves:
             lane.failures = 0
             if lane is self._fulls:
                 self._newest = manager.full_path("", outcome.step).name
-        elif outcome.failure.nonfinite:
+        elif outcome.failure.nonfinite:  # of the copy; as a rule the states have it too
+            self._refuse_bad_states(outcome.step)
+            if outcome.rank == self._world.rank:
+                log_dir, what = Path(self._config.train.run_dir) / "log", outcome.failure.what
+                host = socket.gethostname()
+                guards.write_marker(log_dir, outcome.rank, outcome.step, what, host)
             raise NonFiniteError(outcome.failure.what, on_every_rank=True)
         else:
             self._failed(lane, outcome.step, outcome.failure.what)
@@ -268,18 +272,8 @@ class Saves:
             "remove by hand what is named above"
         )
 
-    def _refuse_nonfinite(self, step: int) -> None:
-        """Raise the same NonFiniteError on all ranks if any state of any is not finite."""
-        told = ""
-        for state in STATES:
-            bad = self._states.first_shard(state, lambda flat: not guards.is_finite(flat))
-            if bad and not told:
-                told = str(nonfinite_update(step, state, bad))
-        flag = torch.tensor([int(bool(told))], device=self._world.device)
-        all_reduce_max(flag, self._world.everyone)
-        if flag.item():
-            every = all_gather_objects(told, self._world.everyone)
-            raise NonFiniteError(next(one for one in every if one), on_every_rank=True)
+    def _refuse_bad_states(self, step: int) -> None:
+        refuse_bad_states(self._config, self._states, self._world.everyone, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """What a manifest says of the run after `step`."""

@@ -15,8 +15,9 @@ from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.stream import PIECE, Weights
 from optimus.dist.collectives import Group, broadcast_object
 from optimus.dist.world import World
-from optimus.errors import OptimusError
+from optimus.errors import CheckpointError, OptimusError
 from optimus.parallel.layout import Layout
+from optimus.resilience import guards
 
 Put = Callable[[str, Tensor, int], None]
 
@@ -27,10 +28,11 @@ def spread(
     open_weights: Callable[[], Weights],
     world: World,
     how: Distribute = "broadcast",
+    origin: object = "the weights",
 ) -> None:
     """Give every rank what it holds of weights that the first rank alone opens and reads, once:
     `put(name, part, start)` of elements `start` and on of the flattened part of a parameter. A
-    collective of all ranks.
+    collective of all ranks. A value that is not finite is refused; `origin` is for its message.
 
     No rank takes memory for more than some PIECE elements. Raises on all ranks what the first
     meets of OptimusError, of its kind.
@@ -50,7 +52,7 @@ def spread(
         for batch in batches:
             flat = memory[: sum(map(_size, batch)) + 1].zero_()
             if everyone.rank == 0:
-                problem = _read(batch, given, flat)
+                problem = _read(batch, given, flat) or _nonfinite(batch, flat, origin)
                 flat[-1] = float(bool(problem))
             give(flat.view(torch.int32), everyone, how)
             if flat[-1]:
@@ -104,6 +106,19 @@ def _read(
         assert batch or next(given, None) is None
     except OptimusError as error:
         return error
+    return None
+
+
+def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> CheckpointError | None:
+    """The refusal of the first value that is not finite, of the pieces that `flat` begins with."""
+    if guards.is_finite(flat):
+        return None
+    for piece in batch:
+        values, flat = flat[: _size(piece)], flat[_size(piece) :]
+        bad = (~torch.isfinite(values)).nonzero()
+        if len(bad):
+            at, value = piece.start + int(bad[0]), float(values[bad[0]])
+            return CheckpointError(f"{origin}: {piece.name} is {value} at element {at}")
     return None
 
 

@@ -97,6 +97,8 @@ class Updater:
             overflow = self._watch.anyone_in_trouble()
             if overflow and not scaling.can_fall:
                 self._watch.explain(own, scaling.at_its_least())
+            if overflow:  # no smaller scale helps a damaged state
+                self._watch.refuse_bad_states()
             self._states.gradients.finish(
                 self._far_ends
             )  # of thrown away gradients too: all is received

@@ -68,3 +68,37 @@ def _spoil(module: torch.nn.Module, what: str) -> None:
         module.multiply = lambda x, bias: SPOILT[what](type(module).multiply(module, x, bias))
     else:
         module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))
+
+
+def damage_state(tree: dict, bad_rank: int, state: str, value: float, at: int) -> list[str]:
+    """One rank's memory breaks behind update `at`: an element of an optimizer state of its shard
+    becomes `value`. The parameter and what this rank raised, if anything."""
+    run = make_run(tree)
+    plain_update, name = run.update, ""
+
+    def update(step: int) -> None:
+        nonlocal name
+        plain_update(step)
+        if step == at and run.world.rank == bad_rank:
+            run.states.wait()
+            name = break_element(run, state, value)
+
+    run.update = update
+    try:
+        run.go()
+    except NonFiniteError as error:
+        assert error.on_every_rank and error.exit_code == 4
+        return [name, str(error)]
+    return [name, "no error"]
+
+
+def break_element(run: Run, state: str, value: float) -> str:
+    """Set the last element of some parameter in this rank's shard; the parameter's name."""
+    chunk = run.states.chunks[-1]
+    slot, part = next(
+        (slot, part[0])
+        for slot in chunk.chunk.slots
+        if (part := chunk.piece_of(getattr(chunk, state), slot)) is not None
+    )
+    part[-1] = value
+    return slot.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -229,7 +230,11 @@ def test_what_is_not_finite_is_never_sealed(ranks, tiny_data, tmp_path, beside):
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
     ended = ranks(2, run_with_a_bad_moment, tree, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 4
-    assert "step 4: the update made first moment of " in ended[0].message
+    message, marker = ended[0].message, tmp_path / "log" / "nonfinite-rank1.json"
+    assert "non-finite values on rank 1 (" in message and " step 4" in message
+    assert "exp_avg" in message and "learning rate" not in message
+    told = json.loads(marker.read_text())
+    assert (told["rank"], told["step"]) == (1, 4) and told["what"] in message
     assert steps_kept(tmp_path) == [2]
 
 

@@ -1,0 +1,142 @@
+"""A damaged optimizer state: its rank, state and parameter are named, and a checkpoint with one is
+refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from optimus.checkpoint import manager
+from optimus.cli import main as optimus
+from optimus.train import save as train_save
+from tests.helpers.changed_runs import break_element, damage_state, make_run
+from tests.helpers.runs import metrics_of, run_and_catch, told_by, train_on
+from tests.helpers.tiny import tiny_tree
+
+FAST = {"train__deterministic": False, "train__threads": 1}
+BF16 = {"train__dtype": "bf16"}
+AT_SAVE = {"checkpoint__interval": 3}
+AT_NEXT_UPDATE = {"checkpoint__interval": 0}
+BESIDE = AT_SAVE | {"checkpoint__async_save": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "value"),
+    [
+        pytest.param(AT_SAVE, "exp_avg", math.nan, id="dp2"),
+        pytest.param(
+            AT_NEXT_UPDATE | BF16 | {"optim__sharding": "so"}, "master", math.nan, id="dp2-so-bf16"
+        ),
+        pytest.param(
+            AT_NEXT_UPDATE | FAST | {"optim__sharding": "so"}, "exp_avg", math.nan, id="dp2-so-fast"
+        ),
+        pytest.param(
+            AT_SAVE | BF16 | FAST | {"parallel__ep": 2, "optim__sharding": "epso"},
+            "exp_avg_sq",
+            math.inf,
+            id="ep2-epso-bf16-fast",
+        ),
+        pytest.param(
+            AT_NEXT_UPDATE | BF16 | {"parallel__pp": 2}, "exp_avg", math.nan, id="pp2-bf16"
+        ),
+        pytest.param(BESIDE | {"parallel__tp": 2}, "exp_avg_sq", math.inf, id="tp2-beside"),
+        pytest.param(
+            AT_NEXT_UPDATE | FAST | {"train__dtype": "fp16", "optim__sharding": "so"},
+            "exp_avg",
+            math.nan,
+            id="dp2-so-fp16",
+        ),
+        pytest.param(
+            AT_SAVE | BF16 | {"optim__frozen": ["embed.weight"]}, "master", math.nan, id="frozen"
+        ),
+    ],
+)
+def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
+    """Rank 1's memory breaks behind update 2. It is found before update 4 changes masters, or
+    before the checkpoint of step 3 is sealed; beside training, which an infinite second moment
+    does not end."""
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
+    (_, first), (name, message) = ranks(
+        2, damage_state, tree, 1, state, value, 2, start_world=False
+    )
+    assert first == message
+    step = 3 if settings["checkpoint__interval"] else 4
+    label = "parameter" if state == "master" and tree["train"]["dtype"] == "fp32" else state
+    words = f"non-finite values on rank 1 ({socket.gethostname()}) at step {step}: "
+    assert message.startswith(words) and f"{name} is {value} at element [" in message
+    assert label in message and "suspect the device" in message
+    assert "learning rate" not in message and "more rank" not in message
+    (marker,) = (tmp_path / "log").glob("nonfinite-*")
+    told = json.loads(marker.read_text())
+    assert marker.name == "nonfinite-rank1.json" and told["host"] == socket.gethostname()
+    assert (told["rank"], told["step"], told["state"], told["parameter"]) == (1, step, state, name)
+    assert told["what"] in message and str(told["element"]) in message
+    assert manager.newest_valid(tmp_path) is None
+    steps = [line["step"] for line in metrics_of(tmp_path)]
+    assert steps == [1, 2, 3] or (steps[:3] == [1, 2, 3] and "async_save" in tree["checkpoint"])
+
+
+def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=2, optim__clip_norm=0.0)
+    ((name, message),) = ranks(
+        1, damage_state, tree, 0, "exp_avg_sq", math.inf, 1, start_world=False
+    )
+    assert f"exp_avg_sq (second moment) of {name} is inf" in message
+    assert "the square of a gradient overflowed" in message and "set optim.clip_norm" in message
+
+
+def save_damaged(tree: dict) -> str:
+    """A run that breaks behind update 3 of 4 and saves all the same; the parameter's name."""
+    run = make_run(tree)
+    plain, name = run.update, ""
+    train_save.refuse_bad_states = lambda *states: None
+
+    def update(step: int) -> None:
+        nonlocal name
+        plain(step)
+        if step == 4 and run.world.rank == run.world.size - 1:
+            name = break_element(run, "exp_avg_sq", math.inf)
+
+    run.update = update
+    run.go()
+    return name
+
+
+def test_a_checkpoint_with_a_damaged_state_is_passed_over(ranks, tiny_data, tmp_path):
+    """Its hashes are right. Of a run that has an older one, that is loaded; else it ends."""
+    few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
+    *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
+    manager.newest_valid(tmp_path).verify()
+    damaged = manager.full_path(tmp_path, 4)
+    words = f"{damaged}: exp_avg_sq of {name} is inf at element "
+    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=5)
+    told = ranks(2, told_by, tree, start_world=False)[0]
+    assert f"passing over a damaged checkpoint: {words}" in told
+    assert f"starting at step 2 from {manager.full_path(tmp_path, 2)}" in told
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_damaged_checkpoint_given_by_its_path_is_refused(ranks, tiny_data, tmp_path):
+    few = {"train__stop_at_step": 4, "checkpoint__interval": 4}
+    (name,) = ranks(1, save_damaged, tiny_tree(tiny_data, tmp_path / "a", **few), start_world=False)
+    path = manager.full_path(tmp_path / "a", 4)
+    tree = tiny_tree(tiny_data, tmp_path / "b", checkpoint__load=str(path))
+    ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and word.startswith(f"{path}: exp_avg_sq of {name} is inf at element ")
+
+
+def test_weights_with_a_nan_are_refused(ranks, tiny_data, tmp_path):
+    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", train__stop_at_step=1))
+    hf = tmp_path / "hf"
+    assert optimus(["convert", "to-hf", str(tmp_path / "run"), str(hf)]) == 0
+    weights = load_file(hf / "model.safetensors")
+    weights["model.norm.weight"][5] = torch.nan
+    save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
+    tree = tiny_tree(tiny_data, tmp_path / "other", checkpoint__load=str(hf))
+    said = ranks(2, run_and_catch, tree, start_world=False)
+    assert said == [(2, f"{hf}: final_norm.weight is nan at element 5")] * 2
