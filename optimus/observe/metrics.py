@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
-import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from optimus import files
+
+_BATCH_BYTES = 1 << 16
+"""How much of a copy waits in memory for the next `sync`."""
 
 
 class JsonLines:
     """Appends one JSON object a line; a line is complete as soon as `append` returns.
 
     On a full disk lines wait in memory for room, which is told once, and `close` tries a last time.
+    `copy`, if given, gets the same lines at each `sync`, and before that in batches.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, copy: Path | None = None) -> None:
         self._path, self._waiting, self._told = path, b"", False
+        self._copy, self._uncopied, self._copy_failed = copy, b"", False
+        self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
@@ -31,12 +37,15 @@ class JsonLines:
         try:
             with self._lock:
                 self._waiting += line
+                self._uncopied += line if self._copy else b""
                 self._write()
             self._told = False
         except OSError as error:
             if not self._told:
-                self._warn(error)
+                _warn(self._path, f"{error.strerror}; its lines wait in memory")
             self._told = True
+        if len(self._uncopied) >= _BATCH_BYTES:
+            self._write_copy()
 
     def sync(self) -> None:
         """Make every line durable, those that wait included; any thread may. Raises OSError."""
@@ -47,6 +56,7 @@ class JsonLines:
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
+        self._write_copy()
 
     def close(self) -> None:
         """Raises OSError if lines could not be written."""
@@ -55,9 +65,25 @@ class JsonLines:
         finally:
             os.close(self._fd)
 
-    def _warn(self, error: OSError) -> None:
-        line = f"optimus: WARNING: {self._path}: {error.strerror}; its lines wait in memory"
-        print(line, file=sys.stderr, flush=True)
+    def _write_copy(self) -> None:
+        """Append to the copy what it lacks. A failure warns once, and the lines wait. Checkpoints
+        rely on the file itself, so the copy needs no fsync."""
+        with self._copy_lock:
+            with self._lock:
+                lines, self._uncopied = self._uncopied, b""
+            if not lines:
+                return
+            try:
+                with open(self._copy, "ab", buffering=0) as file:
+                    while lines:
+                        lines = lines[file.write(lines) :]
+                self._copy_failed = False
+            except OSError as error:
+                with self._lock:
+                    self._uncopied = lines + self._uncopied
+                if not self._copy_failed:
+                    _warn(self._copy, f"{error.strerror}; the copy of {self._path.name} waits")
+                self._copy_failed = True
 
     def _write(self) -> None:
         while self._waiting:
@@ -65,24 +91,44 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file; one that a kill has torn or a disk damaged is left out."""
+    """All whole lines of a file that are JSON objects; lines torn by a kill or damaged are left
+    out."""
     if not path.exists():
         return []
     records = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
+            if isinstance(record := json.loads(line), dict):
+                records.append(record)
     return records
 
 
-def cut_after(path: Path, step: int, cut_log: Path) -> None:
-    """Keep the lines up to `step`, atomically; move later ones to `cut_log`, where they are durable
-    before they go."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
-    kept = [line for line in lines if _step(line) <= step]
-    moved = [line for line in lines if _step(line) > step]
+def cut_after(
+    path: Path,
+    step: int,
+    cut_log: Path,
+    copy: Path | None = None,
+    expected: Iterable[int] = (),
+) -> None:
+    """Keep the lines up to `step`, atomically, each once and by step; move all others to `cut_log`,
+    where they are durable before they go.
+
+    A line that is damaged or missing is restored from `copy`, which then holds the same lines.
+    Steps of `expected` that neither file has are named in a warning.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    copied = copy.read_bytes() if copy and copy.exists() else b""
+    lines = data.splitlines()
+    kept = {key: line for line in lines if (key := _key(line)) is not None and key[0] <= step}
+    there = {*lines}
+    spare = [line for line in copied.splitlines() if line not in there]
+    restored = {
+        key: line
+        for line in spare
+        if (key := _key(line)) is not None and key[0] <= step and key not in kept
+    }
+    whole = b"".join(line + b"\n" for _, line in sorted({**kept, **restored}.items()))
+    moved = _others(lines, kept.values()) + _others(spare, restored.values())
     if moved:
         files.make_dirs(cut_log.parent)
         with open(cut_log, "ab") as log:
@@ -90,15 +136,59 @@ def cut_after(path: Path, step: int, cut_log: Path) -> None:
             log.flush()
             os.fsync(log.fileno())
         files.fsync_dir(cut_log.parent)
-        files.write_bytes(path, b"".join(line + b"\n" for line in kept))
-    if damaged := sum(_step(line) == math.inf for line in lines[:-1]):  # a kill tears the last
-        what = f"{damaged} of its lines cannot be read; they are in {cut_log}"
-        print(f"optimus: WARNING: {path}: {what}", file=sys.stderr)
+    if data != whole:
+        files.write_bytes(path, whole)
+    if copy and copied != whole:
+        files.write_bytes(copy, whole)
+    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill tears the last
+        _warn(path, f"{damaged} of its lines cannot be read; they are in {cut_log}")
+    if restored:
+        _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
+    if missing := {*expected} - {number for number, _ in [*kept, *restored]}:
+        where = f", in {copy} too" if copy else ""
+        _warn(
+            path,
+            f"the lines of {spell_steps(missing)} are missing{where}; the run continues with this "
+            "gap; to close it, stop the run, put the lines back from a backup and give the same "
+            "command again",
+        )
 
 
-def _step(line: bytes) -> float:
-    """The step of a line; one that cannot be read counts as later than any step."""
+def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
+    """The lines that are not kept, in order; of equal lines one is kept."""
+    left = collections.Counter(kept)
+    others = []
+    for line in lines:
+        if left[line]:
+            left[line] -= 1
+        else:
+            others.append(line)
+    return others
+
+
+def spell_steps(steps: Iterable[int]) -> str:
+    """Steps as ranges, such as "steps 3-7, 9"; of many ranges only the first."""
+    ranges: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
+    more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
+    word = "steps" if ranges[-1][1] > ranges[0][0] else "step"
+    return f"{word} {', '.join(texts[:8])}{more}"
+
+
+def _key(line: bytes) -> tuple[int, str] | None:
+    """The step and source of a line; None if it cannot be read."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        record = json.loads(line)
+        step, source = record["step"], record.get("source", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return (step, str(source)) if type(step) is int else None
+
+
+def _warn(path: Path, what: str) -> None:
+    print(f"optimus: WARNING: {path}: {what}", file=sys.stderr, flush=True)

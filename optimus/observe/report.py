@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.errors import DataError
-from optimus.observe.metrics import read_json_lines
+from optimus.observe.metrics import read_json_lines, spell_steps
 
 
 def write_report(run_dir: Path) -> tuple[Path, str]:
@@ -26,16 +26,26 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     last = metrics[-1]
     seconds = sum(record["step_time_s"] for record in metrics)
+    # Of the lines that are there: a file may begin late or have gaps.
+    tokens = sum(record["step_time_s"] * record["tokens_per_s"] for record in metrics)
     text = (
-        f"{last['step']} steps, {last['tokens']:,} tokens in {seconds:.0f} s of steps "
-        f"({last['tokens'] / seconds:,.0f} tokens/s)"
+        f"{last['step']} steps, {last['tokens']:,} tokens; {len(metrics)} lines of {seconds:.0f} s "
+        f"of steps ({tokens / seconds:,.0f} tokens/s)"
     )
+    if missing := _missing_steps(metrics):
+        text += f"; the lines of {spell_steps(missing)} are missing"
     losses = [record["loss"] for record in metrics if record["loss"] is not None]
     if losses:  # that of an update skipped for an overflow may be missing
         text += f"; last training loss {losses[-1]:.4f}"
     if evaluations:
         text += f"; held-out loss {evaluations[-1]['loss']:.4f} at step {evaluations[-1]['step']}"
     return text
+
+
+def _missing_steps(metrics: list[dict[str, Any]]) -> list[int]:
+    """The steps without a line between the first and the last."""
+    there = {record["step"] for record in metrics}
+    return sorted({*range(min(there), max(there))} - there)
 
 
 def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
@@ -45,6 +55,9 @@ def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
+    blank = {"loss": None, "grad_norm": None}  # breaks the curves
+    gaps = [{"step": step, **blank} for step in _missing_steps(metrics)]
+    metrics = sorted([*metrics, *gaps], key=lambda record: record["step"])
     steps = [record["step"] for record in metrics]
     top.plot(steps, [record["loss"] for record in metrics], lw=1, label="training")
     if evaluations:

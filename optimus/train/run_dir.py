@@ -34,12 +34,13 @@ class RunDirectory:
         step = flight.start.step
         prepare_directory(self.path, flight.start)
         stamp = time.strftime("%Y%m%d-%H%M%S")
+        logs = []
         for name in ("metrics", "eval"):
-            cut_after(
-                self.path / f"{name}.jsonl", step, self.path / "log" / f"{name}-cut-{stamp}.jsonl"
-            )
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
-        self._eval = JsonLines(self.path / "eval.jsonl")
+            path, copy = self.path / f"{name}.jsonl", self.path / f".{name}-copy.jsonl"
+            expected = _expected_steps(flight, name, copy)
+            cut_after(path, step, self.path / "log" / f"{name}-cut-{stamp}.jsonl", copy, expected)
+            logs.append(JsonLines(path, copy))
+        self._metrics, self._eval = logs
         # This makes the names of the logs durable, too.
         files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
@@ -87,6 +88,18 @@ class RunDirectory:
         if self._board is not None:
             self._board.close()
         self._lock.close()
+
+
+def _expected_steps(flight: Preflight, name: str, copy: Path) -> range:
+    """The steps before the start of which metrics.jsonl, or eval.jsonl, has lines for sure."""
+    start, interval = flight.start, 1
+    begun = 0 if start.begun is None and start.origin == "none" else start.begun
+    if name == "eval":  # the copy knows better: the interval may have been another before
+        is_known = flight.eval_dataset is not None and not copy.exists()
+        interval = start.settings.get("train.eval_interval", 0) if is_known else 0
+    if begun is None or not interval:
+        return range(0)
+    return range((begun // interval + 1) * interval, start.step + 1, interval)
 
 
 def say_start(flight: Preflight, doubts: Sequence[str]) -> None:

@@ -16,7 +16,14 @@ def write_steps(path, steps):
     lines = JsonLines(path)
     for step in steps:
         lines.append(
-            {"step": step, "loss": 1 / step, "grad_norm": 1.0, "tokens": step, "step_time_s": 1}
+            {
+                "step": step,
+                "loss": 1 / step,
+                "grad_norm": 1.0,
+                "tokens": 10 * step,
+                "step_time_s": 2,
+                "tokens_per_s": 5,
+            }
         )
     lines.close()
 
@@ -106,3 +113,139 @@ def test_report_draws_a_picture(tmp_path):
 def test_report_of_an_empty_directory_is_one_line(tmp_path):
     with pytest.raises(DataError, match=r"metrics.jsonl: no metrics"):
         write_report(tmp_path)
+
+
+def kept_with_copy(tmp_path, steps=range(1, 9)):
+    """A file of lines with its copy, as a checkpoint of step 8 leaves them."""
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
+    lines = JsonLines(path, copy)
+    for step in steps:
+        lines.append({"step": step, "loss": 1 / step})
+    lines.sync()
+    assert copy.read_bytes() == path.read_bytes()
+    lines.close()
+    return path, copy, path.read_bytes()
+
+
+def delete(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def tear(path):
+    """In the middle of line 3; the rest is lost."""
+    path.write_bytes(path.read_bytes()[:70])
+
+
+def remove_lines(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[5:]))
+
+
+def write_nuls(path):
+    """What a power cut leaves of a block."""
+    data = path.read_bytes()
+    path.write_bytes(data[:40] + bytes(60) + data[100:])
+
+
+@pytest.mark.parametrize("break_file", [delete, empty, tear, remove_lines, write_nuls])
+def test_lines_that_are_lost_are_restored_from_the_copy(tmp_path, capsys, break_file):
+    path, copy, before = kept_with_copy(tmp_path)
+    break_file(path)
+    cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
+    assert path.read_bytes() == before == copy.read_bytes()
+    told = capsys.readouterr().err
+    assert f"{path}: restored the lines of steps " in told and "missing" not in told
+    cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("break_file", "steps"),
+    [
+        (delete, "steps 1-8"),
+        (empty, "steps 1-8"),
+        (tear, "steps 3-8"),
+        (remove_lines, "steps 3-5"),
+        (write_nuls, "steps 2-4"),
+    ],
+)
+def test_without_a_copy_the_missing_steps_are_named(tmp_path, capsys, break_file, steps):
+    """As of a run that an earlier version wrote."""
+    path, copy, _ = kept_with_copy(tmp_path)
+    copy.unlink()
+    break_file(path)
+    there = [record["step"] for record in read_json_lines(path)]
+    cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
+    told = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in told if "missing" in line)
+    assert f"{path}: the lines of {steps} are missing, in {copy} too; " in line
+    assert "put the lines back from a backup" in line
+    assert [record["step"] for record in read_json_lines(path)] == there
+    assert not there or copy.read_bytes() == path.read_bytes()
+
+
+def test_each_step_stays_once_the_last_line_of_it(tmp_path, capsys):
+    path, copy, before = kept_with_copy(tmp_path)
+    again = b'{"step": 3, "loss": 0.25}'
+    path.write_bytes(before + again + b"\n" + before.splitlines()[4] + b"\n")
+    log = tmp_path / "log" / "cut.jsonl"
+    cut_after(path, 8, log, copy, range(1, 9))
+    lines = before.splitlines()
+    assert path.read_bytes().splitlines() == [*lines[:2], again, *lines[3:]]
+    assert copy.read_bytes() == path.read_bytes()
+    assert sorted(log.read_bytes().splitlines()) == sorted([lines[2], lines[4]])
+    assert not capsys.readouterr().err
+
+
+def test_what_the_copy_alone_has_is_not_lost_by_a_new_start(tmp_path, capsys):
+    path, copy, before = kept_with_copy(tmp_path)
+    path.unlink()
+    log = tmp_path / "log" / "cut.jsonl"
+    cut_after(path, 0, log, copy, range(1, 1))
+    assert log.read_bytes() == before and not copy.read_bytes()
+    assert not capsys.readouterr().err
+
+
+def test_a_copy_that_cannot_be_written_waits_and_harms_nothing(tmp_path, capsys):
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
+    lines = JsonLines(path, copy)
+    copy.mkdir()
+    for step in (1, 2):
+        lines.append({"step": step})
+        lines.sync()
+    assert capsys.readouterr().err.count("the copy of metrics.jsonl waits") == 1
+    copy.rmdir()
+    lines.close()
+    assert copy.read_bytes() == path.read_bytes() and len(read_json_lines(copy)) == 2
+
+
+def test_a_copy_gets_lines_in_batches_between_checkpoints(tmp_path):
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
+    lines = JsonLines(path, copy)
+    for step in range(1, 500):
+        lines.append({"step": step, "text": "x" * 200})
+    assert 200 < len(read_json_lines(copy)) < 499
+    lines.close()
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_evaluations_of_one_step_and_several_sources_stay(tmp_path):
+    path = tmp_path / "eval.jsonl"
+    lines = JsonLines(path)
+    for step, source in ((2, "a"), (2, "b"), (4, "a")):
+        lines.append({"step": step, "source": source})
+    lines.close()
+    before = path.read_bytes()
+    cut_after(path, 4, tmp_path / "cut")
+    assert path.read_bytes() == before
+
+
+def test_report_names_steps_that_are_missing(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", [1, 2, 5, 6, 8])
+    _, summary = write_report(tmp_path)
+    assert summary.startswith("8 steps, 80 tokens; 5 lines of 10 s of steps (5 tokens/s); ")
+    assert "the lines of steps 3-4, 7 are missing" in summary

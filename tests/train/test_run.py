@@ -158,3 +158,37 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
     train_on(ranks, 2, tree)
     lines = read_json_lines(tmp_path / "eval.jsonl")
     assert [(line["step"], line["tokens"]) for line in lines] == [(2, 3 * 32), (4, 3 * 32)]
+
+
+@pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
+def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
+    """metrics.jsonl is emptied and eval.jsonl torn after step 4; earlier versions left no copy."""
+    settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
+    metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl"
+    before = metrics.read_bytes(), evaluations.read_bytes()
+    metrics.write_bytes(b"")
+    evaluations.write_bytes(before[1][:30])
+    copies = [tmp_path / ".metrics-copy.jsonl", tmp_path / ".eval-copy.jsonl"]
+    assert tuple(copy.read_bytes() for copy in copies) == before
+    for copy in copies if not has_copy else ():
+        copy.unlink()
+    told = ranks(1, told_by, tree, start_world=False)[0]
+    lines = [line for line in told.splitlines() if "jsonl" in line]
+    if has_copy:
+        assert [line.split(": ")[-1] for line in lines] == [
+            f"restored the lines of steps {steps} from {copy}"
+            for steps, copy in zip(("1-4", "2, 4"), copies, strict=True)
+        ]
+        assert metrics.read_bytes().startswith(before[0])
+        assert evaluations.read_bytes().startswith(before[1])
+    else:
+        assert len(lines) == 2
+        assert f"{metrics}: the lines of steps 1-4 are missing" in lines[0]
+        assert f"{evaluations}: the lines of steps 2, 4 are missing" in lines[1]
+    first = 1 if has_copy else 5
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(first, 7))
+    steps = [line["step"] for line in read_json_lines(evaluations)]
+    assert steps == ([2, 4, 6] if has_copy else [6])
+    assert metrics.read_bytes() == copies[0].read_bytes()
