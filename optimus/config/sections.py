@@ -143,6 +143,10 @@ class ModelConfig(Section):
     """Tokens at which generation stops; empty: none."""
     init_std: NonNegative = 0.02
     """Standard deviation of the initial weights, a normal cut at three of them."""
+    embedding_init_std: NonNegative = 0.0
+    """Standard deviation of the initial embedding, cut in the same way; 0: `init_std`. A larger one
+    keeps tokens apart in the residual stream, and so in the routers, while blocks learn what all
+    tokens have in common."""
     aux_loss_coef: NonNegative = 0.01
     """Weight of the load-balancing loss in the objective."""
     z_loss_coef: NonNegative = 0.001

@@ -9,6 +9,7 @@ FREE_IN_LOGITS = {
     "bos_token_id",
     "eos_token_ids",
     "init_std",
+    "embedding_init_std",
     "aux_loss_coef",
     "z_loss_coef",
     "aux_loss_form",

@@ -39,7 +39,8 @@ class Part(Protocol):
 
 def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = None) -> None:
     """Fill all parameters in place: norm weights 1, biases 0, the rest a normal of standard
-    deviation `init_std` cut at three of them, as OLMoE does. A padding token's row is 0.
+    deviation `init_std` cut at three of them, as OLMoE does; that of the embedding is
+    `embedding_init_std` where it is set. A padding token's row is 0.
 
     `model` is a Transformer or some ranks' part of one; `parts` names what it holds where
     parameters are divided.
@@ -55,7 +56,9 @@ def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = 
                     for expert, target in enumerate(parameter, start=module.first_expert):
                         target.copy_(one.take(draw(one.shape, std, seed, full_name, expert)))
                 else:
-                    _fill(module, name, parameter, part, std, seed, full_name)
+                    is_embedding = isinstance(module, Embedding)
+                    width = model.config.embedding_init_std if is_embedding else 0.0
+                    _fill(module, name, parameter, part, width or std, seed, full_name)
 
 
 class _Whole:

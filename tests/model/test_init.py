@@ -80,3 +80,12 @@ def test_dtype_and_device_round_the_same_values():
     initialise_(narrow, 0)
     for name, value in small_model().state_dict().items():
         assert torch.equal(narrow.state_dict()[name], value.bfloat16()), name
+
+
+def test_the_embedding_has_a_deviation_of_its_own_where_it_is_set():
+    usual = small_model(vocab_size=1000).state_dict()
+    wide = small_model(vocab_size=1000, embedding_init_std=0.7).state_dict()
+    assert usual["embed.weight"].std() == pytest.approx(0.1 * 0.9866, rel=0.02)  # cut at three
+    assert wide["embed.weight"].std() == pytest.approx(0.7 * 0.9866, rel=0.02)
+    for name in usual.keys() - {"embed.weight"}:
+        assert torch.equal(wide[name], usual[name]), name
