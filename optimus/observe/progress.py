@@ -54,7 +54,10 @@ def _printable(character: str) -> str:
 def _figures(record: Mapping[str, Any]) -> str:
     loss, norm = record["loss"], record["grad_norm"]
     gradient = "overflow, skipped" if norm is None else f"norm {norm:.3f}"
-    return (
+    text = (
         f"loss {'overflow' if loss is None else f'{loss:.4f}'}  {gradient}  "
         f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tok/s"
     )
+    if "expert_load_max" in record:
+        text += f"  expert load {record['expert_load_min']:.2f}-{record['expert_load_max']:.2f}"
+    return text

@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from optimus import platform
 from optimus.checkpoint.manager import full_path
-from optimus.config import Config, ModelConfig
+from optimus.config import Config
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.groups import join_groups
@@ -24,6 +23,7 @@ from optimus.evaluate.held_out import held_out_loss
 from optimus.launch_env import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
+from optimus.observe.health import TrainingHealth, expert_loads, load_figures
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
 from optimus.planner.states import check_names, check_slots, states_of_rank
@@ -95,16 +95,6 @@ def fix_arithmetic(config: Config, world: World) -> int:
     return threads
 
 
-def expert_load(expert_rows: Tensor, model: ModelConfig) -> tuple[float, float]:
-    """Rows of the emptiest and of the fullest expert, in units of their layer's mean."""
-    loads = []
-    numbers = [number for number in model.experts_by_layer if number]
-    for rows, experts in zip(expert_rows.double(), numbers, strict=True):
-        loads.append(rows[:experts] / rows[:experts].mean())
-    every = torch.cat(loads)
-    return float(every.min()), float(every.max())
-
-
 def _or_none(value: float) -> float | None:
     """JSON has no NaN; only a step that was skipped for an overflow has one."""
     return value if math.isfinite(value) else None
@@ -160,6 +150,7 @@ class Run:
             config.data.document_mask,
         )
         self.heap = Heap()
+        self.health = TrainingHealth(config.model)
         self._start_up = start_up
         if start_up is not None:
             start_up.done("model and states")
@@ -210,7 +201,11 @@ class Run:
         seconds = time.perf_counter() - start
         if self.directory is None:
             return
+        # The one transfer from the device that expert-load figures and warnings need.
+        result = replace(result, expert_rows=result.expert_rows.cpu())
         self.directory.metrics(self.record(result, seconds))
+        for line in self.health.after_update(step, result.expert_rows, result.grad_norm):
+            self.directory.say(f"optimus: {line}")
         if self._start_up is not None:
             self._start_up.done("first update")
             self.directory.say(self._start_up.told())
@@ -275,8 +270,7 @@ class Run:
         if model.num_experts:
             record["aux_loss"] = _or_none(result.aux_loss)
             record["z_loss"] = _or_none(result.z_loss)
-            low, high = expert_load(result.expert_rows, model)
-            record["expert_load_min"], record["expert_load_max"] = low, high
+            record |= load_figures(expert_loads(result.expert_rows, model), model)
         if self.config.train.dtype == "fp16":
             record["loss_scale"] = result.loss_scale
             record["skipped_steps"] = result.skipped_steps

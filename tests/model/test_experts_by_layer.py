@@ -16,8 +16,9 @@ from optimus.model.hf import config_to_hf
 from optimus.model.identity import first_difference
 from optimus.model.layers import MLP
 from optimus.model.router import layer_losses
+from optimus.observe.health import expert_loads, load_figures
 from optimus.observe.metrics import read_json_lines
-from optimus.train.loop import expert_load, train
+from optimus.train.loop import train
 from optimus.train.preflight import preflight, with_start
 from tests.helpers.tiny import tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
@@ -59,8 +60,14 @@ def test_losses_are_means_over_the_layers_that_route():
 
 
 def test_load_is_measured_against_a_layers_own_experts():
-    rows = torch.tensor([[2, 2, 2, 2, 2], [1, 2, 3, 0, 0]])
-    assert expert_load(rows, small_config(**MIXED)) == (0.5, 1.5)
+    config, rows = small_config(**MIXED), torch.tensor([[2, 2, 2, 2, 2], [0, 3, 3, 0, 0]])
+    assert load_figures(expert_loads(rows, config), config) == {
+        "expert_load_min": 0.0,
+        "expert_load_max": 1.5,
+        "expert_load_min_layer": config.sparse_layers[1],
+        "expert_load_max_layer": config.sparse_layers[1],
+        "experts_without_rows": 1,
+    }
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def batch(token: int | None, seed: int) -> Microbatch:
         ),
         pytest.param(4, {"parallel__ep": 2, "optim__sharding": "epso"}, id="dp2-ep2-epso"),
         pytest.param(4, {"parallel__ep": 4}, id="ep4"),
+        pytest.param(2, {"parallel__tp": 2}, id="tp2"),
+        pytest.param(4, {"parallel__pp": 2, "parallel__ep": 2}, id="pp2-ep2"),
     ],
 )
 def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):

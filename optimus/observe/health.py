@@ -1,0 +1,201 @@
+"""Faults of training that its loss does not show: collapsed experts and gradient-norm spikes.
+
+Every figure used here is on the host already or comes with the one transfer that `expert_loads`
+needs: no rule adds a device synchronisation or a collective. Histories begin empty, after a resume
+too, so that nothing is judged before enough updates of this process have been seen.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.config import ModelConfig
+
+_SPIKE = 10.0
+"""A gradient norm above this many times the median of the last `_HISTORY` is a spike."""
+_HISTORY = 20
+_CALM = 2.0
+"""A spike is over once the norm is at most this many times the median."""
+
+_UPDATES = 10
+"""Updates in a row after which a layer is reported, and after which it has recovered."""
+_OVERLOAD = 4.0
+_IDLE = 0.01
+"""An expert with less than this part of its share of the rows does not train."""
+_MIN_ROWS = 32
+"""Rows per expert and update below which chance alone makes loads this uneven."""
+
+_FIRST_PAUSE = 100
+"""Updates without a repetition after the first warning; doubled after every further one, so that a
+run of a million updates prints at most 14 of a kind."""
+
+
+def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
+    """Return each MoE layer's rows by expert in units of the layer's mean, float64 [E] each.
+
+    Args:
+        expert_rows: int64 [MoE layers, largest E], as `UpdateResult.expert_rows`, on the host.
+    """
+    numbers = [number for number in model.experts_by_layer if number]
+    layers = zip(expert_rows.double(), numbers, strict=True)
+    return [rows[:experts] / rows[:experts].mean() for rows, experts in layers]
+
+
+def load_figures(loads: Sequence[Tensor], model: ModelConfig) -> dict[str, Any]:
+    """Return the expert-load entries of a line of metrics.jsonl."""
+    lowest, fullest = ([float(pick(load)) for load in loads] for pick in (torch.min, torch.max))
+    low, high = min(lowest), max(fullest)
+    return {
+        "expert_load_min": low,
+        "expert_load_max": high,
+        "expert_load_min_layer": model.sparse_layers[lowest.index(low)],
+        "expert_load_max_layer": model.sparse_layers[fullest.index(high)],
+        "experts_without_rows": sum(int((load == 0).sum()) for load in loads),
+    }
+
+
+class TrainingHealth:
+    """Returns a line of text when training develops one of these faults, and when it recovers."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._norm = _GradNorm()
+        # Forced uniform routing is even by construction, up to one row per microbatch.
+        judged = model.sparse_layers and model.router != "uniform"
+        self._experts = _ExpertBalance(model) if judged else None
+
+    def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[str]:
+        """Return the warnings and recoveries of one update, usually none.
+
+        Args:
+            expert_rows: rows of all MoE layers and ranks, on the host.
+            grad_norm: before clipping; NaN for an update skipped for an overflow.
+        """
+        lines = self._norm.after_update(step, grad_norm)
+        if self._experts is not None:
+            lines += self._experts.after_update(step, expert_rows)
+        return lines
+
+
+class _Repetition:
+    """Spaces the repetitions of a warning: 100 updates, then 200, 400 and so on."""
+
+    def __init__(self) -> None:
+        self._next, self._pause = 0, _FIRST_PAUSE
+
+    def allows(self, step: int) -> bool:
+        if step < self._next:
+            return False
+        self._next, self._pause = step + self._pause, 2 * self._pause
+        return True
+
+
+class _GradNorm:
+    """Compares each gradient norm with the median of those before it."""
+
+    def __init__(self) -> None:
+        self._history: deque[float] = deque(maxlen=_HISTORY)
+        self._repetition = _Repetition()
+        self._unprinted = 0
+        self._reported = False
+
+    def after_update(self, step: int, norm: float) -> list[str]:
+        if not math.isfinite(norm):
+            return []
+        full = len(self._history) == _HISTORY
+        median = statistics.median(self._history) if full else 0.0
+        self._history.append(norm)
+        if median == 0:  # too little history, or parameters that took no gradient until now
+            return []
+        if norm > _SPIKE * median:
+            return self._spike(step, norm, median)
+        if self._reported and norm <= _CALM * median:
+            self._reported = False
+            return [f"step {step}: the gradient norm is {norm:.4g}, near its median again"]
+        return []
+
+    def _spike(self, step: int, norm: float, median: float) -> list[str]:
+        if not self._repetition.allows(step):
+            self._unprinted += 1
+            return []
+        earlier = f" ({self._unprinted} more since the last warning)" if self._unprinted else ""
+        self._unprinted, self._reported = 0, True
+        return [
+            f"warning: step {step}: gradient norm {norm:.4g} is {norm / median:.0f} times the "
+            f"median of the last {_HISTORY} updates, {median:.4g}{earlier}; if this recurs, lower "
+            "optim.lr or raise optim.warmup_steps, and keep optim.clip_norm above 0"
+        ]
+
+
+class _ExpertBalance:
+    """Finds layers whose router sends nearly everything to few experts.
+
+    A layer is unbalanced if for 10 updates in a row its fullest expert, whichever it is, got more
+    than 4 times its share, or more than half of what it can get beyond it where that is less (an
+    expert can be chosen once per token, which is E/K shares); or if over 10 updates together some
+    expert got less than 1 % of its share. Collapsed routers often pass from one pair of experts to
+    the next between updates, which sums over updates would hide, so the first rule has none.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._most = [model.experts_by_layer[n] / model.num_experts_per_tok
+                      for n in model.sparse_layers]  # fmt: skip
+        self._limits = [min(_OVERLOAD, (1 + most) / 2) for most in self._most]
+        self._recent: deque[Tensor] = deque(maxlen=_UPDATES)
+        self._overloaded = [0] * len(self._most)
+        self._balanced = 0
+        self._repetition = _Repetition()
+        self._reported = False
+
+    def after_update(self, step: int, expert_rows: Tensor) -> list[str]:
+        self._recent.append(expert_rows)
+        fullest = [float(load.max()) for load in expert_loads(expert_rows, self._model)]
+        over = [load > limit for load, limit in zip(fullest, self._limits, strict=True)]
+        counts = zip(over, self._overloaded, strict=True)
+        self._overloaded = [count + 1 if is_over else 0 for is_over, count in counts]
+        if len(self._recent) < _UPDATES or self._too_few_rows():
+            return []
+        idle = [int((load < _IDLE).sum()) for load in self._loads_together()]
+        bad = [layer for layer, count in enumerate(self._overloaded)
+               if count >= _UPDATES or idle[layer]]  # fmt: skip
+        self._balanced = 0 if bad or any(over) else self._balanced + 1
+        if bad:
+            return self._warning(step, bad, fullest, idle)
+        if self._reported and self._balanced >= _UPDATES:
+            self._reported = False
+            return [
+                f"step {step}: expert load is balanced again: in the last {_UPDATES} updates no "
+                "expert was overloaded or idle"
+            ]
+        return []
+
+    def _too_few_rows(self) -> bool:
+        experts = max(self._model.experts_by_layer)
+        return min(int(rows.sum(1).min()) for rows in self._recent) < _MIN_ROWS * experts
+
+    def _loads_together(self) -> list[Tensor]:
+        return expert_loads(torch.stack(list(self._recent)).sum(0), self._model)
+
+    def _warning(
+        self, step: int, bad: list[int], fullest: list[float], idle: list[int]
+    ) -> list[str]:
+        if not self._repetition.allows(step):
+            return []
+        self._reported = True
+        worst = max(bad, key=lambda layer: (fullest[layer] / self._most[layer], idle[layer]))
+        layer = self._model.sparse_layers[worst]
+        return [
+            f"warning: step {step}: experts are unbalanced in {len(bad)} of {len(idle)} MoE "
+            f"layers, most in layer {layer}: its fullest expert got {fullest[worst]:.2f} times its "
+            f"share (at most {self._most[worst]:g}), and {idle[worst]} of "
+            f"{self._model.experts_by_layer[layer]} experts less than {_IDLE:.0%} of theirs in the "
+            f"last {_UPDATES} updates; lower optim.lr, or raise optim.warmup_steps, "
+            "model.aux_loss_coef or model.embedding_init_std"
+        ]

@@ -1,0 +1,126 @@
+"""Collapsed experts and gradient-norm spikes are reported, once, and healthy runs are not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from optimus.observe.health import TrainingHealth
+from tests.helpers.runs import run_tree
+from tests.helpers.tiny import tiny_tree
+from tests.model.small import small_config
+
+SIXTEEN = small_config(num_experts=16, num_experts_per_tok=2, num_layers=2)
+EVEN = torch.full((2, 16), 512)
+PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
+
+
+def lines_of(health, rows=None, norms=(), first=1) -> list[str]:
+    """What is printed for these updates; `rows` or `norms` may be one value for all of them."""
+    found = []
+    for number in range(max(len(norms), len(rows or ()))):
+        expert_rows = rows[number] if rows else EVEN
+        norm = norms[number] if norms else 1.0
+        found += health.after_update(first + number, expert_rows, norm)
+    return found
+
+
+def test_experts_that_collapse_are_named_with_their_layer_and_the_remedy():
+    lines = lines_of(TrainingHealth(SIXTEEN), [PAIR] * 12)
+    assert len(lines) == 1
+    for part in ("warning: step 10:", "1 of 2 MoE layers", "layer 1", "8.00 times", "at most 8",
+                 "14 of 16 experts", "optim.lr", "model.aux_loss_coef"):  # fmt: skip
+        assert part in lines[0], part
+
+
+def test_experts_that_take_turns_are_reported_though_their_sums_are_even():
+    rows = [PAIR.roll(2 * step, dims=1) for step in range(10)]
+    assert int(torch.stack(rows).sum(0)[1].min()) > 0
+    (line,) = lines_of(TrainingHealth(SIXTEEN), rows)
+    assert "8.00 times" in line and "0 of 16 experts" in line
+
+
+def test_one_idle_expert_is_reported():
+    idle = EVEN.clone()
+    idle[0, 3] = 0
+    (line,) = lines_of(TrainingHealth(SIXTEEN), [idle] * 30)
+    assert "layer 0" in line and "1 of 16 experts" in line
+
+
+def test_balance_and_norm_that_return_are_said_once():
+    health = TrainingHealth(SIXTEEN)
+    lines = lines_of(health, [PAIR] * 12 + [EVEN] * 60)
+    assert [line.split(":")[0] for line in lines] == ["warning", "step 22"]
+    assert "balanced again" in lines[1]
+    lines = lines_of(health, norms=[1.0] * 20 + [11.0, 3.0, 1.5] + [1.0] * 20, first=73)
+    assert len(lines) == 2 and "near its median again" in lines[1]
+
+
+def test_a_gradient_norm_is_compared_with_the_median_of_twenty():
+    """The norms of the demo as it was: 51.2 after twenty updates around 1 and 2."""
+    before = [2.0] * 10 + [1.0] * 10
+    (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
+    for part in ("warning: step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
+                 "1.5;", "optim.lr", "optim.warmup_steps", "optim.clip_norm"):  # fmt: skip
+        assert part in line, part
+    assert not lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 20 + [9.9])
+    assert lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 20 + [10.1])
+    assert not lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 19 + [1000.0]), "too little history"
+
+
+def test_skipped_updates_are_no_norms():
+    norms = [1.0, math.nan] * 20 + [math.inf, 11.0]
+    (line,) = lines_of(TrainingHealth(SIXTEEN), norms=norms)
+    assert "11 times the median of the last 20 updates, 1;" in line
+
+
+@pytest.mark.parametrize("fault", ["experts", "norm", "both, on and off"])
+def test_a_fault_that_stays_or_returns_prints_few_lines(fault):
+    health, count = TrainingHealth(SIXTEEN), 3_000
+    bad = [step % 60 < 30 if "off" in fault else True for step in range(count)]
+    rows = [PAIR if is_bad and fault != "norm" else EVEN for is_bad in bad]
+    norms = [1000.0 if fault != "experts" and step % 40 == 39 else 1.0 for step in range(count)]
+    lines = lines_of(health, rows, norms)
+    assert (
+        0 < len(lines) <= 4 * 5
+    )  # two kinds, warned of and recovered from, after 100, 200, 400 ... updates
+    if "norm" in fault or "both" in fault:
+        assert any("more since the last warning" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        pytest.param({"router": "uniform"}, [[512] * 4 + [0] * 12] * 2, id="forced uniform"),
+        pytest.param({"num_experts": 1, "num_experts_per_tok": 1}, [[4096]] * 2, id="one expert"),
+        pytest.param({"num_experts": 2}, [[4096] * 2] * 2, id="all experts of each token"),
+        pytest.param({"num_experts": [0, 16]}, [[700] * 8 + [324] * 8], id="a dense layer"),
+        pytest.param({"num_experts": [16, 4]}, [[512] * 16, [2048] * 4 + [0] * 12], id="mixed"),
+        pytest.param({}, [[31] * 15 + [0]] * 2, id="too few rows to judge"),
+    ],
+)
+def test_what_is_even_or_cannot_be_judged_is_not_reported(fields, rows):
+    health = TrainingHealth(small_config(**{"num_experts": 16, **fields}))
+    assert not lines_of(health, [torch.tensor(rows)] * 40)
+
+
+def test_a_dense_model_is_judged_by_its_norm_alone():
+    health = TrainingHealth(small_config("olmo"))
+    rows = [torch.zeros(0, 0, dtype=torch.int64)] * 21
+    assert len(lines_of(health, rows, [1.0] * 20 + [50.0])) == 1
+
+
+def test_a_run_that_collapses_says_so_and_a_healthy_one_does_not(tiny_data, tmp_path, capsys):
+    """Real updates: without a balancing loss a rate of 0.1 sends all tokens to a few pairs."""
+    settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
+                "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
+    healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}
+    collapsing = {"optim__lr": 0.1, "model__aux_loss_coef": 0.0}
+    for name, recipe in (("healthy", healthy), ("collapsing", collapsing)):
+        run_tree(tiny_tree(tiny_data, tmp_path / name, **settings, **recipe))
+        printed = capsys.readouterr().err
+        warned = "optimus: warning: step 1" in printed and "experts are unbalanced" in printed
+        assert warned == (name == "collapsing"), printed
+        assert "expert load 0." in printed
