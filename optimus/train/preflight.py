@@ -22,6 +22,7 @@ from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
+from optimus.train.schedule import rate_change
 
 _BATCH = "train.global_batch_tokens"
 FROZEN = (
@@ -67,7 +68,8 @@ class Preflight:
     start: Start
     settings: dict[str, Any]
     differences: tuple[str, ...]
-    """Free settings that differ from the checkpoint's, for the log."""
+    """Free settings that differ from the checkpoint's and what they do to the learning rate, a line
+    each, for the log."""
 
     def tokens_after(self, step: int) -> int:
         """Tokens that the run has read once update `step` is done."""
@@ -101,7 +103,9 @@ def with_start(
     CheckpointError with one line naming key, value and remedy.
     """
     start = decide_start(config.train.run_dir, config.checkpoint.load, damaged)
-    return replace(flight, start=start, differences=_compare(config, flight.settings, start))
+    differences = _compare(config, flight.settings, start)
+    rate = rate_change(start.step + 1, config.optim, config.train.max_steps, start.settings)
+    return replace(flight, start=start, differences=(*differences, rate) if rate else differences)
 
 
 def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from optimus.config import OptimConfig
 
@@ -20,6 +22,26 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
     progress = (step - optim.warmup_steps) / (decay_steps - optim.warmup_steps)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1 - progress
     return optim.min_lr + (optim.lr - optim.min_lr) * left
+
+
+def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
+    """Describe how the learning rate of update `step` differs from that of the settings `stored`
+    with a checkpoint, with the settings that keep it; "" where it does not."""
+    keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
+    kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
+    before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
+    old, new = learning_rate(step, before, steps_before), learning_rate(step, optim, max_steps)
+    if old == new:
+        return ""
+    end = before.decay_steps or steps_before  # decay_steps = 0 means max_steps
+    if before.schedule == "constant":
+        kept["decay_steps"] = 0
+    elif end == (optim.decay_steps or max_steps):
+        kept["decay_steps"] = optim.decay_steps
+    else:
+        kept["decay_steps"] = end
+    keep = " ".join(f"optim.{k}={v}" for k, v in kept.items() if v != getattr(optim, k))
+    return f"learning rate of step {step}: {old:.6g} before, {new:.6g} now; to keep it, set {keep}"
 
 
 def clips_at(step: int, optim: OptimConfig) -> bool:

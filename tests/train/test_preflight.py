@@ -174,6 +174,15 @@ def test_free_settings_may_change_and_are_listed(tiny_data, stopped_run):
     assert any(text.startswith("optim.lr = 0.001") for text in flight.differences)
 
 
+def test_another_learning_rate_after_a_resume_is_reported(tiny_data, stopped_run):
+    """Stored are 4 steps, 3 of them warm-up: the next step, 3, is its last."""
+    flight = check(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
+    expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep it, set "
+    assert expected + "optim.warmup_steps=3" in flight.differences
+    flight = check(tiny_data, stopped_run, train__max_steps=40)
+    assert not [line for line in flight.differences if line.startswith("learning rate")]
+
+
 def test_a_batch_that_the_world_gave_is_named_by_its_setting(tiny_data, stopped_run):
     change = {"train__global_batch_tokens": 0, "train__max_steps": 4}
     with pytest.raises(CheckpointError, match=r"train.global_batch_tokens = 32 \(checkpoint"):

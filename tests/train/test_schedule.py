@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 
 from optimus.config import OptimConfig
-from optimus.train.schedule import clips_at, learning_rate
+from optimus.train.schedule import clips_at, learning_rate, rate_change
 
 PAPER = OptimConfig(lr=4e-4, min_lr=4e-5, warmup_steps=2500, clip_after_warmup=True)
 
@@ -48,3 +49,53 @@ def test_clipping_waits_for_the_end_of_the_warmup_only_if_asked():
     assert clips_at(2501, PAPER)
     assert clips_at(1, PAPER.model_copy(update={"clip_after_warmup": False}))
     assert not clips_at(9999, PAPER.model_copy(update={"clip_norm": 0.0}))
+
+
+STORED = {"lr": 4e-3, "min_lr": 4e-4, "warmup_steps": 5, "decay_steps": 0, "schedule": "cosine"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "max_steps", "keep"),
+    [
+        ({}, {}, 200, "optim.decay_steps=100"),
+        ({"decay_steps": 80}, {"decay_steps": 0}, 100, "optim.decay_steps=80"),
+        ({}, {"decay_steps": 80}, 100, "optim.decay_steps=100"),
+        ({}, {"lr": 5e-3}, 100, "optim.lr=0.004"),
+        ({}, {"min_lr": 0.0}, 100, "optim.min_lr=0.0004"),
+        ({}, {"warmup_steps": 60}, 100, "optim.warmup_steps=5"),
+        ({}, {"schedule": "linear"}, 100, "optim.schedule=cosine"),
+        ({}, {"schedule": "constant"}, 300, "optim.decay_steps=100 optim.schedule=cosine"),
+        (
+            {"schedule": "constant"},
+            {"schedule": "linear", "decay_steps": 90},
+            200,
+            "optim.decay_steps=0 optim.schedule=constant",
+        ),
+        # All that changed is the number of steps, which the schedule does not depend on.
+        ({"decay_steps": 80}, {}, 300, None),
+        ({"schedule": "constant"}, {}, 300, None),
+        ({}, {"decay_steps": 100}, 300, None),
+        ({}, {"weight_decay": 0.3}, 100, None),
+    ],
+)
+def test_another_rate_on_resume_is_reported_with_the_settings_that_keep_it(
+    stored, changes, max_steps, keep
+):
+    before = OptimConfig(**STORED | stored)
+    after = before.model_copy(update=changes)
+    settings = {f"optim.{key}": value for key, value in before.model_dump().items()}
+    line = rate_change(51, after, max_steps, settings | {"train.max_steps": 100})
+    if keep is None:
+        assert line == ""
+        return
+    rates = learning_rate(51, before, 100), learning_rate(51, after, max_steps)
+    head, _, told = line.partition("; to keep it, set ")
+    assert head == "learning rate of step 51: {:.6g} before, {:.6g} now".format(*rates)
+    assert sorted(told.split()) == keep.split()
+    kept = {key: type(STORED[key])(value) for key, value in re.findall(r"optim\.(\w+)=(\S+)", told)}
+    again = after.model_copy(update=kept)
+    assert learning_rate(51, again, max_steps) == rates[0]
+
+
+def test_a_checkpoint_without_settings_changes_no_rate():
+    assert rate_change(1, PAPER, 100, {}) == ""
