@@ -309,6 +309,18 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="start N local ranks; without it the environment of mpiexec, srun or torchrun counts",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check settings, layout, data, run directory and checkpoint, print what the run would "
+        "do, and create nothing",
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="with --dry-run: for N nodes of --nproc ranks each"
+    )
+    for name, what in (("data", "the data"), ("run-dir", "the run directory and its checkpoints")):
+        text = f"with --dry-run: for a machine that does not see {what}"
+        parser.add_argument(f"--skip-{name}-check", action="store_true", help=text)
 
 
 class _PrintSettings(argparse.Action):
@@ -328,6 +340,12 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
     from optimus.train.preflight import preflight
 
+    if args.dry_run:
+        return _dry_run(args)
+    for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
+        if (value := getattr(args, option)) is not None and value is not False:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} belongs to --dry-run; add that or leave it out")
     if _is_rank_of_a_launcher():
         # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
         # whose error ends this one before its first step.
@@ -352,6 +370,18 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.train.loop import train
 
     train(config, launch, STARTED)
+    return 0
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    from optimus.config import load_config
+    from optimus.train.begin import dry_run
+
+    nodes, ranks = 1 if args.nodes is None else args.nodes, args.nproc or 1
+    if nodes < 1 or ranks < 1:
+        raise ConfigError(f"--nodes {nodes} and --nproc {ranks} must be at least 1")
+    config = load_config(args.config, args.overrides)
+    dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
     return 0
 
 

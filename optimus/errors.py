@@ -65,3 +65,14 @@ class LostPeerError(OptimusError):
 def one_line(text: object) -> str:
     """`text` folded onto one line, for messages built from other libraries' errors."""
     return " ".join(str(text).split())
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return `number` with its noun, such as `1 shard` and `2,000 shards`.
+
+    Args:
+        number: How many there are.
+        noun: What they are, in the singular.
+        plural: Its plural where that is not `noun` and an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -4,7 +4,7 @@
 
 me=$(basename "$0")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-dry='' inside='' command=()
+dry='' inside='' command=() flags=()
 
 refuse() {
     echo "$me: $*" >&2
@@ -12,7 +12,7 @@ refuse() {
 }
 
 # "NAME ..." WHAT ARGUMENT...: reads the options of these names, --dry-run and --inside, and the
-# command, which is a WHAT, behind --.
+# command, which is a WHAT, behind --. An option named NAME! takes no value and goes to `flags`.
 read_options() {
     local names=" $1 " what=$2 name
     shift 2
@@ -23,6 +23,9 @@ read_options() {
             --inside) inside=1; shift ;;
             *)
                 name=${1#--}
+                if [[ $1 == --* && $names == *" $name! "* ]]; then
+                    flags+=("$1"); shift; continue
+                fi
                 [[ $1 == --* && $names == *" $name "* ]] ||
                     refuse "unknown option $1; the $what comes after --"
                 [[ -n ${2:-} ]] || refuse "$1 needs a value"
@@ -52,6 +55,12 @@ read_data_options() {
     [[ -n $dry ]] || type -P "$program" >/dev/null ||
         refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS_DATA"
     export TOKENIZERS_PARALLELISM=false # processes divide the work, threads would only get in their way
+}
+
+# Refuses a run as `optimus train` would, before its job waits in a queue; prints what it will do.
+check_run() {
+    type -P "$program" >/dev/null || refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS"
+    "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
 }
 
 # WORD...: a line for the job's shell, which alone knows PBS_NODEFILE.

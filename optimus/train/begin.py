@@ -4,8 +4,10 @@ Needs no torch until ranks meet."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NoReturn
 
+from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError
 from optimus.launch_env import LaunchEnv
 
@@ -17,6 +19,34 @@ def prepare_meeting(launch: LaunchEnv) -> None:
     if launch.world_size > 1:
         # What torch prints while ranks look for each other says no more than our one line does.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
+def dry_run(
+    config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
+) -> None:
+    """Check all that `optimus train` checks before its ranks compute, and print what the run would
+    do. Creates nothing.
+
+    Raises what a run would raise, in one line. `check_data` and `check_run_dir`: as for
+    `preflight`; checkpoints are looked at with the run directory.
+    """
+    from optimus.train.preflight import doubts, preflight, with_start
+
+    world_size = nodes * ranks_per_node
+    flight = preflight(config, world_size, check_data, check_run_dir)
+    # Only now torch, which takes seconds to import.
+    from optimus.planner.states import check_names, check_slots
+    from optimus.train.run_dir import check_not_in_use
+    from optimus.train.save import check_saves
+    from optimus.train.summary import print_start
+
+    check_names(config)
+    check_slots(config, flight.mesh)
+    if check_run_dir:
+        check_not_in_use(Path(config.train.run_dir))
+        flight = with_start(config, flight)
+        check_saves(config, flight)
+    print_start(config, flight, doubts(config, flight.mesh, ranks_per_node))
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:

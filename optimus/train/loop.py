@@ -34,10 +34,11 @@ from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight, with_start
 from optimus.train.rank_model import RankModel, uncompiled
-from optimus.train.run_dir import RunDirectory, say_start
+from optimus.train.run_dir import RunDirectory
 from optimus.train.save import Saves, check_saves
 from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.stop import StopRequest
+from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
 from optimus_kernels.product import fastest_library
 
@@ -71,7 +72,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         start_up.done("settling")
         check_half(config, world)
         if world.is_first:
-            say_start(flight, doubts(config, flight.mesh, launch.local_world_size))
+            print_start(config, flight, doubts(config, flight.mesh, launch.local_world_size))
         Run(config, world, flight, directory, start_up).go()
     except OptimusError as error:
         if isinstance(error, LostPeerError):
@@ -159,9 +160,10 @@ class Run:
         """Update by update to the last step; evaluate, sample and save where they are due."""
         if self.directory is not None and self.flight.start.step >= self.last_step:
             self.directory.say(
-                f"nothing to do: the run stands at step {self.flight.start.step}, and its last is "
-                f"{self.last_step}; raise train.max_steps to go on"
+                f"nothing to do: the run is at step {self.flight.start.step}, and its last step is "
+                f"{self.last_step}; raise train.{self._limit()} to continue"
             )
+        began = time.monotonic()
         try:
             self.saves.make_up()
             stop_request = StopRequest(self.config.train.deadline_s)
@@ -176,12 +178,14 @@ class Run:
                     self.evaluate(step)
                     self.sample(step)
                 if stopping is not None and step < self.last_step:
+                    self._print_end(step, began)
                     where = full_path(self.config.train.run_dir, step)
                     raise Stopped(
                         f"stopped after step {step} ({stopping}), checkpoint at {where}; give the "
                         "same command again to continue",
                         on_every_rank=True,
                     )
+            self._print_end(max(self.flight.start.step, self.last_step), began)
         except OptimusError as error:
             if error.on_every_rank:
                 self.saves.end()
@@ -191,6 +195,18 @@ class Run:
             self.loader.close()
             if self.directory is not None:
                 self.directory.close()
+
+    def _limit(self) -> str:
+        train = self.config.train
+        return "stop_at_step" if 0 < train.stop_at_step < train.max_steps else "max_steps"
+
+    def _print_end(self, step: int, began: float) -> None:
+        if self.directory is None:
+            return
+        self.directory.end_progress()
+        record, evaluation = self.directory.last("metrics"), self.directory.last("eval")
+        seconds = time.monotonic() - began
+        print_end(self.config, self.flight, step, seconds, record, evaluation)
 
     def update(self, step: int) -> None:
         """One update, timed from its data to its new parameters, and its line of metrics."""

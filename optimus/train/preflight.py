@@ -63,7 +63,8 @@ class Preflight:
 
     mesh: Mesh
     plan: BatchPlan
-    dataset: InstanceSource
+    dataset: InstanceSource | None
+    """None in a dry run that skips the data."""
     eval_dataset: FiniteSource | None
     start: Start
     settings: dict[str, Any]
@@ -76,19 +77,28 @@ class Preflight:
         return self.start.tokens + (step - self.start.step) * self.plan.tokens
 
 
-def preflight(config: Config, world_size: int) -> Preflight:
+def preflight(
+    config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
+) -> Preflight:
     """Check the run against the world and its data; where it starts is left to `with_start`.
 
-    Raises ConfigError or DataError with one line naming key, value and remedy.
+    Creates nothing. Raises ConfigError or DataError with one line naming key, value and remedy.
+
+    Args:
+        config: The run's configuration.
+        world_size: How many ranks it has.
+        check_data: False on a machine that does not see the data; there is no data set then.
+        check_run_dir: False on a machine that does not see the run directory.
     """
     try:
         mesh, plan = _check_settings(config, world_size)
     except ConfigError as error:
         error.on_every_rank = True  # they follow from the settings and the world alone
         raise
-    _check_run_dir(config.train.run_dir)
-    dataset = _training_data(config)
-    eval_dataset = _held_out_data(config)
+    if check_run_dir:
+        _check_run_dir(config.train.run_dir)
+    dataset = _training_data(config) if check_data else None
+    eval_dataset = _held_out_data(config) if check_data else None
     settings = flat_settings(config, dataset, plan)
     return Preflight(mesh, plan, dataset, eval_dataset, Start("undecided"), settings, ())
 
@@ -161,7 +171,9 @@ def doubts(config: Config, mesh: Mesh, local_world_size: int) -> list[str]:
     return lines
 
 
-def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> dict[str, Any]:
+def flat_settings(
+    config: Config, dataset: InstanceSource | None, plan: BatchPlan
+) -> dict[str, Any]:
     """All settings as "section.key": value, with the data's identity and the real batch."""
     flat = {
         f"{section}.{key}": value
@@ -173,7 +185,10 @@ def flat_settings(config: Config, dataset: InstanceSource, plan: BatchPlan) -> d
     # Left out or given as what it would be derived to, a size is the same.
     for key in ("num_key_value_heads", "head_dim", "num_experts"):
         flat[f"model.{key}"] = setting(config.model, key)
-    return flat | {"data.identity": dataset.identity, "train.batch_tokens": plan.tokens}
+    flat["train.batch_tokens"] = plan.tokens
+    if dataset is not None:
+        flat["data.identity"] = dataset.identity
+    return flat
 
 
 def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple[str, ...]:
@@ -207,7 +222,9 @@ def _data_moved(settings: Mapping[str, Any], stored: Mapping[str, Any], step: in
     here, there = (
         step * one["train.batch_tokens"] // one["train.seq_len"] for one in (settings, stored)
     )
-    come_to = there if settings["data.identity"] == stored["data.identity"] else 0
+    # Without a look at the data, they are taken to be the same.
+    same = settings.get("data.identity", stored["data.identity"]) == stored["data.identity"]
+    come_to = there if same else 0
     low, high = sorted((here, come_to))
     return f"; instances {low} to {high} are {'skipped' if here > come_to else 'read again'}"
 
@@ -292,11 +309,13 @@ def _own_eval_path(path: str) -> str:
 
 
 def _check_run_dir(run_dir: str) -> None:
-    try:
-        os.makedirs(run_dir, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"train.run_dir = {run_dir!r}: {error.strerror}; choose another"
-        ) from None
-    if not os.access(run_dir, os.W_OK):
-        raise ConfigError(f"train.run_dir = {run_dir!r} is not writable; choose another")
+    """Raise ConfigError where `run_dir` is no directory, cannot be written or cannot be made."""
+    path = Path(run_dir).absolute()
+    nearest = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"{nearest} is not writable"
+    else:
+        return
+    raise ConfigError(f"train.run_dir = {run_dir!r}: {problem}; choose another")

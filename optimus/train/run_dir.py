@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,20 +13,43 @@ from optimus import files
 from optimus.checkpoint.manager import prepare_directory
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
-from optimus.observe.metrics import JsonLines, cut_after
+from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
 from optimus.observe.progress import Progress
 from optimus.train.preflight import Preflight
+
+LOCK = ".lock"
+
+
+def check_not_in_use(path: Path) -> None:
+    """Raise ConfigError if another run has the directory. Creates nothing."""
+    if (path / LOCK).exists():
+        with open(path / LOCK, "rb") as file:
+            _lock(file, path, fcntl.LOCK_SH)
+
+
+def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
+    """Lock `file` until it is closed; close it and raise ConfigError if another process has it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(
+            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another, "
+            "or wait for its end"
+        ) from None
 
 
 class RunDirectory:
     """Owns the files of a run. Made by the first rank alone; ended by `close`.
 
-    Making it takes the directory for this process; nothing in it changes before `open`.
+    Making it creates the directory and takes it for this process; raises ConfigError where it
+    cannot. What is in it does not change before `open`.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         self._lock = self._take()
+        self._last: dict[str, Mapping[str, Any]] = {}
 
     def open(self, config: Config, flight: Preflight, last_step: int) -> None:
         """Cut back to where the run starts and open its logs; call it once the start is loaded."""
@@ -51,24 +73,26 @@ class RunDirectory:
             self._board = TensorBoard(self.path / "tb", step)
 
     def _take(self) -> BinaryIO:
-        file = open(self.path / ".lock", "ab")  # noqa: SIM115, held until `close`
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise ConfigError(
-                f"train.run_dir = {str(self.path)!r} is in use by another run; choose another"
+                f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
             ) from None
+        file = open(self.path / LOCK, "ab")  # noqa: SIM115, held until `close`
+        _lock(file, self.path, fcntl.LOCK_EX)
         return file
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         self._metrics.append(record)
+        self._last["metrics"] = record
         self._progress.show(record)
         if self._board is not None:
             self._board.show(record, "train")
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._eval.append(record)
+        self._last["eval"] = record
         self.say(f"held-out loss {record['loss']:.4f} at step {record['step']}")
         if self._board is not None:
             self._board.show(record, "eval")
@@ -78,11 +102,21 @@ class RunDirectory:
         self._metrics.sync()
         self._eval.sync()
 
+    def last(self, name: str) -> Mapping[str, Any]:
+        """The last line of `metrics` or of `eval`, whichever start wrote it; empty without one."""
+        if name not in self._last:
+            self._last[name] = next(iter(read_json_lines(self.path / f"{name}.jsonl")[-1:]), {})
+        return self._last[name]
+
     def say(self, line: str) -> None:
         self._progress.say(line)
 
-    def close(self) -> None:
+    def end_progress(self) -> None:
+        """Leave the bar as it is now; what is printed later comes below it."""
         self._progress.close()
+
+    def close(self) -> None:
+        self.end_progress()
         self._metrics.close()
         self._eval.close()
         if self._board is not None:
@@ -100,14 +134,3 @@ def _expected_steps(flight: Preflight, name: str, copy: Path) -> range:
     if begun is None or not interval:
         return range(0)
     return range((begun // interval + 1) * interval, start.step + 1, interval)
-
-
-def say_start(flight: Preflight, doubts: Sequence[str]) -> None:
-    """Where this run begins, in a line or two, and what about it is doubtful."""
-    for doubt in doubts:
-        print(f"optimus: warning: {doubt}", file=sys.stderr)
-    start = flight.start
-    if start.path is not None:
-        print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
-    for difference in flight.differences:
-        print(f"optimus: changed on resume: {difference}", file=sys.stderr)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,14 @@ class Drill:
     config: Path
     expected: list[dict]
 
+    def command(self, out: Path, *settings: str) -> list[str]:
+        """Submits a job of 2 x 2 ranks."""
+        how = ["--nodes", "2", "--ranks", "2", "--time", "10"]
+        return [str(JOB_SCRIPT), *how, "--", str(self.config), f"train.run_dir={out}", *settings]
+
     def submit(self, out: Path, *settings: str) -> str:
         """The number of the job of 2 x 2 ranks."""
-        how = ["--nodes", "2", "--ranks", "2", "--time", "10"]
-        words = [str(self.config), f"train.run_dir={out}", *settings]
-        return jobs.submitted(str(JOB_SCRIPT), *how, "--", *words)
+        return jobs.submitted(*self.command(out, *settings))
 
 
 def status(job: str) -> int:
@@ -73,7 +77,11 @@ def nodes(drill: Drill, out: Path) -> str:
 
 
 def world(drill: Drill, out: Path) -> str:
-    return refused(drill.submit(out, "parallel.pp=8"), 2, "start 8 ranks or change the sizes")
+    command = drill.command(out, "parallel.pp=8")  # refused before it is submitted
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = "start 8 ranks or change the sizes"
+    assert done.returncode == 2 and told in done.stderr, f"{done.returncode}: {done.stderr}"
+    return f"exit status 2: {done.stderr.strip()}"
 
 
 def address(drill: Drill, out: Path) -> str:

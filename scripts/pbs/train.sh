@@ -9,6 +9,8 @@
 # --cpu-bind LIST  as mpiexec has it (the cores next to each tile of Aurora; more ranks: depth)
 # --account, --queue, --walltime, --filesystems      as PBS has them (home:flare)
 # --dry-run        print what would be submitted and launched, and do neither
+# --skip-data-check, --skip-run-dir-check            where this machine does not see them
+# The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # What comes after -- is what `optimus train` takes. Submit the same again after a kill or the end of
 # the walltime: it goes on from the last checkpoint (train.deadline_s makes one before the end).
 # A variable named below that is already set keeps its value. `module load frameworks` comes first.
@@ -17,7 +19,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
 nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare
-read_options "nodes ranks cpu-bind account queue walltime filesystems" configuration "$@"
+read_options "nodes ranks cpu-bind account queue walltime filesystems skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes and --ranks" "$nodes" "$ranks"
 case $queue in # what Aurora's queues take
     debug) least=1 most=2 ;;
@@ -72,6 +74,7 @@ launch=(env "${environment[@]}" mpiexec --envall --line-buffer -n "$((nodes * ra
     --ppn "$ranks" --hostfile "${PBS_NODEFILE:-\$PBS_NODEFILE}" "--cpu-bind=$cpu_bind"
     "$program" train "${command[@]}")
 in_job run_ranks
+check_run
 
 submit=(qsub -V -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
     -l "select=$nodes")

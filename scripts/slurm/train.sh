@@ -10,6 +10,8 @@
 # --cpus C         cores of each rank, which it is bound to; without it none is bound
 # --account, --partition, --time                     as Slurm has them
 # --dry-run        print what would be submitted and launched, and do neither
+# --skip-data-check, --skip-run-dir-check            where this machine does not see them
+# The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # What comes after -- is what `optimus train` takes. Submit the same again after a kill or the end of
 # the time limit: it goes on from the last checkpoint (train.deadline_s makes one before the limit).
 set -euo pipefail
@@ -17,7 +19,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
 nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00
-read_options "nodes ranks gpus cpus account partition time" configuration "$@"
+read_options "nodes ranks gpus cpus account partition time skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
@@ -31,6 +33,7 @@ else
 fi
 launch+=("$program" train "${command[@]}")
 in_job run_ranks
+check_run
 
 submit=(sbatch --job-name=optimus --exclusive "--nodes=$nodes" "--ntasks-per-node=$ranks"
     "--time=$time" --no-requeue)

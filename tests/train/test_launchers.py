@@ -115,15 +115,49 @@ def test_a_pbs_job_that_cannot_start_says_why_once(optimus, config, tmp_path):
     assert done.returncode == 2 and "MASTER_PORT=99999 is no port" in our_lines(done)[0]
 
 
-def dry(script: Path, *given: str, **more: str) -> list[str]:
-    environ = os.environ | {"OPTIMUS": "/opt/opti mus", "PATH": "/usr/bin:/bin"} | more
+@pytest.fixture
+def accepts(tmp_path) -> Path:
+    """Stands in for a command that finds nothing wrong with a run."""
+    program = tmp_path / "opti mus"
+    program.symlink_to("/bin/true")
+    return program
+
+
+def dry(program: Path, script: Path, *given: str, **more: str) -> list[str]:
+    environ = os.environ | {"OPTIMUS": str(program), "PATH": "/usr/bin:/bin"} | more
     command = [str(script), "--dry-run", *given, "--", "a b.toml", "parallel.pp=2"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
-def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(tmp_path):
-    submit, *_, launch = dry(PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
+@pytest.mark.parametrize("script", [PBS, SLURM])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_job_script_refuses_what_the_run_would(optimus, tiny_data, tmp_path, script, dry_run):
+    """Before anything is submitted; for as many ranks as the job has."""
+    config = write_config(tmp_path / "a b.toml", tiny_tree(tiny_data, tmp_path / "run"))
+    submitted = optimus.parent / "submitted"
+    for name in ("qsub", "sbatch"):
+        (optimus.parent / name).write_text(f"#!/bin/sh\ntouch {submitted}\n")
+        (optimus.parent / name).chmod(0o755)
+    environ = {"PATH": f"{optimus.parent}:{os.environ['PATH']}", "OPTIMUS": str(optimus)}
+    how = [str(script), *["--dry-run"] * dry_run, "--nodes", "2", "--ranks", "3"]
+    for setting, told in (
+        ("optim.learning_rate=1", "unknown key optim.learning_rate"),
+        ("parallel.pp=4", "the world of 6 ranks"),
+        ("train.global_batch_tokens=0 data.path=/nowhere", "/nowhere"),
+    ):
+        done = started([*how, "--", str(config), *setting.split()], **environ)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and told in line and done.stdout == ""
+    assert not submitted.exists() and not (tmp_path / "run").exists()
+    skip = ["--skip-data-check", "--", str(config), "train.global_batch_tokens=0"]
+    done = started([*how, *skip, "data.path=/nowhere"], **environ)
+    assert done.returncode == 0, done.stderr
+    assert "6 ranks (dp 6)" in done.stderr and submitted.exists() != dry_run
+
+
+def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(accepts, tmp_path):
+    submit, *_, launch = dry(accepts, PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
     assert submit.startswith("qsub -V") and "select=256" in submit and "-q prod -A P" not in submit
     for part in ("-A P", "-q prod", "filesystems=home:flare", "place=scatter", "-k doe"):
         assert part in submit
@@ -132,29 +166,29 @@ def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(tmp_path):
         *("ZE_FLAT_DEVICE_HIERARCHY=FLAT", "CCL_PROCESS_LAUNCHER=pmix", "CCL_OP_SYNC=1"),
         *(
             "--cpu-bind=list:4-7:8-11:",
-            ":76-79 /opt/opti\\ mus train a\\ b.toml parallel.pp=2",
+            f":76-79 {tmp_path}/opti\\ mus train a\\ b.toml parallel.pp=2",
         ),
     ):
         assert part in launch, part
-    assert "CCL_OP_SYNC" not in dry(PBS, "--nodes", "2")[-1]
-    assert "CCL_KVS_MODE" not in dry(PBS, CCL_KVS_MODE="pmi")[-1]
-    assert "--cpu-bind=list:4-7:8-11 " in dry(PBS, "--ranks", "2")[-1]
+    assert "CCL_OP_SYNC" not in dry(accepts, PBS, "--nodes", "2")[-1]
+    assert "CCL_KVS_MODE" not in dry(accepts, PBS, CCL_KVS_MODE="pmi")[-1]
+    assert "--cpu-bind=list:4-7:8-11 " in dry(accepts, PBS, "--ranks", "2")[-1]
     hosts = tmp_path / "hosts"
     hosts.write_text("x41c5.hostmgmt2102.cm.aurora.alcf.anl.gov\nx42.else\n")
-    launch = dry(PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
+    launch = dry(accepts, PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
     assert "MASTER_ADDR=x41c5.hsn.cm.aurora.alcf.anl.gov mpiexec" in launch
     hosts.write_text("x7\n")
-    assert "MASTER_ADDR=x7 mpiexec" in dry(PBS, PBS_NODEFILE=str(hosts))[-1]
+    assert "MASTER_ADDR=x7 mpiexec" in dry(accepts, PBS, PBS_NODEFILE=str(hosts))[-1]
 
 
-def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither():
+def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither(accepts):
     how = ["--nodes", "4", "--ranks", "8", "--gpus", "8", "--cpus", "6", "--account", "P"]
-    submit, *_, launch = dry(SLURM, *how)
+    submit, *_, launch = dry(accepts, SLURM, *how)
     for part in ("sbatch", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--account=P"):
         assert part in submit
     assert launch.rstrip() == (
         "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --kill-on-bad-exit=1 --cpus-per-task=6 "
-        "--cpu-bind=cores /opt/opti\\ mus train a\\ b.toml parallel.pp=2"
+        f"--cpu-bind=cores {accepts.parent}/opti\\ mus train a\\ b.toml parallel.pp=2"
     )
 
 

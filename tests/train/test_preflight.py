@@ -42,7 +42,12 @@ def check(data, run_dir, world_size=1, **overrides):
             r"data.mix: weights .* round them",
         ),
         ({"train__run_dir": ""}, 1, ConfigError, r"train.run_dir is missing"),
-        ({"train__run_dir": "/proc/x"}, 1, ConfigError, r"train.run_dir = '/proc/x'"),
+        (
+            {"train__run_dir": "/proc/cpuinfo/x"},
+            1,
+            ConfigError,
+            r"train.run_dir = '/proc/cpuinfo/x': /proc/cpuinfo is not a directory; choose another",
+        ),
         (
             {"train__max_steps": 0, "optim__warmup_steps": 0},
             1,
@@ -219,6 +224,15 @@ def test_a_start_is_decided_once_the_directory_is_taken(tiny_data, tmp_path):
     del other
     with pytest.raises(CheckpointError, match="'model@3'"):
         train(make_config(tree), read_launch_env({}))
+
+
+def test_a_run_directory_is_made_by_the_run_alone(tiny_data, tmp_path):
+    check(tiny_data, tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    RunDirectory(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(ConfigError, match=r"train.run_dir = '/proc/x': .*; choose another"):
+        RunDirectory("/proc/x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+
+from optimus.cli import main as optimus
+from optimus.config import Config, dump_toml, make_config
+from optimus.train.preflight import Preflight, preflight
+from optimus.train.run_dir import RunDirectory
+from optimus.train.summary import print_end, print_start
+from tests.helpers.runs import run_tree, told_by
+from tests.helpers.tiny import reshuffled, tiny_tree
+
+
+def made(data, run_dir, world_size=1, **overrides) -> tuple[Config, Preflight]:
+    config = make_config(tiny_tree(data, run_dir, **overrides))
+    return config, preflight(config, world_size)
+
+
+def table(text: str) -> dict[str, str]:
+    """The aligned lines of a summary; lines without a name of their own follow the one before."""
+    rows: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("  "):
+            name, _, fact = line[2:].partition("  ")
+            name = name or list(rows)[-1]
+            rows[name] = f"{rows[name]} | {fact.strip()}" if name in rows else fact.strip()
+    return rows
+
+
+def test_the_start_says_what_the_run_will_do(tiny_data, tmp_path, capsys):
+    layout = {"parallel__pp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
+    more = {"checkpoint__model_interval": 10, "train__eval_interval": 5, "train__eval_instances": 3}
+    config, flight = made(tiny_data, tmp_path / "run", 8, **layout, **more)
+    print_start(config, flight, [])
+    printed = capsys.readouterr()
+    rows = table(printed.err)
+    assert printed.out == "" and "warning" not in printed.err
+    # 4 experts of 3 * 32 * 16, of which a token passes through 2, in each of 2 layers.
+    assert "parameters" in rows["model"] and rows["model"].endswith("; fp32")
+    total, active = (
+        int(word.replace(",", "")) for word in rows["model"].split() if "," in word[:-1]
+    )
+    assert total - active == 2 * 2 * 3 * 32 * 16
+    assert rows["layout"] == (
+        "8 ranks (pp 2, dp 2, ep 2); schedule 1f1b, 2 stages; optim.sharding epso"
+    )
+    count = flight.dataset.num_instances
+    epochs = f"{20 * 8 / count:.3g}"
+    assert rows["data"] == f"{count} instances of 32 tokens, {epochs} epochs: {tiny_data}"
+    assert rows["held out"] == f"3 instances, every 5 steps and at the end: {tiny_data}/eval"
+    assert rows["batch"] == (
+        "256 tokens per step: 2 microbatches of 1 instance on each of 4 data ranks"
+    )
+    assert rows["steps"] == "1 to 20, 5,120 tokens in all"
+    assert rows["checkpoints"] == "full every 6 steps and at the end, model only every 10 steps"
+    assert rows["files"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(300, False), (310, True)])
+def test_text_that_repeats_often_is_warned_of(tiny_data, tmp_path, capsys, steps, warned):
+    config, flight = made(tiny_data, tmp_path / "run", train__max_steps=steps)
+    most = 4 * flight.dataset.num_instances // 8
+    assert 300 <= most < 310, "the tiny data set has another size"
+    print_start(config, flight, [])
+    text = capsys.readouterr().err
+    assert (
+        f"more than about 4 add little; use more text, or set train.max_steps={most}" in text
+    ) == warned
+
+
+def test_each_source_of_a_mix_has_its_own_epochs(tiny_data, tmp_path, capsys):
+    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
+    mix = [{"path": str(tiny_data), "weight": 3}, {"path": str(other), "weight": 1}]
+    settings = {"data__path": "", "data__mix": mix, "train__max_steps": 400}
+    config, flight = made("", tmp_path / "run", **settings)
+    print_start(config, flight, [])
+    text = capsys.readouterr().err
+    first, second = (
+        400 * 8 * w / 4 / s.num_instances
+        for w, s in zip((3, 1), flight.dataset.sources, strict=True)
+    )
+    facts = table(text)["data"].split(" | ")
+    assert facts[0] == "a mix of 2 data sets"
+    assert f"{first:.3g} epochs: {tiny_data}" in facts[1]
+    assert f"{second:.3g} epochs: {other}" in facts[2]
+
+
+def test_the_end_says_what_came_out_and_what_to_do_next(tiny_data, tmp_path, capsys):
+    run_dir = tmp_path / "it's a run"
+    config, flight = made(tiny_data, run_dir)
+    print_end(config, flight, 20, 184.2, {"loss": 3.21}, {"loss": 3.3, "step": 20})
+    text = capsys.readouterr().err
+    rows = table(text)
+    assert text.startswith("optimus: done\n")
+    assert rows["steps"] == "1 to 20 in 3 min 4 s; 5,120 tokens in all"
+    assert (rows["loss"], rows["held-out loss"]) == ("3.2100", "3.3000 at step 20")
+    assert rows["checkpoint"] == f"{run_dir}/checkpoints/step-00000020"
+    quoted = "'" + str(run_dir).replace("'", "'\"'\"'") + "'"
+    assert f"optimus eval {quoted} {tiny_data}/eval" in rows["next"].split(" | ")
+    commands = [command.split()[1] for command in rows["next"].split(" | ")]
+    assert commands == ["report", "generate", "eval", "convert"]
+    print_end(config, flight, 7, 1, {"loss": None}, {})
+    text = capsys.readouterr().err
+    assert text.startswith("optimus: stopped at step 7 of 20\n") and "loss" not in text
+
+
+def test_a_run_sums_itself_up_once(ranks, tiny_data, tmp_path):
+    """Done, stopped on the way, and with nothing left to do; on its first rank alone."""
+    settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
+    stop = {"train__stop_at_step": 2}
+    tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
+    stopped = tiny_tree(tiny_data, tmp_path / "run", **settings, **stop)
+    first, second = ranks(2, told_by, stopped, start_world=False, timeout_s=120)
+    assert second == ""
+    assert "optimus: stopped at step 2 of 4; raise train.stop_at_step to continue" in first
+    nothing = ranks(2, told_by, stopped, start_world=False, timeout_s=120)[0]
+    assert "nothing to do: the run is at step 2" in nothing
+    assert "raise train.stop_at_step to continue" in nothing
+    was, now = table(first.partition("stopped")[2]), table(nothing.partition("stopped")[2])
+    assert now.pop("steps").startswith("none;") and was.pop("steps").startswith("1 to 2 in")
+    assert now == was and "held-out loss" in was
+    done = ranks(2, told_by, tree, start_world=False, timeout_s=120)[0]
+    assert done.count("optimus: this run\n") == done.count("optimus: done\n") == 1
+    assert table(done.partition("optimus: done")[2])["steps"].startswith("3 to 4 in")
+
+
+MISSING = {"data__path": "/nowhere"}
+
+
+def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
+    """Exit status of a dry run, and the lines of its mistake or its summary."""
+    config = tmp_path / "run.toml"
+    config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
+    code = optimus(["train", str(config), "--dry-run", *options])
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    return code, printed.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "told"),
+    [
+        (["--nodes", "3"], {"parallel__pp": 2}, "world of 3 ranks; start 4 ranks"),
+        (
+            ["--nodes", "2", "--nproc", "8"],
+            {"parallel__dp": 4},
+            "parallel.dp = 4 needs a world of 4",
+        ),
+        (["--nodes", "0"], {}, "--nodes 0 and --nproc 1 must be at least 1"),
+        ([], MISSING, "/nowhere"),
+        ([], {"train__seq_len": 64}, "train.seq_len = 64, but data.path"),
+        ([], {"checkpoint__load": "/nowhere"}, "/nowhere: no such checkpoint"),
+        (
+            ["--skip-data-check"],
+            {"data__path": "/nowhere", "checkpoint__load": "model@3"},
+            "model@3",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_as_a_run_does(tiny_data, tmp_path, capfd, options, overrides, told):
+    code, (line,) = dry(tmp_path, capfd, tiny_data, *options, **overrides)
+    assert code == 2 and line.startswith("optimus: error: ") and told in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, capfd):
+    layout = {"parallel__pp": 2, "train__global_batch_tokens": 0}
+    code, lines = dry(tmp_path, capfd, tiny_data, "--nodes", "2", "--nproc", "4", **layout)
+    assert code == 0 and lines[0] == "optimus: this run"
+    assert any("8 ranks (pp 2, dp 4)" in line for line in lines)
+    assert not (tmp_path / "run").exists()
+    skip = ["--skip-data-check", "--skip-run-dir-check"]
+    code, lines = dry(tmp_path, capfd, "/nowhere", *skip, train__run_dir="/no/where")
+    assert code == 0 and not any("/nowhere" in line for line in lines)
+
+
+def test_a_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_path, capfd):
+    run_tree(tiny_tree(tiny_data, tmp_path / "run", train__max_steps=1, optim__warmup_steps=0))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    code, lines = dry(tmp_path, capfd, tiny_data)
+    assert code == 0 and any("starting at step 1 from" in line for line in lines)
+    code, (line,) = dry(tmp_path, capfd, tiny_data, model__num_layers=3)
+    assert code == 2 and "model.num_layers = 3 (checkpoint of step 1: 2)" in line
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    held = RunDirectory(tmp_path / "run")
+    code, (line,) = dry(tmp_path, capfd, tiny_data)
+    assert code == 2 and "is in use by another run" in line
+    del held
+
+
+@pytest.mark.parametrize("option", [["--nodes", "2"], ["--nodes", "0"], ["--skip-data-check"]])
+def test_options_of_a_dry_run_are_refused_without_it(option, capfd):
+    assert optimus(["train", "any.toml", *option]) == 2
+    assert f"{option[0]} belongs to --dry-run" in capfd.readouterr().err
