@@ -130,8 +130,7 @@ def dry(program: Path, script: Path, *given: str, **more: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("script", [PBS, SLURM])
-@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(("script", "dry_run"), [(PBS, False), (SLURM, True)])
 def test_a_job_script_refuses_what_the_run_would(optimus, tiny_data, tmp_path, script, dry_run):
     """Before anything is submitted; for as many ranks as the job has."""
     config = write_config(tmp_path / "a b.toml", tiny_tree(tiny_data, tmp_path / "run"))
