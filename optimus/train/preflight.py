@@ -114,8 +114,11 @@ def with_start(
     """
     start = decide_start(config.train.run_dir, config.checkpoint.load, damaged)
     differences = _compare(config, flight.settings, start)
-    rate = rate_change(start.step + 1, config.optim, config.train.max_steps, start.settings)
-    return replace(flight, start=start, differences=(*differences, rate) if rate else differences)
+    train = config.train
+    if start.step < (train.stop_at_step or train.max_steps):
+        rate = rate_change(start.step + 1, config.optim, train.max_steps, start.settings)
+        differences += (rate,) if rate else ()
+    return replace(flight, start=start, differences=differences)
 
 
 def _check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:

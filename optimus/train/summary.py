@@ -71,8 +71,11 @@ def _plan(config: Config, flight: Preflight) -> Iterator[tuple[str, str]]:
     yield "batch", f"{plan.tokens:,} tokens per step: {each}{ranks}"
     last = train.stop_at_step or train.max_steps
     until = f" (train.max_steps = {train.max_steps:,})" if last < train.max_steps else ""
-    tokens = flight.tokens_after(last)
-    yield "steps", f"{flight.start.step + 1:,} to {last:,}{until}, {tokens:,} tokens in all"
+    if flight.start.step < last:
+        steps, tokens = f"{flight.start.step + 1:,} to {last:,}", flight.tokens_after(last)
+        yield "steps", f"{steps}{until}, {tokens:,} tokens in all"
+    else:
+        yield "steps", f"none left after step {flight.start.step:,}{until}"
     yield "checkpoints", _checkpoints(config)
     yield "files", train.run_dir
 

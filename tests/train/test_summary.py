@@ -116,6 +116,7 @@ def test_a_run_sums_itself_up_once(ranks, tiny_data, tmp_path):
     nothing = ranks(2, told_by, stopped, start_world=False, timeout_s=120)[0]
     assert "nothing to do: the run is at step 2" in nothing
     assert "raise train.stop_at_step to continue" in nothing
+    assert "none left after step 2 (train.max_steps = 4)" in nothing
     was, now = table(first.partition("stopped")[2]), table(nothing.partition("stopped")[2])
     assert now.pop("steps").startswith("none;") and was.pop("steps").startswith("1 to 2 in")
     assert now == was and "held-out loss" in was
