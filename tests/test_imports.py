@@ -38,7 +38,7 @@ ARROWS = {
     "data": f"{COMMON} data_prep",
     "parallel": f"{COMMON} dist model kernels",
     "chunks": f"{COMMON} dist kernels",
-    "checkpoint": f"{COMMON} dist chunks model",
+    "checkpoint": f"{COMMON} dist chunks model data data_prep",
     "observe": f"{COMMON} dist",
     "resilience": f"{COMMON} dist checkpoint observe",
     "planner": f"{COMMON} dist model parallel chunks checkpoint",

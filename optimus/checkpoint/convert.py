@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+from data_prep.manifest import read_manifest as read_data_manifest
+from data_prep.tokenizer import sha256_of
 from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import seal
+from optimus.checkpoint.manifest import DATA_EOS, is_checkpoint, read_manifest, seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
-from optimus.config import Config, dump_toml
-from optimus.errors import CheckpointError
+from optimus.config import Config, ModelConfig, dump_toml, load_config
+from optimus.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    TextTokenizer,
+    add_transformers_files,
+    eos_from_names,
+    tokenizer_beside,
+)
+from optimus.errors import CheckpointError, DataError, OptimusError, one_line
+from optimus.files import write_json
 from optimus.model.hf import is_hf_directory, read_hf_config, write_hf
 from optimus.model.hf.write import write_all
 from optimus.model.tensor_writer import Planned, plan_files
 from optimus.platform import dtype_of
 
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model"),
-    *("tokenizer_config.json", "special_tokens_map.json"),
+_GENERATION_CONFIG = "generation_config.json"
+_KEPT = (
+    *("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("chat_template.json", "additional_chat_templates", _GENERATION_CONFIG),
 )
+"""Files and folders of a Hugging Face directory that go through a checkpoint as they are."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -39,15 +53,15 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         def write(directory: Path) -> None:
             write_all(directory, plan_files(tensors), weights.stretches())
             (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
-            _copy_tokenizer(source, directory)
+            _copy_kept(source, directory)
 
         seal(out, write, kind="model", origin=f"from-hf {source.name}")
 
 
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
-    """Write the weights of a checkpoint as a Hugging Face directory, as stored or in `dtype`; the
-    checkpoint that `source` meant. Every byte is read once and compared with its checksum. Raises
-    CheckpointError where it is damaged; a run's newest full one is passed over then. Raises
+    """Write a checkpoint as a complete Hugging Face directory, its weights as stored or in `dtype`;
+    the checkpoint that `source` meant. Every byte is read once and compared with its checksum.
+    Raises CheckpointError where it is damaged; a run's newest full one is passed over then. Raises
     ConfigError where something is at `out`."""
     source, out = Path(source), Path(out)
     damaged: dict[Path, str] = {}
@@ -65,15 +79,150 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
 def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
     config = model_config_of(path)
+    config = config.model_copy(update={"eos_token_ids": eos_token_ids(path, config)})
     with open_weights(config, path) as weights:
         dtypes = weights.dtypes()
         if dtype is not None:
             dtypes = dict.fromkeys(dtypes, dtype_of(dtype))
-        beside = partial(_copy_tokenizer, path)
-        write_hf(out, config, weights.stretches(), dtypes, beside=beside)
+
+        def add_files(directory: Path) -> None:
+            _copy_kept(path, directory)
+            for line in complete_hf(directory, config):
+                print(f"optimus: warning: {line}", file=sys.stderr)
+
+        write_hf(out, config, weights.stretches(), dtypes, beside=add_files)
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
+def _copy_kept(source: Path, target: Path) -> None:
+    for name in _KEPT:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+        elif (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Return the ids at which the model at `path` ends a text; () if they are not known.
+
+    The token that ended the documents it was trained on comes first: the manifest records it. For a
+    checkpoint of an earlier version it is looked up in the data set, if that is still there with
+    the same tokenizer, or recognised in the tokenizer by its name, if `model.eos_token_ids` is
+    empty. Of a directory that came from Hugging Face its configuration decides.
+    """
+    of_data = None
+    file = tokenizer_beside(path)
+    if is_checkpoint(path) and file.is_file() and not (path / TOKENIZER_CONFIG).is_file():
+        of_data = read_manifest(path).settings.get(DATA_EOS)
+        if of_data is None:
+            of_data = _eos_of_data_sets(path, file)
+    if of_data is None and not config.eos_token_ids and file.is_file():
+        of_data = _eos_of_tokenizer(file)
+    return with_data_eos(config, of_data)
+
+
+def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
+    """Return `of_data` and then `model.eos_token_ids`, each once, those in the vocabulary."""
+    found = [*([] if of_data is None else [of_data]), *config.eos_token_ids]
+    return tuple(dict.fromkeys(one for one in found if 0 <= one < config.vocab_size))
+
+
+def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
+    """That of the data sets that a checkpoint's configuration names, where they can be read and
+    have the checkpoint's tokenizer."""
+    try:
+        data = load_config(path / CONFIG).data
+        for dataset in (data.path, *(source.path for source in data.mix)):
+            manifest = read_data_manifest(dataset) if dataset else None
+            if manifest and manifest.tokenizer_sha256 == sha256_of(tokenizer):
+                return manifest.eos_id
+    except (OSError, OptimusError):
+        pass
+    return None
+
+
+def _eos_of_tokenizer(file: Path) -> int | None:
+    """The token that tokenizer_config.json names, else the one known by its name."""
+    try:
+        named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        return TextTokenizer(file).token_id(named) if named else eos_from_names(file)
+    except DataError:
+        return None
+
+
+def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
+    """Add the files of tokenizer and generation that a Hugging Face directory lacks beside its
+    config.json and its tokenizer, and take ids outside the vocabulary from those that it has.
+
+    `config.eos_token_ids` are as `eos_token_ids` gives them. Returns warnings, a line each.
+    """
+    eos, file, lines = config.eos_token_ids, tokenizer_beside(directory), []
+    bos, pad = (None if one < 0 else one for one in (config.bos_token_id, config.pad_token_id))
+    if not eos:
+        lines.append(
+            "eos_token_id is not known, so generation ends at its limit alone; set "
+            "model.eos_token_ids in the run's configuration, or eos_token_id in config.json and "
+            f"{_GENERATION_CONFIG}"
+        )
+    if (directory / TOKENIZER_CONFIG).is_file():
+        lines += _keep_within_vocabulary(directory / TOKENIZER_CONFIG, config)
+    elif file.is_file():
+        try:
+            pad = add_transformers_files(
+                file,
+                eos=eos[0] if eos else None,
+                bos=bos,
+                pad=pad,
+                ids=config.vocab_size,
+                max_length=config.max_position_embeddings,
+            )
+        except DataError as error:
+            lines.append(f"no {TOKENIZER_CONFIG}: {error}")
+    path = directory / _GENERATION_CONFIG
+    if path.is_file():
+        return lines + _keep_within_vocabulary(path, config)
+    pad = eos[0] if pad is None and eos else pad
+    ids = {"bos_token_id": bos, "eos_token_id": list(eos) or None, "pad_token_id": pad}
+    write_json(path, {key: one for key, one in ids.items() if one is not None})
+    return lines
+
+
+def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
+    """Replace special tokens that tokenizer_config.json or generation_config.json has and the
+    model's vocabulary has not: the padding token by the one that ends a text, others by none. Any
+    other file stays as it is. Returns a line for each."""
+    fields, file = _read_object(path), tokenizer_beside(path.parent)
+    tokenizer = TextTokenizer(file) if file.is_file() else None
+    suffix = "_token_id" if path.name == _GENERATION_CONFIG else "_token"
+
+    def is_outside(token: Any) -> bool:
+        if isinstance(token, list):
+            return any(map(is_outside, token))
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and tokenizer is not None:
+            found = tokenizer.token_id(token)
+            return found is None or found >= config.vocab_size
+        return isinstance(token, int) and token >= config.vocab_size
+
+    lines = []
+    for key in (f"eos{suffix}", f"bos{suffix}", f"pad{suffix}"):
+        if not is_outside(token := fields.get(key)):
+            continue
+        end = fields.get(f"eos{suffix}") if key.startswith("pad") else None
+        fields[key] = end[0] if isinstance(end, list) else end
+        lines.append(
+            f"{path.name}: {key} = {token!r} is outside the model's vocabulary of "
+            f"{config.vocab_size} ids; {fields[key]!r} is written instead"
+        )
+    if lines:
+        write_json(path, fields)
+    return lines
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty where there is none. Raises DataError."""
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not readable as JSON: {one_line(error)}") from None
+    return found if isinstance(found, dict) else {}

@@ -29,6 +29,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 """Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
+DATA_EOS = "data.eos_token_id"
+"""The key of `settings` that holds the token which ends each document of a run's data."""
 _BLOCKS_A_TASK = 16
 """Of verifying: 64 MiB, beside which opening a file and reading its header costs nothing."""
 _FIELDS = ("kind", "step", "tokens", "updates", "origin", "settings")

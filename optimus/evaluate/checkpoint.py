@@ -8,6 +8,7 @@ import torch
 
 from optimus import platform
 from optimus.checkpoint import manager
+from optimus.checkpoint.convert import eos_token_ids
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
@@ -62,7 +63,7 @@ def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
     """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights; up to
-    the first of `model.eos_token_ids`."""
+    the first of `eos_token_ids`."""
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     if not 0 <= seed < 1 << 63:
@@ -85,6 +86,6 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        stop_tokens=model.config.eos_token_ids,
+        stop_tokens=eos_token_ids(source, model.config),
     )
     return tokenizer.decode([*ids, *new.tolist()])

@@ -61,12 +61,14 @@ def sample_text(
     dataset: InstanceSource,
     new_tokens: int,
     device: torch.device,
+    stop_tokens: Collection[int] = (),
     **options: Any,
 ) -> str:
-    """The beginning of the first instance of `dataset` and its continuation, the same on all ranks;
-    `options` are those of `generate`."""
+    """The beginning of the first instance of `dataset` and its continuation, up to the end of a
+    document or one of `stop_tokens`; the same on all ranks. `options` are those of `generate`."""
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
-    new = generate(model, prompt, new_tokens, context=dataset.context, **options)
+    options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
+    new = generate(model, prompt, new_tokens, **options)
     return TextTokenizer(dataset.tokenizer_file).decode(prompt.tolist() + new.tolist())
 
 

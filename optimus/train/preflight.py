@@ -13,6 +13,7 @@ from data_prep.manifest import read_manifest
 from data_prep.mixing import integer_weights
 from data_prep.token_plan import PARTS
 from optimus.checkpoint.manager import NOTHING, Start, decide_start
+from optimus.checkpoint.manifest import DATA_EOS
 from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
@@ -190,7 +191,7 @@ def flat_settings(
         flat[f"model.{key}"] = setting(config.model, key)
     flat["train.batch_tokens"] = plan.tokens
     if dataset is not None:
-        flat["data.identity"] = dataset.identity
+        flat |= {"data.identity": dataset.identity, DATA_EOS: dataset.eos_id}
     return flat
 
 

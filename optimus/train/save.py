@@ -16,6 +16,7 @@ from typing import Any
 
 from optimus.checkpoint import manager
 from optimus.checkpoint import manifest as manifests
+from optimus.checkpoint.convert import complete_hf, with_data_eos
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver
 from optimus.checkpoint.save_model import ModelSaver
@@ -96,7 +97,10 @@ class Saves:
         self._saver = FullSaver(rank_states, scatter, direct=settings.direct_io, **limits)
         self._model_saver: ModelSaver | None = None
         if settings.model_interval:
-            self._model_saver = ModelSaver(rank_states, config.model, scatter, **limits)
+            eos = with_data_eos(config.model, flight.dataset.eos_id)
+            self._warned: set[str] = set()
+            self._exported = config.model.model_copy(update={"eos_token_ids": eos})
+            self._model_saver = ModelSaver(rank_states, self._exported, scatter, **limits)
         states.frozen.settle()
 
     def make_up(self) -> None:
@@ -222,13 +226,14 @@ class Saves:
     def _begin_with(
         self, saver: Saver, path: Path, step: int, beside: Callable[[], int] = lambda: 0
     ) -> Underway:
+        is_model = saver is self._model_saver
         # Where states lie may have changed.
         states = replace(self._rank_states, shards=self._states.shards())
         try:
             return saver.begin(
                 states,
                 path,
-                self._write_companions,
+                self._write_model_companions if is_model else self._write_companions,
                 self._remove_old,
                 self._remove_leftover,
                 beside=beside,
@@ -301,3 +306,11 @@ class Saves:
         tokenizer = self._flight.dataset.tokenizer_file
         if tokenizer is not None:
             shutil.copyfile(tokenizer, directory / Path(tokenizer).name)
+
+    def _write_model_companions(self, directory: Path) -> None:
+        """The same for a model alone, which is a Hugging Face directory with all of its files."""
+        self._write_companions(directory)
+        for line in complete_hf(directory, self._exported):
+            if line not in self._warned:
+                self._say(f"warning: models of this run: {line}")
+            self._warned.add(line)

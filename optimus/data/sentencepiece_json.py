@@ -1,0 +1,161 @@
+"""A sentencepiece model as a tokenizer.json with the same ids, for readers of that format alone.
+
+The model file is a protobuf message; its fields are numbered in sentencepiece_model.proto of the
+sentencepiece project (ModelProto, TrainerSpec, NormalizerSpec).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from data_prep.sentencepiece_model import SentencePieceTokenizer
+from optimus.errors import DataError
+
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NEVER = -1e6
+"""Score of a control symbol: text that spells it is divided otherwise."""
+_SPACE = "\u2581"
+_PROBES = (
+    "The quick brown fox; it's 3.14159 (x_1)!",
+    " leading and trailing ",
+    "a  b   c\n\nd\te",
+    " ",
+    "na\u00efve caf\u00e9 \u212b \ufb01 \u00bd \uff46\uff55 e\u0301",
+    "\u6f22\u5b57 \ud55c\uad6d \u0639\u0631\u0628 \U0001f3f3\ufe0f \x00\x7f",
+    f"a{_SPACE}b {_SPACE}",
+    "x" * 300,
+    "\n",
+    "def f(x):\n    return x + 1\n",
+)
+"""Texts on which the ids are compared."""
+
+
+def sentencepiece_as_json(path: Path) -> str:
+    """Return the text of a tokenizer.json with the ids of the sentencepiece model at `path`.
+
+    Raises:
+        DataError: the model is of a kind that the format cannot express, or ids differ on a text of
+            `_PROBES` or on one that contains a user-defined symbol.
+    """
+    reference = SentencePieceTokenizer(path)
+    pieces, trainer, normalizer = _read(path.read_bytes())
+    symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
+    probes = [*_PROBES, *(f"a{one} {one}b" for one in symbols[:20])]
+    expected = [ids.tolist() for ids in reference.encode(probes)]
+    # Prepending as a normalizer is exact where text begins with a space, as a pre-tokenizer where
+    # user-defined symbols divide the text.
+    for as_normalizer in (True, False):
+        tokenizer = _convert(pieces, trainer, normalizer, as_normalizer)
+        found = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
+        if found == expected:
+            return tokenizer.to_str()
+    text = next(p for p, a, b in zip(probes, expected, found, strict=True) if a != b)
+    raise DataError(f"{path}: a tokenizer.json gives other ids than sentencepiece for {text!r:.60}")
+
+
+def _convert(
+    pieces: Sequence[tuple[str, float, int]],
+    trainer: Mapping[int, Any],
+    normalizer: Mapping[int, Any],
+    prepend_as_normalizer: bool,
+) -> Tokenizer:
+    byte_fallback = bool(trainer.get(35, 0))
+    unknown = next((i for i, (_, _, kind) in enumerate(pieces) if kind == _UNKNOWN), None)
+    kind = trainer.get(3, _UNIGRAM)
+    if kind == _UNIGRAM:
+        vocabulary = [(p, _NEVER if kind == _CONTROL else score) for p, score, kind in pieces]
+        model = models.Unigram(vocabulary, unk_id=unknown, byte_fallback=byte_fallback)
+    elif kind == _BPE:
+        model = models.BPE(
+            {piece: number for number, (piece, _, _) in enumerate(pieces)},
+            _merges(pieces),
+            unk_token=None if unknown is None else pieces[unknown][0],
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
+    else:
+        raise DataError(f"a sentencepiece model of type {kind} has no tokenizer.json; use BPE")
+    tokenizer = Tokenizer(model)
+    charsmap, dummy_prefix, strips = normalizer.get(2), normalizer.get(3, 1), normalizer.get(4, 1)
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if strips:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if dummy_prefix and prepend_as_normalizer:
+        steps.append(normalizers.Prepend(" "))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    if not prepend_as_normalizer:
+        scheme = "first" if dummy_prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+    ending = [decoders.Strip(" ", 1, 0)] if dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ending]
+    )
+    for piece, _, kind in pieces:
+        if kind in (_UNKNOWN, _CONTROL):
+            tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(piece, normalized=True, special=False)])
+    tokenizer.encode_special_tokens = True  # while ids are compared; it is not stored
+    return tokenizer
+
+
+def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
+    """Pairs of pieces whose concatenation is one, the best score first: sentencepiece merges the
+    pair whose piece has the best score."""
+    numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
+    found = []
+    for piece, number in numbers.items():
+        for cut in range(1, len(piece)):
+            left, right = numbers.get(piece[:cut]), numbers.get(piece[cut:])
+            if left is not None and right is not None:
+                found.append((-pieces[number][1], left, right))
+    return [(pieces[left][0], pieces[right][0]) for _, left, right in sorted(found)]
+
+
+def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
+    """Pieces as (text, score, type), and the fields of TrainerSpec and NormalizerSpec."""
+    pieces: list[tuple[str, float, int]] = []
+    specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
+    for number, value in _fields(data):
+        if number == _PIECES:
+            piece = dict(_fields(value))
+            pieces.append((piece[1].decode(), piece.get(2, 0.0), piece.get(3, _NORMAL)))
+        elif number in specs:
+            specs[number] = dict(_fields(value))
+    return pieces, specs[_TRAINER], specs[_NORMALIZER]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: numbers as int, 32 bits as float, others as bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = 0
+        for shift in itertools.count(0, 7):
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise AssertionError
+
+    while at < len(data):
+        key = varint()
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            yield number, varint()
+            continue
+        size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+        value = data[at : at + size]
+        at += size
+        yield number, struct.unpack("<f", value)[0] if wire == 5 else value

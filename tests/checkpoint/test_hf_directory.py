@@ -1,0 +1,257 @@
+"""Exported directories are complete: transformers pads, generates and ends with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.manifest import read_manifest as read_data_manifest
+from optimus import files
+from optimus.checkpoint import manager
+from optimus.checkpoint.convert import eos_token_ids
+from optimus.checkpoint.manifest import MANIFEST, read_manifest
+from optimus.checkpoint.weights import model_config_of
+from optimus.cli import main
+from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from tests.data_prep.corpus import write_sentencepiece
+from tests.helpers.damage import flip
+from tests.helpers.runs import run_tree
+from tests.helpers.tiny import VOCAB, make_tiny_data, tiny_tree
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = ["abc", "a longer prompt: of several words, déjà vu  (x)"]
+VOCABULARY = VOCAB + 64
+"""Of the models: padded beyond the tokenizers'."""
+ADDED = ("tokenizer_config.json", "generation_config.json")
+
+
+def trained_on(data: Path, run_dir: Path) -> Path:
+    settings = {"train__max_steps": 2, "optim__warmup_steps": 1, "model__vocab_size": VOCABULARY}
+    settings |= {"checkpoint__interval": 2, "checkpoint__model_interval": 2}
+    run_tree(tiny_tree(data, run_dir, **settings))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny_data, tmp_path_factory) -> Path:
+    return trained_on(tiny_data, tmp_path_factory.mktemp("hf") / "run")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("spm")
+    texts = ["abc def ghi of several words, longer prompt: x", "déjà vu (x) lmnop kk ee"]
+    write_sentencepiece(directory / "spm.model", texts * 40)
+    return make_tiny_data(directory / "data", tokenizer=directory / "spm.model")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_run(sentencepiece_data, tmp_path_factory) -> Path:
+    return trained_on(sentencepiece_data, tmp_path_factory.mktemp("spm-run") / "run")
+
+
+@pytest.fixture
+def old(run_dir, tmp_path) -> Path:
+    """The run as version 0.1.0 wrote it: without the files and the setting that are new."""
+    run_dir = Path(shutil.copytree(run_dir, tmp_path / "old"))
+    for path in manager.find_all(run_dir):
+        if (path / "config.json").is_file():
+            config = json.loads((path / "config.json").read_text())
+            files.write_json(path / "config.json", config | {"eos_token_id": None})
+            for name in ADDED:
+                (path / name).unlink()
+        rewrite_manifest(path)
+    return run_dir
+
+
+def rewrite_manifest(path: Path) -> None:
+    """Describe the files of a checkpoint as they are now, without the setting."""
+    tree = json.loads((path / MANIFEST).read_text())
+    del tree["self_xxh3"]
+    tree["settings"].pop("data.eos_token_id", None)
+    tree["files"] = [
+        {"name": one["name"], "size": file.stat().st_size, "xxh3": files.xxh3_file(file)}
+        for one in tree["files"]
+        if (file := path / one["name"]).exists()
+    ]
+    (path / MANIFEST).write_bytes(files.checked_json(tree))
+
+
+def check_directory(path: Path, data: Path) -> None:
+    """What a user does first with a directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    own, manifest = TextTokenizer(tokenizer_beside(data)), read_data_manifest(data)
+    assert tokenizer.eos_token_id == manifest.eos_id
+    assert 0 <= tokenizer.pad_token_id < len(tokenizer) == manifest.vocab_size
+    batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    assert list(batch) == ["input_ids", "attention_mask"]
+    assert batch["input_ids"].max() < manifest.vocab_size
+    for text, ids, mask in zip(PROMPTS, batch["input_ids"], batch["attention_mask"], strict=True):
+        assert ids[mask.bool()].tolist() == own.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == own.decode(own.encode(text))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert manifest.eos_id in eos_of(model.config.eos_token_id)
+    assert model(**batch).logits.isfinite().all()
+    alone = [
+        model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=6, do_sample=False)
+        for text in PROMPTS
+    ]
+    together = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    length = batch["input_ids"].shape[1]
+    for text, one, row in zip(PROMPTS, alone, together, strict=True):
+        new = one[0, len(own.encode(text)) :]
+        assert row[length : length + len(new)].tolist() == new.tolist()
+    # Now one that ends: the second prompt at once, the first one step later.
+    last = [own.encode(text)[-1] for text in PROMPTS]
+    assert last[0] != last[1]
+    end_with(model, {last[0]: last[1], last[1]: manifest.eos_id})
+    ended = model.generate(**batch, max_new_tokens=50, do_sample=False)[:, length:]
+    pad = tokenizer.pad_token_id
+    assert ended.tolist() == [[last[1], manifest.eos_id], [manifest.eos_id, pad]]
+
+
+def end_with(model: torch.nn.Module, following: dict[int, int]) -> None:
+    """Give the model weights with which these tokens are followed by those."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()  # a token is all that decides about the next
+        table = model.model.embed_tokens.weight.normal_()
+        model.lm_head.weight.zero_()
+        for token, after in following.items():
+            model.lm_head.weight[after] += table[token]
+
+
+def eos_of(field: int | list[int]) -> list[int]:
+    return [field] if isinstance(field, int) else field
+
+
+def exported(run: Path, out: Path, how: str) -> Path:
+    """A Hugging Face directory of a run, by the command or the checkpoint named."""
+    if how == "model-only":
+        return manager.model_path(run, 2)
+    command = ["checkpoint", "export"] if how == "export" else ["convert", "to-hf"]
+    source = manager.model_path(run, 2) if how == "to-hf of a model" else run
+    assert main([*command, str(source), str(out)]) == 0
+    return out
+
+
+HOW = ("model-only", "to-hf", "to-hf of a model", "export")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_transformers_pads_and_ends_with_an_exported_directory(run_dir, tiny_data, tmp_path, how):
+    check_directory(exported(run_dir, tmp_path / "hf", how), tiny_data)
+
+
+@pytest.mark.parametrize("how", ["model-only", "to-hf"])
+def test_a_sentencepiece_model_is_exported_too(
+    sentencepiece_run, sentencepiece_data, tmp_path, how
+):
+    directory = exported(sentencepiece_run, tmp_path / "hf", how)
+    assert {"tokenizer.model", "tokenizer.json"} <= {path.name for path in directory.iterdir()}
+    check_directory(directory, sentencepiece_data)
+
+
+@pytest.mark.parametrize("how", ["to-hf", "to-hf of a model"])
+@pytest.mark.parametrize("data_is_there", [True, False])
+def test_an_earlier_versions_checkpoint_is_exported_complete(
+    old, tiny_data, tmp_path, capsys, monkeypatch, how, data_is_there
+):
+    """The token comes from the data set or, where that is gone, from the tokenizer's names."""
+    from optimus.checkpoint import convert
+
+    absent = "_eos_of_data_sets" if not data_is_there else "_eos_of_tokenizer"
+    monkeypatch.setattr(convert, absent, lambda *_: None)
+    check_directory(exported(old, tmp_path / "hf", how), tiny_data)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_what_nobody_knows_is_one_line_with_the_key(old, tmp_path, capsys, monkeypatch):
+    path = manager.model_path(old, 2)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer["added_tokens"] = [
+        {"id": number, "content": name, **more, "special": True}
+        for number, name in enumerate(("[one]", "[other]"))
+    ]
+    vocab = tokenizer["model"]["vocab"]
+    renamed = {0: "[one]", 1: "[other]"}
+    tokenizer["model"]["vocab"] = {renamed.get(id, name): id for name, id in vocab.items()}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rewrite_manifest(path)
+    assert main(["convert", "to-hf", str(path), str(tmp_path / "hf")]) == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "eos_token_id is not known" in told and "set model.eos_token_ids" in told
+    assert "eos_token_id" not in json.loads((tmp_path / "hf" / ADDED[1]).read_text())
+
+
+def test_the_manifest_covers_the_added_files(run_dir, tmp_path, capsys):
+    run = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    path = manager.model_path(run, 2)
+    listed = {entry.name for entry in read_manifest(path).files}
+    assert listed == {one.name for one in path.iterdir()} - {MANIFEST}
+    assert listed > set(ADDED)
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    flip(path / ADDED[0], 10)
+    assert main(["checkpoint", "verify", str(path)]) == 1
+    assert f"{ADDED[0]}: its content does not match" in capsys.readouterr().out
+
+
+def test_the_datas_end_comes_before_the_configured_ones(run_dir):
+    full = manager.full_path(run_dir, 2)
+    config = model_config_of(full)
+    for given, expected in (((), (0,)), ((5, 0), (0, 5)), ((VOCABULARY,), (0,))):
+        changed = config.model_copy(update={"eos_token_ids": given})
+        assert eos_token_ids(full, changed) == expected
+
+
+def source_directory(directory: Path, run: Path, **generation: object) -> dict[str, bytes]:
+    """A directory as its makers might publish it, and the files that are theirs."""
+    assert main(["convert", "to-hf", str(run), str(directory)]) == 0
+    config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 77}
+    config |= {"pad_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizerFast", "x": 1}
+    texts = {
+        "tokenizer_config.json": json.dumps(config, indent=3),
+        "generation_config.json": json.dumps({"eos_token_id": [0, 7], "top_k": 3, **generation}),
+        "special_tokens_map.json": '{"eos_token":  "<|endoftext|>"}',
+        "chat_template.jinja": "{{ messages }}",
+    }
+    (directory / "additional_chat_templates").mkdir()
+    texts["additional_chat_templates/tool.jinja"] = "{{ tools }}"
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    return {name: (directory / name).read_bytes() for name in (*texts, "tokenizer.json")}
+
+
+def test_a_round_trip_keeps_the_files_of_the_source(run_dir, tmp_path, capsys):
+    hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
+    theirs = source_directory(hf, run_dir)
+    assert main(["convert", "from-hf", str(hf), str(ours)]) == 0
+    assert main(["checkpoint", "verify", str(ours)]) == 0
+    assert main(["convert", "to-hf", str(ours), str(again)]) == 0
+    assert {name: (again / name).read_bytes() for name in theirs} == theirs
+    read = [json.loads((path / "config.json").read_text()) for path in (hf, again)]
+    assert read[0] == read[1]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, capsys):
+    hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
+    source_directory(hf, run_dir, pad_token_id=VOCABULARY)
+    assert main(["convert", "from-hf", str(hf), str(ours)]) == 0
+    assert main(["convert", "to-hf", str(ours), str(again)]) == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"pad_token_id = {VOCABULARY} is outside" in told
+    assert json.loads((again / ADDED[1]).read_text()) == {
+        "eos_token_id": [0, 7],
+        "top_k": 3,
+        "pad_token_id": 0,
+    }
