@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 
-from optimus import platform
+from optimus import peak, platform
 from optimus.errors import ConfigError
 from optimus.launch_env import available_cores
 from optimus_kernels import backend, build
@@ -42,6 +42,7 @@ def examine() -> dict[str, Any]:
         "collectives": _collectives(),
         "intel": _intel(),
         "compilers": _compilers(),
+        "peaks": _peaks(),
         "kernels": _kernels(),
     }
 
@@ -195,6 +196,12 @@ def _kernels() -> dict[str, Any]:
     except KernelError as error:
         cache = str(error)
     return {"choice": choice, "cache": cache, "backends": backend.status()}
+
+
+def _peaks() -> dict[str, str]:
+    """The measured peaks of MFU by file. A run measures what is not there: remove a file to have
+    its peak measured again."""
+    return {str(path): f"{found}; {found.setup.name}" for path, found in peak.kept_peaks()}
 
 
 def _is_installed(module: str) -> bool:

@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,6 @@ from optimus.errors import ConfigError, one_line
 from optimus.launch_env import available_cores
 
 _IPEX = "intel_extension_for_pytorch"
-
-# Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
-_BF16_PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "Max 1550": 256e12,
-}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -134,23 +127,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The peak that MFU refers to, in FLOP/s, and its name.
-
-    A data-sheet figure for known accelerators; otherwise the best of a few large matrix products
-    in `dtype` on this very device, measured now (a fraction of a second).
-    """
-    if device.type != "cpu" and dtype is torch.bfloat16:
-        name = getattr(torch, device.type).get_device_name(device)
-        for part, flops in _BF16_PEAKS.items():
-            if part in name:
-                return flops, f"{part} bf16"
-    for size in (256, 1024) if device.type == "cpu" else (8192,):
-        a = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
-        seconds = best_of(4, lambda a=a: a @ a, device)
-        if seconds > 0.004:  # fp16 where a CPU has no instructions for it: 1024^3 takes 2 s
-            break
-    return 2 * size**3 / seconds, f"measured {size}^3 matmul {str(dtype).removeprefix('torch.')}"
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    cores = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cores.exists():
+        for line in cores.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return str(device)
 
 
 def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:

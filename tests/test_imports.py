@@ -32,7 +32,8 @@ ARROWS = {
     "config": GROUND,
     "platform": f"{GROUND} config",
     # The rooms.
-    "doctor": f"{COMMON} kernels",
+    "peak": COMMON,
+    "doctor": f"{COMMON} kernels peak",
     "dist": COMMON,
     "model": f"{COMMON} kernels",
     "data": f"{COMMON} data_prep",

@@ -53,6 +53,15 @@ def by_onednn(like: Tensor) -> bool:
     return like.dtype in (torch.bfloat16, torch.float16)
 
 
+def library_of(like: Tensor) -> str:
+    """The name of what computes torch's products of such tensors within `fastest_library`."""
+    if not like.is_cpu:
+        return like.device.type
+    if by_onednn(like):
+        return "oneDNN"
+    return "MKL" if torch.backends.mkl.is_available() else "BLAS"
+
+
 @contextlib.contextmanager
 def fastest_library(like: Tensor) -> Iterator[None]:
     """Within, fp32 products on CPUs of other makers than Intel go to oneDNN: MKL, torch's choice,

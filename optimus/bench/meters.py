@@ -189,18 +189,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_name(device: torch.device) -> str:
-    """The card's name, or the processor's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cores = Path("/proc/cpuinfo")
-    if device.type == "cpu" and cores.exists():
-        for line in cores.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return str(device)
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that can be had now; where nobody can tell, more than anyone asks for."""
     if device.type == "cuda":

@@ -21,7 +21,6 @@ from optimus.bench.meters import (
     Absent,
     Peak,
     clocked,
-    device_name,
     forget,
     free_bytes,
     non_gemm_share,
@@ -124,7 +123,7 @@ def bench_moe(
     if rounds < 1 or min(threads, default=0) < 1:
         raise ConfigError("--rounds and --threads must be at least 1")
     result: dict[str, Any] = {
-        "device": device_name(chosen_device),
+        "device": platform.device_name(chosen_device),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "rounds": rounds,

@@ -21,7 +21,6 @@ from torch import Tensor
 from optimus.bench.meters import (
     Absent,
     clocked,
-    device_name,
     free_bytes,
     on_threads,
     paired,
@@ -29,6 +28,7 @@ from optimus.bench.meters import (
     versions,
 )
 from optimus.errors import ConfigError, OptimusError
+from optimus.platform import device_name
 from optimus_kernels import adamw_, backend
 from optimus_kernels.squares import BLOCK, new_bins, square_bins_
 from optimus_kernels.squares import reference as square_bins_twin_

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from optimus import platform
-from optimus.bench.meters import GEMMS, Peak, device_name
+from optimus.bench.meters import GEMMS, Peak
 from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.dist.world import start_world
@@ -118,7 +118,7 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
     profiled = time.perf_counter() - start
     rows = _rows(profiler.events(), bounds)
     return {
-        "device": device_name(world.device),
+        "device": platform.device_name(world.device),
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,

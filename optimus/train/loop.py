@@ -26,7 +26,9 @@ from optimus.model.init import initialise_
 from optimus.observe.health import TrainingHealth, expert_loads, load_figures
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
+from optimus.peak import RunPeak
 from optimus.planner.states import check_names, check_slots, states_of_rank
+from optimus.platform import dtype_of
 from optimus.train.half import check_half
 from optimus.train.heap import Heap
 from optimus.train.kernels import settle_kernels
@@ -40,7 +42,7 @@ from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.stop import StopRequest
 from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
-from optimus_kernels.product import fastest_library
+from optimus_kernels.product import fastest_library, library_of
 
 
 def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
@@ -131,12 +133,12 @@ class Run:
         sync_logs = directory.sync if directory is not None else lambda: None
         self.saves = Saves(config, world, flight, self.states, rank_states, scaling, sync_logs)
         news += recompute_news(config, self.groups, self.part)
-        self.peak_flops = float("nan")
+        self.peak: RunPeak | None = None
         if directory is not None:
             directory.open(config, flight, self.last_step)
             for line in news:
                 directory.say(line)
-            self.peak_flops = self._find_peak()
+            self.peak = self._find_peak()
         if config.train.compile:
             self.model.compile_blocks()
         self.updater = Updater(
@@ -280,7 +282,7 @@ class Run:
             "step_time_s": seconds,
             "tokens_per_s": plan.tokens / seconds,
             "tflops_per_device": flops / 1e12,
-            "mfu": flops / self.peak_flops,
+            "mfu": self.peak.mfu(flops),
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
         }
         if model.num_experts:
@@ -292,9 +294,14 @@ class Run:
             record["skipped_steps"] = result.skipped_steps
         return record
 
-    def _find_peak(self) -> float:
-        dtype = platform.dtype_of(self.config.train.dtype)
-        with fastest_library(torch.empty(0, dtype=dtype, device=self.world.device)):
-            flops, name = platform.peak_flops(self.world.device, dtype)
-        self.directory.say(f"MFU refers to {flops / 1e12:.2f} TFLOP/s a device ({name})")
-        return flops
+    def _find_peak(self) -> RunPeak:
+        like = torch.empty(0, dtype=dtype_of(self.config.train.dtype), device=self.world.device)
+        with fastest_library(like):
+            return RunPeak(
+                self.directory.path,
+                self.flight.start.step > 0,
+                like.device,
+                like.dtype,
+                library_of(like),
+                self.directory.say,
+            )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 from optimus import platform
-from optimus.bench.meters import Absent, clocked, device_name, forget, versions
+from optimus.bench.meters import Absent, clocked, forget, versions
 from optimus.bench.moe_peers import PEERS
 from optimus.config import ModelConfig, make_config
 from optimus.model.flops import flops_per_token
@@ -184,7 +184,7 @@ def main() -> None:
         "layers": config.num_layers,
         "dtype": args.dtype,
         "batch": batch,
-        "device": device_name(device),
+        "device": platform.device_name(device),
         "threads": args.threads,
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),

@@ -1,0 +1,212 @@
+"""The peak of MFU: measured well or not kept, kept once, the same on resume, never exceeded."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus import peak
+from optimus.doctor import examine, format_examination
+from optimus.observe.metrics import read_json_lines
+from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
+from tests.helpers.runs import run_tree, told_by
+from tests.helpers.tiny import tiny_tree
+
+CPU = torch.device("cpu")
+FP32 = (CPU, torch.float32, "MKL")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path / "cache" / "peaks"))
+    return tmp_path / "cache" / "peaks"
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[Peak]:
+    """Every measurement gives 1 TFLOP/s more than the one before; what was measured."""
+    found: list[Peak] = []
+
+    def measure(device, dtype, setup) -> Peak:
+        found.append(Peak(setup, (len(found) + 1) * 1e12, 0.02, "measured", "2026-01-01T00:00:00Z"))
+        return found[-1]
+
+    monkeypatch.setattr(peak, "measure", measure)
+    return found
+
+
+def unexpected(line: str) -> None:
+    raise AssertionError(line)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_measurement_is_short_and_positive(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        setup, start = setup_of(CPU, dtype, "x"), time.process_time()
+        found = peak.measure(CPU, dtype, setup)
+        assert time.process_time() - start < 3 * threads and torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert setup.threads == threads and found.flops > 1e8 and 0 <= found.spread <= 1
+    assert found.is_reliable == (found.spread <= 0.1)
+
+
+def test_time_that_other_programs_had_does_not_count(monkeypatch):
+    """Ten times as long by the clock, as where others have the processor meanwhile."""
+    setup, plain = setup_of(*FP32), time.perf_counter
+    quiet = peak.measure(*FP32[:2], setup)
+    monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
+    busy = peak.measure(*FP32[:2], setup)
+    assert 0.2 < busy.flops / quiet.flops < 5
+
+
+def test_interrupted_threads_do_not_count(monkeypatch):
+    """Of several threads the clock is used, and only where they had the processor."""
+    monkeypatch.setattr(peak, "_clean_times", lambda *_: [])
+    setup = replace(setup_of(*FP32), threads=2)
+    found = peak.measure(*FP32[:2], setup)
+    assert not found.is_reliable and "of one thread, times 2" in found.method
+
+
+def test_it_is_measured_once_for_each_setup(measured, cache):
+    first = find_peak(*FP32, unexpected)
+    assert find_peak(*FP32, unexpected) == first and len(measured) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and len(list(cache.iterdir())) == 1
+    for other in ((CPU, torch.bfloat16, "MKL"), (CPU, torch.float32, "oneDNN")):
+        assert find_peak(*other, unexpected) != first
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    find_peak(*FP32, unexpected)
+    torch.set_num_threads(before)
+    assert len(measured) == 4
+
+
+def test_a_poor_measurement_is_used_and_not_kept(monkeypatch, cache):
+    poor = Peak(setup_of(*FP32), 1e12, 0.3, "measured", "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(peak, "measure", lambda *_: poor)
+    lines: list[str] = []
+    assert find_peak(*FP32, lines.append) == poor and not cache.exists()
+    assert len(lines) == 1 and "spread of 30%" in lines[0] and "not kept" in lines[0]
+
+
+def spoil(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"1000000000000.0", b"9000000000000.0"))
+
+
+BROKEN = {
+    "changed": (spoil, "damaged"),
+    "emptied": (lambda path: path.write_bytes(b""), "damaged"),
+    "no object": (lambda path: path.write_bytes(b"7"), "damaged"),
+    "writable": (lambda path: path.chmod(0o666), "can be written by others"),
+    "folder writable": (lambda path: path.parent.chmod(0o777), "can be written by others"),
+    "link": (lambda path: path.rename(path.parent / "x") and path.symlink_to("x"), ""),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_file_that_cannot_be_trusted_is_ignored_with_a_line(measured, cache, how):
+    find_peak(*FP32, unexpected)
+    (path,) = cache.iterdir()
+    spoil_it, word = BROKEN[how]
+    spoil_it(path)
+    lines: list[str] = []
+    assert find_peak(*FP32, lines.append).flops == 2e12
+    assert str(cache) in lines[0] and word in lines[0] and "is ignored" in lines[0]
+
+
+def test_a_file_of_another_user_is_ignored(measured, cache, monkeypatch):
+    find_peak(*FP32, unexpected)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    lines: list[str] = []
+    assert find_peak(*FP32, lines.append).flops == 2e12
+    assert "belongs to another user" in lines[0]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_line(measured, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path / "file" / "peaks"))
+    lines: list[str] = []
+    find_peak(*FP32, lines.append)
+    assert "is not kept" in lines[-1] and "set OPTIMUS_PEAK_CACHE" in lines[-1]
+
+
+def test_without_a_home_nothing_is_kept(measured, homeless, monkeypatch):
+    monkeypatch.delenv("OPTIMUS_PEAK_CACHE")
+    assert find_peak(*FP32, unexpected).flops == 1e12 and peak.kept_peaks() == []
+
+
+def test_a_data_sheet_is_not_measured(measured, monkeypatch):
+    monkeypatch.setattr(peak, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    found = find_peak(torch.device("cuda", 0), torch.bfloat16, "cuda", unexpected)
+    assert found.flops == 989e12 and "data sheet" in str(found) and not measured
+
+
+def test_a_resumed_run_keeps_its_peak(measured, cache, tmp_path):
+    lines: list[str] = []
+    first = RunPeak(tmp_path, False, *FP32, lines.append)
+    next(cache.iterdir()).unlink()
+    resumed = RunPeak(tmp_path, True, *FP32, lines.append)
+    assert resumed.peak == first.peak and "as before in this run" in lines[-1]
+    assert RunPeak(tmp_path, False, *FP32, lines.append).peak.flops == 2e12
+    changed = RunPeak(tmp_path, True, CPU, torch.float32, "oneDNN", lines.append)
+    assert changed.peak.flops == 3e12
+    assert "MFU refers to 3 TFLOP/s" in lines[-1] and "until now it was 2 TFLOP/s" in lines[-1]
+
+
+def test_a_rate_above_the_peak_raises_it_and_is_said_once(measured, cache, tmp_path):
+    lines: list[str] = []
+    run = RunPeak(tmp_path, False, *FP32, lines.append)
+    assert run.mfu(5e11) == 0.5 and run.mfu(1e12) == 1.0 and len(lines) == 1
+    assert run.mfu(4e12) is None and run.mfu(2e12) == 0.5 and run.mfu(5e12) is None
+    assert len(lines) == 2 and "a step reached 4 TFLOP/s" in lines[1]
+    assert not list(cache.iterdir()), "the next run measures again"
+    assert RunPeak(tmp_path, True, *FP32, lines.append).peak.flops == 5e12
+
+
+def test_a_run_writes_null_rather_than_more_than_one(tiny_data, tmp_path, cache, monkeypatch):
+    setup = setup_of(*FP32)
+    low = Peak(setup, 1.0, 0.0, "measured", "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(peak, "measure", lambda device, dtype, setup: replace(low, setup=setup))
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
+    told = told_by(tree)
+    assert told.count("MFU refers to 1e-12 TFLOP/s a device (measured, float32, ") == 1
+    assert told.count("the peak of MFU was too low") == 1
+    values = [line["mfu"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert values[0] is None and all(value is None or value <= 1 for value in values)
+
+
+def test_a_resumed_run_says_the_same_figure(tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
+    tree["train"]["stop_at_step"] = 2
+    run_tree(tree)
+    recorded = (tmp_path / "run" / "peak.json").read_bytes()
+    del tree["train"]["stop_at_step"]
+    assert "as before in this run" in told_by(tree)
+    assert (tmp_path / "run" / "peak.json").read_bytes() == recorded
+
+
+def test_doctor_shows_what_is_kept(measured, cache):
+    kept = find_peak(*FP32, unexpected)
+    found = examine()["peaks"]
+    (path,) = cache.iterdir()
+    assert found == {str(path): f"{kept}; {kept.setup.name}"}
+    assert "spread 2.0%, 2026-01-01" in format_examination({"peaks": found})
+    json.dumps(found)
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    found = Peak(setup_of(*FP32), 1.5e12, 0.01, "measured", "2026-01-01T00:00:00Z")
+    write_peak(tmp_path / "p.json", found)
+    assert read_peak(tmp_path / "p.json", private=False) == found
