@@ -267,7 +267,9 @@ def _keep(peak: Peak, say: Callable[[str], None]) -> None:
         return
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_peak(directory / f"{peak.setup.key}.json", peak)
+        path = directory / f"{peak.setup.key}.json"
+        write_peak(path, peak)
+        path.chmod(0o600)  # under umask 002 it would not be used again
     except OSError as error:
         say(
             f"the peak of MFU is not kept: {error.filename or directory}: {error.strerror}; set "
