@@ -15,7 +15,7 @@ from data_prep.sources import InputFile
 from data_prep.token_plan import TokenPlan, is_import, parts_dirs, read_plan
 from data_prep.tokenize import TokenizeWork
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 
 def begin(
@@ -110,7 +110,10 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
             yield f"{key} = {shown[0]}, now {shown[1]}"
     yield from _input_differences(old.inputs, new.inputs)
     if old.units != new.units:
-        yield f"{len(old.units)} units of work, now {len(new.units)}: keep --unit-size as it was"
+        yield (
+            f"{counted(len(old.units), 'unit')} of work, now {len(new.units)}: keep "
+            "--unit-size as it was"
+        )
 
 
 def _input_differences(old: tuple[InputFile, ...], new: tuple[InputFile, ...]) -> Iterator[str]:
@@ -118,7 +121,7 @@ def _input_differences(old: tuple[InputFile, ...], new: tuple[InputFile, ...]) -
     for name in then.keys() - now.keys():
         yield f"the input {name}, which is not named now"
     for name in sorted(now.keys() - then.keys()):
-        yield f"{len(then)} inputs, and {name} was not among them"
+        yield f"{counted(len(then), 'input')}, and {name} was not among them"
     for name in sorted(then.keys() & now.keys()):
         if then[name] != now[name]:
             yield f"an input {name} of {then[name]} bytes, now {now[name]}"

@@ -18,7 +18,7 @@ from data_prep.token_plan import PARTS, read_plan
 from data_prep.token_set import part_of
 from data_prep.workspace import working_in
 from optimus import files
-from optimus.errors import ConfigError, DataError
+from optimus.errors import ConfigError, DataError, counted
 
 
 def blend(
@@ -127,7 +127,8 @@ def _check_disk(out: Path, order: BlendOrder) -> None:
     if needs > free:
         fit = free // order.row_bytes  # of --instances, 0 means the most
         raise ConfigError(
-            f"{order.num_instances} instances of {order.context} take {needs / 1e9:,.1f} GB and "
+            f"{counted(order.num_instances, 'instance')} of {order.context} take "
+            f"{needs / 1e9:,.1f} GB and "
             f"the disk of {out} has {free / 1e9:,.1f} GB; give "
             + (f"--instances {fit} or fewer, or another --out" if fit else "another --out")
         )

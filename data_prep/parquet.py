@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from data_prep.parquet_pages import GroupPages, pages_of
-from optimus.errors import DataError, one_line
+from optimus.errors import DataError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
@@ -72,7 +72,9 @@ def read_column(
                     del batch, rest, values, ids  # gone before the next one is read
                 if left:
                     given = group.rows - left
-                    raise DamagedTable(f"row group {number} gives {given} of {group.rows} rows")
+                    raise DamagedTable(
+                        f"row group {number} gives {given} of {counted(group.rows, 'row')}"
+                    )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
 
@@ -102,7 +104,9 @@ def _check_counts(metadata: Any) -> None:
     """Raises DamagedTable where groups of rows are not the table: pyarrow reads what they say."""
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
-        raise DamagedTable(f"row groups of {sum(rows)} rows in a table of {metadata.num_rows}")
+        raise DamagedTable(
+            f"row groups of {counted(sum(rows), 'row')} in a table of {metadata.num_rows}"
+        )
 
 
 def _group(

@@ -16,7 +16,7 @@ from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.workspace import working_in
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) 
     if order.num_instances == 0 and not held_out:
         tokens = sum(unit.tokens for unit in order.units)
         raise DataError(
-            f"{part}: {tokens} tokens in {len(order.units)} arrays make no instance of "
+            f"{part}: {counted(tokens, 'token')} in {counted(len(order.units), 'array')} "
+            "make no instance of "
             f"{request.context}; give more text, a smaller --context"
             + ("" if request.carry_tails else " or --carry-tails")
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_prep.expand import Told, expand
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 UNIT_BYTES = 4 << 20
 """Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
@@ -88,14 +88,16 @@ def find_inputs(
             "choose an --out that does not hold the inputs"
         )
     if not kept:
-        raise DataError(f"--exclude leaves none of the {len(names)} files that --input names")
+        raise DataError(
+            f"--exclude leaves none of the {counted(len(names), 'file')} that --input names"
+        )
     for name in kept:
         kind_of(name)
     unseen = sorted(n for n in set(hidden) if not (_matches(n, exclude) or _below(n, out)))
     if unseen:
         say(
-            f"left out: {len(unseen)} names that begin with a dot, such as {unseen[0]}; name them "
-            "in --input to read them"
+            f"left out: {counted(len(unseen), 'name')} with a leading dot, such as "
+            f"{unseen[0]}; name them in --input to read them"
         )
     return tuple(InputFile(name, os.path.getsize(name)) for name in kept)
 

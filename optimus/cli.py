@@ -16,7 +16,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
-from optimus.errors import ConfigError, LostPeerError, OptimusError, Stopped, one_line
+from optimus.errors import (
+    ConfigError,
+    LostPeerError,
+    OptimusError,
+    Stopped,
+    counted,
+    one_line,
+)
 
 _FIRST_RANK_SPEAKS_S = 1.5
 _OTHER_RANK_SPEAKS_S = 0.5
@@ -445,7 +452,10 @@ def _eval(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"loss {result['loss']:.4f} nats over {result['tokens']:,} tokens of {args.data}")
+        print(
+            f"loss {result['loss']:.4f} nats over {counted(result['tokens'], 'token')} "
+            f"of {args.data}"
+        )
     return 0
 
 

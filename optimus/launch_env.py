@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
         )
     if None not in (local_rank, local_world) and local_rank >= local_world:
         raise ConfigError(
-            f"local rank {local_rank} does not lie among the {local_world} ranks of this machine; "
+            f"local rank {local_rank} does not lie among the "
+            f"{counted(local_world, 'rank')} of this machine; "
             f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right"
         )
     return LaunchEnv(

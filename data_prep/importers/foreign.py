@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optimus.errors import DataError, one_line
+from optimus.errors import DataError, counted, one_line
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices
@@ -64,8 +64,9 @@ def _megatron(path: Path) -> Foreign:
         )
     if len(data) != head + 12 * sequences + 8 * documents:
         raise DataError(
-            f"{idx}: has {len(data)} bytes, not those of {sequences} sequences and {documents} "
-            "document indices; it is damaged or multimodal, copy or make it again"
+            f"{idx}: has {len(data)} bytes, not those of "
+            f"{counted(sequences, 'sequence')} and {documents} document indices; it is "
+            "damaged or multimodal, copy or make it again"
         )
     lengths = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, head + 4 * sequences)
@@ -80,7 +81,9 @@ def _megatron(path: Path) -> Foreign:
     ids = _raw(path, dtype)
     tokens = int(stops[-1]) if sequences else 0
     if len(ids) != tokens:
-        raise DataError(f"{path}: holds {len(ids)} ids, its index says {tokens}; copy it again")
+        raise DataError(
+            f"{path}: holds {counted(len(ids), 'id')}, its index says {tokens}; copy it again"
+        )
     ends = np.concatenate([[0], stops])[indices[1:]] if documents else stops
     return Foreign(ids, ends.astype(np.int64))
 

@@ -13,7 +13,7 @@ from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.collectives import all_reduce_sum
 from optimus.dist.world import World
-from optimus.errors import OptimusError
+from optimus.errors import OptimusError, counted
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train.batch import BatchPlan
@@ -61,7 +61,9 @@ def against_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
     seconds = race(ways, rounds, world)
     worst = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
     if not worst < 1e-3:
-        raise OptimusError(f"ours and FSDP2 part by {worst:.1e} of the loss in {rounds} updates")
+        raise OptimusError(
+            f"ours and FSDP2 part by {worst:.1e} of the loss in {counted(rounds, 'update')}"
+        )
     return {
         "ours_s": seconds["ours"], "fsdp2_s": seconds["fsdp2"],
         "paired": paired(seconds["ours"], seconds["fsdp2"]), "losses_differ_by": worst,

@@ -21,6 +21,7 @@ from optimus.config import Config
 from optimus.dist.collectives import all_gather_objects, barrier, traffic
 from optimus.dist.groups import Groups
 from optimus.dist.world import end_world, start_world
+from optimus.errors import counted
 from optimus.launch_env import LaunchEnv
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
@@ -138,9 +139,10 @@ def format_layout(result: dict[str, Any]) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in result["mesh"].items() if size > 1)
     low, high = result["step_s_quartiles"]
     lines = [
-        f"{result['device']}, torch {result['torch']}, {result['threads']} threads a rank, "
+        f"{result['device']}, torch {result['torch']}, "
+        f"{counted(result['threads'], 'thread')} a rank, "
         f"{result['dtype']}, {mesh or 'one rank'}, {result['tokens_per_update']} tokens an update, "
-        f"{result['updates']} updates",
+        f"{counted(result['updates'], 'update')}",
         *result["settled"],
         f"step {result['step_s']:.4f} s (quartiles {low:.4f} to {high:.4f})",
     ]
@@ -150,8 +152,10 @@ def format_layout(result: dict[str, Any]) -> str:
     if result["mesh"]["pp"] > 1:
         bubble = result["bubble"]
         lines.append(
-            f"bubble_ratio of {result['schedule']}, {result['microbatches']} microbatches, "
-            f"{result['virtual_stages']} stages a rank: measured {bubble['measured_ratio']:.3f}, "
+            f"bubble_ratio of {result['schedule']}, "
+            f"{counted(result['microbatches'], 'microbatch', 'microbatches')}, "
+            f"{counted(result['virtual_stages'], 'stage')} a rank: measured "
+            f"{bubble['measured_ratio']:.3f}, "
             f"simulated {bubble['simulated_ratio']:.3f}, of even stages "
             f"{bubble['even_stages_ratio']:.3f}, (p-1)/(m*v) {bubble['formula_ratio']:.3f}; "
             f"bubble_fraction {bubble['measured_fraction']:.3f}"

@@ -33,7 +33,7 @@ from optimus.bench.meters import (
 from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
 from optimus.bench.moe_peers import PEERS, Peer
 from optimus.config import make_config
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, counted
 from optimus.model.moe import FastSparseMoE
 
 _SLOW_S = 15.0
@@ -300,14 +300,16 @@ def _summary(case: Case, facts, times, peak, device) -> dict[str, Any]:
 def format_result(result: dict[str, Any]) -> str:
     """A table a case, in Markdown."""
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [f"{result['device']}, {packages}, {result['date']}, {result['rounds']} rounds"]
+    lines = [
+        f"{result['device']}, {packages}, {result['date']}, {counted(result['rounds'], 'round')}"
+    ]
     for case in result["cases"]:
         title = "{name}: D{hidden} F{inner} E{experts} K{top_k} T{tokens}".format(**case)
         if "skipped" in case:
             lines.append(f"\n{title}: skipped, {case['skipped']}")
             continue
         lines += [
-            f"\n{title}, {case['threads']} threads, {case['clock']} clock, "
+            f"\n{title}, {counted(case['threads'], 'thread')}, {case['clock']} clock, "
             f"peak {case['peak_tflops']:.3g} TFLOP/s",
             "",
             f"| {' | '.join(_COLUMNS)} |",

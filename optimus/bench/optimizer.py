@@ -27,7 +27,7 @@ from optimus.bench.meters import (
     turns,
     versions,
 )
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, counted
 from optimus.platform import device_name
 from optimus_kernels import adamw_, backend
 from optimus_kernels.squares import BLOCK, new_bins, square_bins_
@@ -250,7 +250,8 @@ def format_result(result: dict[str, Any]) -> str:
     """A table a case, in Markdown."""
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{result['device']}, {packages}, kernels {result['kernels']}, {result['rounds']} rounds, "
+        f"{result['device']}, {packages}, kernels {result['kernels']}, "
+        f"{counted(result['rounds'], 'round')}, "
         f"load {result['load']:.1f}"
     ]
     for case in result["cases"]:
@@ -258,7 +259,7 @@ def format_result(result: dict[str, Any]) -> str:
             lines.append(f"\n{case['parameters']:,} parameters: skipped, {case['skipped']}")
             continue
         lines += [
-            f"\n{case['parameters']:,} parameters, {case['threads']} threads, "
+            f"\n{case['parameters']:,} parameters, {counted(case['threads'], 'thread')}, "
             f"{case['clock']} clock",
             "",
             "| step | ms, best | median | G parameters/s | GB/s of 28 B | "

@@ -26,7 +26,7 @@ from optimus.bench.meters import GEMMS, Peak
 from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.dist.world import start_world
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 from optimus.launch_env import SINGLE
 from optimus.model.attention import Attention
 from optimus.model.flops import count_parameters, head_multiply_adds
@@ -281,7 +281,7 @@ def format_profile(result: dict[str, Any]) -> str:
     """In Markdown."""
     step = result["step_s"]
     lines = [
-        f"{result['device']}, torch {result['torch']}, {result['threads']} threads, "
+        f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update; peak "
         f"{result['peak_gflops']:.0f} GFLOP/s, triad {result['bandwidth_gbytes']:.1f} GB/s",
         f"an update {step:.3f} s (median of {result['updates']}, fastest "

@@ -25,7 +25,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.config import Config, make_config
 from optimus.dist.world import World, end_world, start_world
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, counted
 from optimus.train.spawn import spawn_local
 
 _SEQ_LEN = 128
@@ -80,7 +80,9 @@ def on_ranks(
             arguments = ("bench", bench, "--ranks", str(count), *settings)
             # Libraries talk on standard output, which is the result's (`--json`).
             if spawn_local(arguments, count, stdout=2) or not result.exists():
-                raise OptimusError(f"bench {bench} on {count} ranks failed; see their messages")
+                raise OptimusError(
+                    f"bench {bench} on {counted(count, 'rank')} failed; see their messages"
+                )
             found.append(json.loads(result.read_text()))
     return found
 

@@ -19,6 +19,7 @@ from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.dist.world import World, start_world
+from optimus.errors import counted
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -124,9 +125,9 @@ def make_plain(config: Config, world: World) -> PlainLoop:
 def format_result(result: dict[str, Any]) -> str:
     """The result in three lines."""
     lines = [
-        f"{result['device']}, torch {result['torch']}, {result['threads']} threads, "
+        f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "
-        f"{result['pairs']} pairs"
+        f"{counted(result['pairs'], 'pair')}"
     ]
     for clock in ("wall", "cpu"):
         low, high = result[f"{clock}_ratio_quartiles"]

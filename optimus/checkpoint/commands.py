@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from optimus.errors import CheckpointError, ConfigError
+from optimus.errors import CheckpointError, ConfigError, counted
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -125,17 +125,23 @@ def _format_show(about: Mapping[str, Any]) -> str:
         ("checkpoint", about["path"]),
         ("state", about["state"] + (f": {about['problem']}" if about["problem"] else "")),
         ("kind", about["kind"]),
-        ("step", f"{about['step']:,} ({about['updates']:,} updates of this optimizer)"),
+        ("step", f"{about['step']:,} ({counted(about['updates'], 'update')} of this optimizer)"),
         ("tokens", f"{about['tokens']:,}"),
         ("saved", f"{about['saved_at']}, {_age(about['age_s'])} ago"),
         ("origin", f"checkpoint.load = {about['origin']}"),
         ("layout", about["layout"] or "-"),
-        ("size", f"{about['bytes']:,} bytes in {len(about['files'])} files"),
+        ("size", f"{counted(about['bytes'], 'byte')} in {counted(len(about['files']), 'file')}"),
     ]
     if about["params"]:
         facts.append(("parameters", f"{about['params']:,}; {about['bytes_per_param']:.3f} B each"))
     if writers := about["writers"]:
-        facts.append(("written by", f"{writers['files']} of {about['ranks'] or '?'} ranks"))
+        facts.append(
+            (
+                "written by",
+                f"{writers['files']} of "
+                f"{counted(about['ranks'], 'rank') if about['ranks'] else '? ranks'}",
+            )
+        )
         if "rank_max_by_mean" in writers:
             facts.append(
                 (

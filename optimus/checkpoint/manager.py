@@ -19,7 +19,7 @@ from typing import Any
 
 from optimus import files
 from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, counted
 
 KEPT_FULL = 2
 _REMOVED = "removed-"
@@ -158,7 +158,8 @@ def _refuse_if_begun(run_dir: str | os.PathLike, load: str, begun: int) -> None:
         newest = max(found, key=_step_of)
         other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
-            f"{directory}: none of {len(_of_kind(run_dir, 'step'))} full checkpoints is valid, but "
+            f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
+            "is valid, but "
             f"there is {newest.relative_to(directory)}; start {other}over with "
             "checkpoint.load=none, in another train.run_dir, or once you have moved that away"
         )

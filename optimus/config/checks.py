@@ -10,7 +10,7 @@ import math
 
 from optimus.config.axes import BLOCK
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 
 
 def check(config: Config) -> None:
@@ -85,7 +85,8 @@ def _sparse_layers(model: ModelConfig) -> None:
     numbers, chosen = model.experts_by_layer, model.num_experts_per_tok
     if len(numbers) != model.num_layers:
         raise ConfigError(
-            f"model.num_experts = {list(numbers)} names {len(numbers)} layers, model.num_layers = "
+            f"model.num_experts = {list(numbers)} names {counted(len(numbers), 'layer')}, "
+            "model.num_layers = "
             f"{model.num_layers}; give one number for each layer"
         )
     fewest = min([number for number in numbers if number], default=0)
@@ -215,7 +216,8 @@ def _schedule(config: Config) -> None:
     decay = optim.decay_steps or steps
     if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
         raise ConfigError(
-            f"optim.warmup_steps = {optim.warmup_steps} exceeds the {decay} steps of the "
+            f"optim.warmup_steps = {optim.warmup_steps} exceeds the "
+            f"{counted(decay, 'step')} of the "
             "schedule; shorten the warm-up or set optim.decay_steps"
         )
     if steps and config.train.stop_at_step > steps:

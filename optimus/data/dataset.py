@@ -15,7 +15,7 @@ from data_prep.held_out import HeldOut, held_out_of_dataset
 from data_prep.manifest import read_manifest
 from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.reader import ShardReader
-from optimus.errors import DamageError, DataError
+from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
 """Places permuted at once: the cost of a call, 80 us, is shared by the next microbatches, while a
@@ -69,7 +69,8 @@ class TokenDataset:
             )
         if manifest.num_instances == 0:
             raise DataError(
-                f"{path} holds {manifest.tokens} tokens, not one instance of {manifest.context}; "
+                f"{path} holds {counted(manifest.tokens, 'token')}, not one instance of "
+                f"{manifest.context}; "
                 "prepare it from more text (a held-out part: with a larger --eval-fraction)"
             )
         self.num_instances = manifest.num_instances

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from optimus.config.axes import ADDED, AXES, DATA, MODEL, Axes
 from optimus.config.sections import ParallelConfig
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
 """Stands for the axes of a group that no axes give: the first and the last pipeline stage."""
@@ -103,12 +103,12 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
         sizes = " * ".join(str(getattr(mesh, axis)) for axis in MODEL)
         raise ConfigError(
             f"parallel.{' * '.join(MODEL)} = {sizes} = {model_ranks} does not divide the world "
-            f"of {world_size} ranks; start {nearest} ranks or change the sizes"
+            f"of {counted(world_size, 'rank')}; start {nearest} or change the sizes"
         )
     left = world_size // model_ranks
     if dp and dp != left:
         raise ConfigError(
-            f"parallel.dp = {dp} needs a world of {dp * model_ranks} ranks but {world_size} were "
-            f"started; set parallel.dp = {left} or 0 (what the world leaves)"
+            f"parallel.dp = {dp} needs a world of {counted(dp * model_ranks, 'rank')}, "
+            f"and this one has {world_size}; set parallel.dp = {left} or 0 (what the world leaves)"
         )
     return mesh._replace(dp=left)

@@ -19,7 +19,7 @@ import torch.distributed as distributed
 
 from optimus.dist.collectives import ALONE, Group, barrier, group_of
 from optimus.dist.meeting import NotAllHereError, agree_to_start
-from optimus.errors import ConfigError, LostPeerError, OptimusError, one_line
+from optimus.errors import ConfigError, LostPeerError, OptimusError, counted, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
@@ -147,7 +147,7 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
 def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:
     text = one_line(error)
     unmet = LostPeerError(
-        f"the {launch.world_size} ranks did not meet at {launch.init_method} within "
+        f"the {counted(launch.world_size, 'rank')} did not meet at {launch.init_method} within "
         f"parallel.timeout_s = {timeout_s:g}: one has not started, has ended, or cannot reach it; "
         f"look at the ranks' own messages, or set MASTER_ADDR to the host of rank 0 ({text[:200]})"
     )

@@ -141,7 +141,7 @@ def cut_after(
     if copy and copied != whole:
         files.write_bytes(copy, whole)
     if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill tears the last
-        _warn(path, f"{damaged} of its lines cannot be read; they are in {cut_log}")
+        _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
     if restored:
         _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
     if missing := {*expected} - {number for number, _ in [*kept, *restored]}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 from optimus.observe.metrics import read_json_lines, spell_steps
 
 
@@ -29,8 +29,8 @@ def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -
     # Of the lines that are there: a file may begin late or have gaps.
     tokens = sum(record["step_time_s"] * record["tokens_per_s"] for record in metrics)
     text = (
-        f"{last['step']} steps, {last['tokens']:,} tokens; {len(metrics)} lines of {seconds:.0f} s "
-        f"of steps ({tokens / seconds:,.0f} tokens/s)"
+        f"{counted(last['step'], 'step')}, {counted(last['tokens'], 'token')}; {seconds:.0f} s of "
+        f"steps ({tokens / seconds:,.0f} tokens/s)"
     )
     if missing := _missing_steps(metrics):
         text += f"; the lines of {spell_steps(missing)} are missing"

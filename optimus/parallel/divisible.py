@@ -8,7 +8,7 @@ from optimus.config import Config
 from optimus.config.axes import AXES
 from optimus.config.checks import nearest_divisor
 from optimus.dist.mesh import Mesh
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 from optimus.model.identity import setting
 
 
@@ -37,7 +37,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                 near = nearest_divisor(together, size)
                 raise ConfigError(
                     f"parallel.{name} = {size} does not divide {key} = {count}; the nearest that "
-                    f"fits the model and {mesh.world_size} ranks is {near}"
+                    f"fits the model and {counted(mesh.world_size, 'rank')} is {near}"
                 )
 
 

@@ -8,6 +8,7 @@ from optimus.chunks.memory import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNLIKE
 from optimus.dist.mesh import make_mesh
+from optimus.errors import counted
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.states import plan_ranks
 
@@ -67,9 +68,11 @@ def format_plan(result: dict[str, Any]) -> str:
         lines.append((f"per token of {result['seq_len']}", f"{per_token:,.3f} GFLOP"))
     if "flops_per_step" in result:
         batch, work = result["global_batch_tokens"], result["flops_per_step"] / 1e12
-        lines.append(("per update", f"{batch:,} tokens, {work:,.1f} TFLOP"))
+        lines.append(("per update", f"{counted(batch, 'token')}, {work:,.1f} TFLOP"))
     if "flops" in result:
-        lines.append(("whole run", f"{result['tokens']:,} tokens, {result['flops']:.3e} FLOP"))
+        lines.append(
+            ("whole run", f"{counted(result['tokens'], 'token')}, {result['flops']:.3e} FLOP")
+        )
     lines += _memory_lines(result)
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
@@ -95,7 +98,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _told(size: int) -> str:
-    return f"{size:,} bytes, {_gib(size)}"
+    return f"{counted(size, 'byte')}, {_gib(size)}"
 
 
 def _gib(size: int) -> str:

@@ -27,7 +27,7 @@ from optimus.config.axes import UNLIKE
 from optimus.dist.groups import Groups, plan_groups
 from optimus.dist.mesh import Mesh, Place
 from optimus.dist.rules import copy_axes, shard_axes, sum_axes
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
@@ -122,7 +122,8 @@ def check_slots(config: Config, mesh: Mesh) -> None:
     if least > slots:
         raise ConfigError(
             f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
-            f"{least} chunks at once; use {least} or more, or a larger optim.chunk_length",
+            f"{counted(least, 'chunk')} at once; use {least} or more, or a larger "
+            "optim.chunk_length",
             on_every_rank=True,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optimus.config import Config
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ def plan_batch(config: Config, num_data_ranks: int) -> BatchPlan:
     if batch_tokens % tokens_per_round:
         nearest = max(1, round(batch_tokens / tokens_per_round)) * tokens_per_round
         raise ConfigError(
-            f"train.global_batch_tokens = {batch_tokens} is not divided by {num_data_ranks} data "
-            f"ranks x {train.microbatch_size} sequences x {train.seq_len} tokens; the nearest "
+            f"train.global_batch_tokens = {batch_tokens} is not divided by "
+            f"{counted(num_data_ranks, 'data rank')} x "
+            f"{counted(train.microbatch_size, 'sequence')} x "
+            f"{train.seq_len} tokens; the nearest "
             f"that is: {nearest}"
         )
     return BatchPlan(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from optimus.config import Config
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, counted
 from optimus.launch_env import LaunchEnv
 
 
@@ -78,6 +78,8 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
     if started == 1 and "RANK" not in os.environ:
         return nproc or 0
     if nproc not in (None, started):
-        message = f"--nproc {nproc}, but {started} ranks were started; drop --nproc"
+        message = (
+            f"--nproc {nproc}, but a launcher started {counted(started, 'rank')}; drop --nproc"
+        )
         raise ConfigError(message, on_every_rank=True)
     return 0

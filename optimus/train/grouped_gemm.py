@@ -9,7 +9,7 @@ import torch
 
 from optimus import platform
 from optimus.config import Config, ModelConfig
-from optimus.errors import one_line
+from optimus.errors import counted, one_line
 from optimus.model.moe import Experts
 from optimus.parallel.placement import share
 from optimus_kernels.grouped_mm import set_form
@@ -50,7 +50,8 @@ def measure_grouped_gemm(config: Config, device: torch.device) -> str:
         set_form("auto")
     times = ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
     print(
-        f"optimus: grouped products of {layer.num_experts} experts, {tokens} tokens: {times}",
+        f"optimus: grouped products of {counted(layer.num_experts, 'expert')}, "
+        f"{counted(tokens, 'token')}: {times}",
         file=sys.stderr,
         flush=True,
     )

@@ -22,7 +22,7 @@ from optimus.dist.collectives import (
     looking_at_what_is_sent,
 )
 from optimus.dist.groups import Groups
-from optimus.errors import NonFiniteError
+from optimus.errors import NonFiniteError, counted
 from optimus.resilience import guards
 from optimus.train.rank_model import RankModel, uncompiled
 from optimus.train.schedule import clips_at
@@ -183,7 +183,7 @@ class Watch:
             log_dir = Path(self._config.train.run_dir) / "log"
             guards.write_marker(log_dir, first.rank, self._step, first.what, first.host)
         more = len([one for one in found if one[:4] == first[:4]]) - 1
-        also = f" (and {more} more ranks)" if more else ""
+        also = f" (and {counted(more, 'more rank')})" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
             f"{first.what}{also}{circumstance}",

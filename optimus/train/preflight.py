@@ -18,7 +18,7 @@ from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
-from optimus.errors import CheckpointError, ConfigError, DataError
+from optimus.errors import CheckpointError, ConfigError, DataError, counted
 from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
@@ -168,8 +168,9 @@ def doubts(config: Config, mesh: Mesh, local_world_size: int) -> list[str]:
         few = local_world_size == 1
         remedy = "start several ranks a node" if few else f"let ep * tp divide {local_world_size}"
         lines.append(
-            f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of {local_world_size} "
-            f"ranks: every layer {what} {size / 1e6:.1f} MB of each microbatch over the network, "
+            f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of "
+            f"{counted(local_world_size, 'rank')}: every layer {what} {size / 1e6:.1f} MB "
+            "of each microbatch over the network, "
             f"forward and again backward; {remedy} to stay inside"
         )
     return lines

@@ -7,6 +7,7 @@ from dataclasses import replace
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.dist.groups import Groups
+from optimus.errors import counted
 from optimus.parallel.dispatch import measure_dispatches
 from optimus.parallel.expert import dispatchers
 from optimus.parallel.recompute_cost import measure_recompute
@@ -100,5 +101,5 @@ def recompute_news(config: Config, groups: Groups, part: RankModel) -> list[str]
     length = train.seq_len // part.model.sequence_shards
     shape = (train.microbatch_size, length, model.hidden_size)
     cost = measure_recompute(part.model, shape, dtype_of(train.dtype), seed=groups.data.rank)
-    layers = len(part.model.blocks)
-    return [f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} layers of rank 0"]
+    layers = counted(len(part.model.blocks), "layer")
+    return [f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} of rank 0"]

@@ -49,7 +49,7 @@ def test_globs_are_the_shell_s(text, monkeypatch):
 def test_what_is_left_out_is_said(text):
     told: list[str] = []
     find_inputs([f"{text}"], say=told.append)
-    assert len(told) == 1 and told[0].startswith("left out: 2 names that begin with a dot")
+    assert len(told) == 1 and told[0].startswith("left out: 2 names with a leading dot")
     find_inputs([f"{text}"], ["*/.*"], say=told.append)
     find_inputs([f"{text}/b/*.txt"], say=told.append)
     assert len(told) == 1

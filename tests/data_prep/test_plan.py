@@ -54,7 +54,7 @@ def test_plan_says_why_nothing_can_be_sampled(made, tmp_path, capsys, case):
     (tmp_path / "a.jsonl").write_text(content)
     words = run_arguments(tmp_path / "a.jsonl", made.tokenizer, tmp_path / "out")
     told = refused(capsys, ["plan", *words[1:]])
-    assert f"nothing of 1 inputs can be sampled: {tmp_path / why if 'a.' in why else why}" in told
+    assert f"nothing of 1 input can be sampled: {tmp_path / why if 'a.' in why else why}" in told
 
 
 def test_plan_where_nothing_may_be_written(made, tmp_path, capsys, monkeypatch):

@@ -67,7 +67,7 @@ def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
     assert done.returncode == 2 and "WORLD_SIZE=7, but the launcher says" in line
     done = train_by(mpiexec(kind, 2), config, run, "--nproc", "3")
     (line,) = our_lines(done)
-    assert done.returncode == 2 and "--nproc 3, but 2 ranks were started" in line
+    assert done.returncode == 2 and "--nproc 3, but a launcher started 2 ranks" in line
 
 
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])

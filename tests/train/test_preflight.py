@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
         ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2: .* use .*'interleaved'"),
         ({"ep": 4, "dp": 4}, 16, r"global_batch_tokens = 256 .* 16 data ranks .* that is: 512"),
         ({"pp": 2, "tp": 2}, 6, r"2 \* 1 \* 2 = 4 does not divide the world of 6 ranks; start 8"),
-        ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks but 4 were started"),
+        ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks, and this one has 4"),
     ],
 )
 def test_an_impossible_layout_is_one_line_that_all_ranks_share(

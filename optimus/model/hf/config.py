@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
 from optimus.config.sections import ROPE_FIELDS, Count
-from optimus.errors import CheckpointError, ConfigError, one_line
+from optimus.errors import CheckpointError, ConfigError, counted, one_line
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _OLMO_EPS = 1e-5  # a constant of transformers' OlmoLayerNorm, whatever config.json says
@@ -249,7 +249,8 @@ def _expressible(config: ModelConfig) -> None:
     if config.architecture == "olmoe" and head_dim * heads != config.hidden_size:
         raise ConfigError(
             f"model.head_dim = {head_dim} has no place in a Hugging Face OLMoE: its q_norm is as "
-            f"wide as hidden_size = {config.hidden_size}, not {heads} heads of {head_dim}"
+            f"wide as hidden_size = {config.hidden_size}, not {counted(heads, 'head')} of "
+            f"{head_dim}"
         )
 
 

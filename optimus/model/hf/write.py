@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.errors import CheckpointError, ConfigError, OptimusError
+from optimus.errors import CheckpointError, ConfigError, OptimusError, counted
 from optimus.files import commit, temporary_name, write_json
 from optimus.model.hf.config import config_to_hf
 from optimus.model.hf.names import places
@@ -102,5 +102,6 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
     for name, left in missing.items():
         if left:
             raise CheckpointError(
-                f"weights to write: tensor {name} is missing or of another size: {left} elements"
+                f"weights to write: tensor {name} is missing or of another size: "
+                f"{counted(left, 'element')}"
             )

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from optimus.config import Config
 from optimus.dist.mesh import Mesh
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
@@ -36,8 +36,10 @@ def assign_layers(
     num_layers = len(layer_costs)
     if num_stages > num_layers:
         raise ConfigError(
-            f"parallel.pp * virtual_stages = {num_stages} stages, but model.num_layers = "
-            f"{num_layers}; a stage holds at least one layer, use at most {num_layers} stages"
+            f"parallel.pp * virtual_stages = {counted(num_stages, 'stage')}, but "
+            "model.num_layers = "
+            f"{num_layers}; a stage holds at least one layer, use at most "
+            f"{counted(num_layers, 'stage')}"
         )
     sums = list(accumulate(layer_costs, initial=0.0))
 
@@ -68,7 +70,8 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
     """`parallel.stage_layers` as ranges; ConfigError unless it names every layer once."""
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(
-            f"parallel.stage_layers = {list(counts)} must give each of {num_stages} stages at "
+            f"parallel.stage_layers = {list(counts)} must give each of "
+            f"{counted(num_stages, 'stage')} at "
             f"least one layer and add up to model.num_layers = {num_layers}"
         )
     return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))

@@ -1,0 +1,66 @@
+"""Counted nouns in messages: `1 shard`, `2 shards`."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from optimus.errors import counted
+from tests.helpers.programs import ROOT
+
+COUNTED = (
+    "arrays|checkpoints|damages|documents|experts|files|instances|layers|problems|ranks|rows|"
+    "shards|stages|steps|threads|units|updates|workers"
+)
+ALWAYS_SEVERAL = {
+    "{size} ranks",  # of an axis above 1
+    "{result['world']} ranks",  # where an axis is above 1
+    "{stages} pipeline stages",  # above 1
+    "{short(value['documents'])} documents",  # estimates, such as 1.2k
+    "{short(value['instances'])} instances",
+    "{piece_rows} rows",  # a fraction
+    "{ending} files",  # no number
+    "{MIN_HELD_OUT_DOCUMENTS} documents",
+}
+
+
+def by_hand(text: str) -> Iterator[str]:
+    """The places where a message has a number followed by a noun in the plural."""
+    for node in ast.walk(ast.parse(text)):
+        values = node.values if isinstance(node, ast.JoinedStr) else []
+        for value, after in itertools.pairwise(values):
+            if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
+                found = re.match(rf" (?!in |of |on )(?:[a-z-]+ )?(?:{COUNTED})\b", after.value)
+                if found:
+                    yield f"{{{ast.unparse(value.value)}}}{found[0]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1, "shard"), "1 shard"),
+        ((0, "shard"), "0 shards"),
+        ((2000, "shard"), "2,000 shards"),
+        ((1, "microbatch", "microbatches"), "1 microbatch"),
+        ((3, "microbatch", "microbatches"), "3 microbatches"),
+    ],
+)
+def test_counted(arguments, text):
+    assert counted(*arguments) == text
+
+
+@pytest.mark.parametrize("package", ["optimus", "data_prep"])
+def test_messages_count_by_the_one_helper(package):
+    """So that none says `1 ranks`."""
+    assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
+    assert not [*by_hand('f"ranks {n} or higher"')]
+    found = {
+        place: path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for place in by_hand(path.read_text())
+    }
+    assert not {place: path for place, path in found.items() if place not in ALWAYS_SEVERAL}
