@@ -32,16 +32,23 @@ from data_prep.manifest import Manifest, read_manifest
 from data_prep.packed import require_zstd
 from data_prep.progress import say
 from data_prep.ranks import ALONE, Team, share, together, wait_for
-from data_prep.shard import divide_memory, fewer_workers, read_shard_record, shard_all
+from data_prep.shard import (
+    divide_memory,
+    fewer_workers,
+    is_whole,
+    read_shard_record,
+    shard_all,
+)
 from data_prep.shuffle import read_order
 from data_prep.shuffle_run import ShuffleRequest, as_asked, data_sets, shuffle
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
+from data_prep.start_check import sample
 from data_prep.token_plan import TokenPlan, parts_dirs, read_plan
 from data_prep.tokenize import check_inputs, make_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,8 @@ def find_finished(
         places = data_sets(out)
         try:
             manifests = [_whole(place) for place in places]
-        except DataError:
+        except DataError as error:
+            team.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
             for place in reversed(places):
                 take_back(place / layout.TOKENS_DIR)
             return []
@@ -244,4 +252,7 @@ def _whole(dataset: Path) -> Manifest:
     manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)
+    chosen = sample([shard.size for shard in manifest.shards])
+    if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
+        raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")
     return manifest

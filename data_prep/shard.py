@@ -23,13 +23,23 @@ from data_prep.blend import BlendOrder
 from data_prep.bucket import Spill, SpillReader, open_spill, rows_of_run, spill_all
 from data_prep.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
 from data_prep.machine import usable_memory
+from data_prep.manifest import read_manifest
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress, say
 from data_prep.ranks import Team, do_together
 from data_prep.shuffle import Order
+from data_prep.start_check import (
+    Promise,
+    are_whole,
+    damaged,
+    require_header,
+    sample,
+    say_sample,
+)
 from data_prep.strategy import choose_strategy
+from data_prep.token_arrays import array_path
 from optimus import files
-from optimus.errors import ConfigError, DataError
+from optimus.errors import ConfigError, DamageError, DataError, counted
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
@@ -54,6 +64,8 @@ class ShardWork:
     """Memory for one block: rows, indices and the window they are read through."""
     spill: Spill | None = None
     """The sorted runs to read from; None: from the token arrays themselves."""
+    sample: frozenset[int] = frozenset()
+    """Shards of an earlier run whose hashes are compared (data_prep.start_check)."""
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
@@ -98,7 +110,7 @@ def memory_for(workers: int) -> int:
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
     """The line that says how many workers `--memory` leaves."""
     return (
-        f"{step}: {workers} of {asked} workers, for more do not fit in --memory "
+        f"{step}: {workers} of {counted(asked, 'worker')}, for more do not fit in --memory "
         f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
     )
 
@@ -134,13 +146,18 @@ def shard_all(
 def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
     dataset, order = work.dataset, work.order
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
+    sizes = [layout.HEADER_BYTES + count * order.row_bytes for count in rows]
+    work = dataclasses.replace(work, sample=sample(sizes))
+    if len(_missing(work, deep=False)) < len(rows) and team.rank == 0:
+        say_sample(work.sample, sizes, "shard", dataset)
     run_rows = rows_of_run(order, work.block_bytes)
-    if _missing(work, deep=True) and (
-        choose_strategy(dataset, order, strategy, team, run_rows) == "bucket"
-    ):
-        spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
-        spill_all(spill, workers, team)
-        work = dataclasses.replace(work, spill=spill)
+    if _missing(work, deep=True):
+        if team.rank == 0:
+            _check_arrays(dataset, order)
+        if choose_strategy(dataset, order, strategy, team, run_rows) == "bucket":
+            spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
+            spill_all(spill, workers, team)
+            work = dataclasses.replace(work, spill=spill)
 
     def do(shards: list[int]) -> None:
         with Progress(label, sum(rows[shard] for shard in shards), " instances") as progress:
@@ -158,6 +175,22 @@ def _missing(work: ShardWork, deep: bool) -> list[int]:
     if left or not deep:
         return left
     return [shard for shard in shards if not _is_complete(work, shard)]
+
+
+def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
+    """Raises DamageError where token arrays that shards are to be made of are damaged."""
+    for source in order.sources:
+        tokens_dir, items = dataset / source.tokens_dir, []
+        for number, unit in enumerate(source.units):
+            path = array_path(tokens_dir, number)
+            if path.exists():  # else it is packed
+                items.append(Promise(path, unit.xxh3))
+        chosen = sample([file.path.stat().st_size for file in items])
+        if found := damaged(items[item] for item in sorted(chosen)):
+            raise DamageError(
+                f"{found[0]}: its content is damaged (hash differs), and shards would be made of "
+                f"it; optimus-data verify {dataset} names the repair"
+            )
 
 
 def _is_complete(work: ShardWork, shard: int) -> bool:
@@ -183,20 +216,42 @@ def read_shard_record(
     size = path.stat().st_size if path.exists() else None
     if size != record["size"]:
         raise DataError(f"{path}: has size {size}, not the {record['size']} of its sidecar")
+    require_header(path, layout.npy_header((stop - first, order.context), order.dtype))
     return record
+
+
+def is_whole(dataset: Path, shard: int) -> bool:
+    """Whether a complete shard has the hash of its sidecar."""
+    record = layout.read_checked_json(sidecar_path(dataset, shard), FORM)
+    return are_whole([Promise(shard_path(dataset, shard), record["xxh3"])])
+
+
+def _promised_hash(work: ShardWork, shard: int) -> str | None:
+    """The hash that an earlier run gave this shard, by its sidecar or by the manifest, if any."""
+    with contextlib.suppress(DataError):
+        record = layout.read_checked_json(sidecar_path(work.dataset, shard), FORM)
+        if record["order"] == work.order_xxh3:
+            return record["xxh3"]
+    with contextlib.suppress(DataError):
+        manifest = read_manifest(work.dataset)
+        if manifest.order_xxh3 == work.order_xxh3:
+            return manifest.shards[shard].xxh3
+    return None
 
 
 def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> None:
     order = work.order
     first, stop = order.shard_rows(shard)
-    if _is_complete(work, shard):
+    known = _is_complete(work, shard)
+    if known and (shard not in work.sample or is_whole(work.dataset, shard)):
         advance(stop - first)
         return
+    path = shard_path(work.dataset, shard)
     header = layout.npy_header((stop - first, order.context), order.dtype)
     digest = xxhash.xxh3_64(header)
     with (
         contextlib.closing(_open_rows(work, shard)) as source,
-        files.atomic_writer(shard_path(work.dataset, shard)) as file,
+        files.atomic_writer(path) as file,
     ):
         file.write(header)
         permutation = order.epoch_zero()
@@ -210,6 +265,11 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
             digest.update(rows)
             advance(len(rows))
         size = file.tell()
+        if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):
+            raise DamageError(
+                f"{path}: made again, it differs from what it was (hash {promised}), so a "
+                f"token array is damaged; optimus-data verify {work.dataset} names the repair"
+            )
     record = {
         "format": FORM,
         "version": layout.VERSION,

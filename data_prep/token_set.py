@@ -12,7 +12,15 @@ from typing import Any
 
 from data_prep import layout
 from data_prep.packed import is_packed
-from data_prep.token_arrays import TokenArrayWriter, array_path, docs_path, ids_path, sidecar_path
+from data_prep.start_check import Promise, require_header
+from data_prep.token_arrays import (
+    ID_BYTES,
+    TokenArrayWriter,
+    array_path,
+    docs_path,
+    ids_path,
+    sidecar_path,
+)
 from data_prep.token_plan import PARTS, TokenPlan, read_plan
 from optimus import files
 from optimus.errors import DamageError, DataError
@@ -90,7 +98,28 @@ def read_unit(
         if size != record[key]["size"]:
             kind = DataError if size is None else DamageError
             raise kind(f"{file}: has size {size}, not the {record[key]['size']} of its sidecar")
+        require_header(file, *_headers(key, record))
     return record
+
+
+def _headers(key: str, record: Mapping[str, Any]) -> list[bytes]:
+    """What a file of a unit begins with; the sidecar does not name the dtype of token arrays."""
+    tokens, documents = record["tokens"], record["documents"]
+    if key == "array":
+        return [layout.npy_header((tokens,), dtype) for dtype in ("uint16", "uint32")]
+    if key == "docs":
+        return [layout.npy_header((documents, 3), "int64")]
+    return [layout.npy_header((documents, ID_BYTES), "uint8")]
+
+
+def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> list[Promise]:
+    """The files of a unit with the hashes that its sidecar gives; of a packed array nothing."""
+    paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
+    return [
+        Promise(path(tokens_dir, unit), record[key]["xxh3"])
+        for key, path in paths.items()
+        if key in record and path(tokens_dir, unit).exists()
+    ]
 
 
 def part_of(tokens_dir: Path) -> str:

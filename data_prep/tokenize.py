@@ -6,6 +6,7 @@ What a unit holds depends on the plan alone, so any process may do any unit, in 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from data_prep.packed import packed_path
 from data_prep.pool import Job, run_jobs
 from data_prep.progress import Progress
 from data_prep.ranks import Team, do_together
+from data_prep.start_check import are_whole, sample, say_sample
 from data_prep.token_arrays import TokenArrayWriter, array_path
 from data_prep.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
-from data_prep.token_set import read_unit, write_unit
+from data_prep.token_set import promises, read_unit, write_unit
 from data_prep.tokenizer import shared_encoder
 from data_prep.unit_writer import UnitWriter
 from optimus import files
@@ -45,6 +47,8 @@ class TokenizeWork:
     limits: Limits = NO_LIMITS
     packed: bool = False
     """Whether arrays are written packed, for `--fused`; complete ones may then be either."""
+    sample: frozenset[int] = frozenset()
+    """Units of an earlier run whose hashes are compared (data_prep.start_check)."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -63,10 +67,17 @@ class TokenizeWork:
 def make_units(
     work: TokenizeWork, workers: int, team: Team, what: str, job: Job | None = None
 ) -> None:
-    """Every unit, by the job or by tokenizing; ranks share the work, which they call `what`."""
+    """Every unit, by the job or by tokenizing; ranks share the work, which they call `what`.
+
+    Complete units of an earlier run are checked, and damaged ones made again.
+    """
+    sizes = [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))]
+    work = dataclasses.replace(work, sample=sample(sizes))
+    if len(missing_units(work, deep=False)) < len(sizes) and team.rank == 0:
+        say_sample(work.sample, sizes, "unit", work.out)
     do_together(
         team,
-        [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))],
+        sizes,
         lambda units: do_units(work, workers, units, team.label(what), job),
         lambda: missing_units(work, deep=team.rank == 0),
         work.out / layout.TOKENS_DIR,
@@ -88,7 +99,7 @@ def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> N
     dropped = work.dropped()
     while True:
         checkpoints = _checkpoints(work, unit, dropped)
-        if (record := complete(work, unit, dropped)) is None:
+        if (record := complete_and_whole(work, unit, dropped)) is None:
             _tokenize_unit(work, unit, dropped, checkpoints, advance)
         else:
             check_inputs_of(work, unit, record, advance)
@@ -192,6 +203,19 @@ def _check_unchanged(
             f"{work.out} to start again"
         )
     advance(file.size)
+
+
+def complete_and_whole(
+    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
+) -> dict[str, Any] | None:
+    """`complete`, with the hashes of the unit's files compared where it is in the sample."""
+    record = complete(work, unit, dropped)
+    if record is None or unit not in work.sample:
+        return record
+    for folder in parts_dirs(work.out, work.plan).values():
+        if not are_whole(promises(folder, unit, read_unit(folder, unit, work.plan_xxh3))):
+            return None
+    return record
 
 
 def complete(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +14,129 @@ import xxhash
 
 from data_prep import layout
 from data_prep.blend import BlendOrder, read_any_order
+from data_prep.duplicates import MARK as DUPLICATES
+from data_prep.duplicates import TABLE as DUPLICATES_TABLE
 from data_prep.duplicates import read_whole
-from data_prep.fused import removed
+from data_prep.fused import MARK, removed
 from data_prep.manifest import Manifest, ShardEntry, read_manifest
 from data_prep.packed import PackedArray, packed_path
 from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
 from data_prep.shuffle import Order
-from data_prep.token_arrays import array_path, docs_path, ids_path
-from data_prep.token_plan import read_plan
+from data_prep.token_arrays import array_path, docs_path, ids_path, sidecar_path
+from data_prep.token_plan import PARTS, TokenPlan, is_import, read_plan
 from data_prep.token_set import read_unit
 from data_prep.tokenizer import read_facts
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 _READ_BYTES = 4 << 20
+_ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
 
 
 def verify(dataset: Path) -> Iterator[str]:
-    """Every damage found in `dataset` and in its held-out part, a line each, naming the file."""
+    """Every damage found in `dataset` and in its held-out part, a line each: file, what, repair.
+
+    A repair makes the same bytes again; tests/data_prep/test_repair.py follows each.
+    """
+    repairs = Repairs(dataset)
     try:
-        manifest = read_manifest(dataset)
         order = read_any_order(dataset)
     except DataError as error:
-        yield str(error)
+        yield f"{error}; {repairs.of_order()}"
         return
-    yield from _check_counts(dataset, manifest, order)
-    yield from _check_small_files(dataset, manifest)
+    repairs = Repairs(dataset, order)
+    try:
+        manifest = read_manifest(dataset)
+    except DataError as error:
+        yield f"{error}; {repairs.of_shards(dataset / layout.MANIFEST)}"
+        return
+    for line in _check_counts(dataset, manifest, order):
+        yield f"{line}; {repairs.of_shards(dataset / layout.MANIFEST)}"
+    yield from _check_small_files(dataset, manifest, repairs)
     for source in order.sources:
-        yield from _check_tokens(dataset, source)
+        yield from _check_tokens(dataset, source, repairs)
     with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
         for shard in manifest.shards:
-            yield from _check_shard(dataset, manifest, shard)
+            path = dataset / shard.name
+            for line in _check_shard(dataset, manifest, shard):
+                yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
-    if manifest.part == "train" and manifest.eval_fraction > 0:
+    if manifest.part == PARTS[0] and manifest.eval_fraction > 0:
         yield from verify(dataset / layout.EVAL_DIR)
+
+
+class Repairs:
+    """The commands that make damaged files of a data set again, to the same bytes."""
+
+    def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
+        self._dataset, self._order = dataset, order
+        self._out = _output_of(dataset)
+
+    def of_shards(self, *paths: Path) -> str:
+        """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
+        assert self._order is not None
+        if any(_is_fused(self._dataset / source.tokens_dir) for source in self._order.sources):
+            return _repair(paths, self._again("run --fused"))
+        return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
+
+    def of_order(self) -> str:
+        """Of order.json."""
+        tokens_dir = self._dataset / layout.TOKENS_DIR
+        makers = "run or shuffle" if tokens_dir.is_dir() else "shuffle --to or blend"
+        makers = "run --fused" if _is_fused(tokens_dir) else makers
+        return _repair([self._dataset / layout.ORDER], self._again(makers))
+
+    def of_tokenizer(self, path: Path) -> str:
+        """Of the copy of the tokenizer."""
+        if isinstance(self._order, BlendOrder):
+            return _repair([path], self._again("blend"))
+        foreign = self._order is not None and self._order.tokens_dir != layout.TOKENS_DIR
+        return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
+
+    def of_tokens(self, tokens_dir: Path, *paths: Path) -> str:
+        """Of token arrays and what lies beside them."""
+        out = _output_of(tokens_dir.parent)
+        folders = (out / layout.TOKENS_DIR, out / layout.EVAL_DIR / layout.TOKENS_DIR)
+        marks = [folder / MARK for folder in folders if (folder / MARK).exists()]
+        return _repair([*paths, *marks], _again(_makers(tokens_dir.parent), out))
+
+    def _again(self, makers: str) -> str:
+        return _again(makers, self._out)
+
+
+def _output_of(dataset: Path) -> Path:
+    """What a command named as its output, of which `dataset` may be the held-out part."""
+    dataset = Path(os.path.normpath(dataset))
+    above = dataset.parent
+    whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
+    return above if dataset.name == layout.EVAL_DIR and whole else dataset
+
+
+def _makers(dataset: Path) -> str:
+    """The commands that may have made the token arrays of `dataset`."""
+    if _is_fused(dataset / layout.TOKENS_DIR):
+        return "run --fused"
+    try:
+        imported = is_import(read_plan(dataset / layout.TOKENS_DIR).text_field)
+    except DataError:
+        return "run, tokenize or import"
+    return "import" if imported else "run or tokenize"
+
+
+def _is_fused(tokens_dir: Path) -> bool:
+    """Whether `--fused` removed the arrays, even where its mark is lost: none of them is there."""
+    names = set(os.listdir(tokens_dir)) if tokens_dir.is_dir() else {"unit-00000.npy"}
+    return MARK in names or not any(_ARRAY.fullmatch(name) for name in names)
+
+
+def _again(makers: str, out: Path) -> str:
+    return f"the same optimus-data {makers} command that made {out}"
+
+
+def _repair(paths: Iterable[Path], command: str) -> str:
+    names = dict.fromkeys(os.path.normpath(path) for path in paths)
+    return f"repair: {shlex.join(['rm', '-f', *names])}; then {command}"
 
 
 def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
@@ -66,18 +156,23 @@ def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) 
         yield f"{path}: its list of shards is not that of its order"
 
 
-def _check_small_files(dataset: Path, manifest: Manifest) -> Iterator[str]:
+def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> Iterator[str]:
     path = layout.tokenizer_file(dataset)
+    problem = None
     try:
         facts = read_facts(path, manifest.eos_token)
     except DataError as error:
-        yield str(error)
+        problem = str(error)
     else:
         if facts.sha256 != manifest.tokenizer_sha256:
-            yield f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+            problem = f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+    if problem:
+        yield f"{problem}; {repairs.of_tokenizer(path)}"
     aside = manifest.quarantined
     if aside.count:
-        yield from _check_file(dataset / layout.SET_ASIDE, aside.size, aside.xxh3)
+        path = dataset / layout.SET_ASIDE
+        for line in _check_file(path, aside.size, aside.xxh3):
+            yield f"{line}; {repairs.of_shards(path)}"
 
 
 def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
@@ -91,43 +186,52 @@ def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
         yield f"{path}: cannot be read: {error.strerror}"
 
 
-def _check_tokens(dataset: Path, order: Order) -> Iterator[str]:
+def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str]:
     tokens_dir = dataset / order.tokens_dir
+    path = tokens_dir / layout.PLAN
     try:
         plan = read_plan(tokens_dir)
     except DataError as error:
-        yield str(error)
+        yield f"{error}; {repairs.of_tokens(tokens_dir, path)}"
         return
-    if files.xxh3_file(tokens_dir / layout.PLAN) != order.plan or len(plan.units) != len(
-        order.units
-    ):
-        yield f"{tokens_dir / layout.PLAN}: is not the plan that {dataset / layout.ORDER} names"
+    if files.xxh3_file(path) != order.plan or len(plan.units) != len(order.units):
+        line = f"{path}: is not the plan that {dataset / layout.ORDER} names"
+        yield f"{line}; {repairs.of_tokens(tokens_dir, path)}"
         return
-    if plan.id_field and order.part == "train":
+    if plan.id_field and order.part == PARTS[0]:
         try:
             read_whole(tokens_dir, order.plan)
         except DataError as error:
-            yield str(error)
-    has_arrays = not removed(tokens_dir)
-    for number, unit in enumerate(order.units):
-        try:
-            record = read_unit(tokens_dir, number, order.plan, has_arrays)
-        except DataError as error:
-            yield str(error)
-            continue
-        array, docs = array_path(tokens_dir, number), docs_path(tokens_dir, number)
-        if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
-            yield f"{array}: its sidecar is not the one that was shuffled"
-        itemsize = layout.little_endian(plan.dtype).itemsize
-        if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
-            yield f"{array}: cannot hold {unit.tokens} tokens in {record['array']['size']} bytes"
-        if has_arrays and not array.exists():
-            yield from _check_packed(tokens_dir, number, plan.dtype, record["array"])
-        elif has_arrays:
-            yield from _check_file(array, record["array"]["size"], unit.xxh3)
-        yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
-        if ids := record.get("ids"):
-            yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
+            found = (tokens_dir / DUPLICATES, tokens_dir / DUPLICATES_TABLE)
+            yield f"{error}; {repairs.of_tokens(tokens_dir, *found)}"
+    for number in range(len(order.units)):
+        for line in _check_unit(tokens_dir, number, order, plan):
+            unit = [path(tokens_dir, number) for path in (array_path, docs_path, ids_path)]
+            unit += [packed_path(tokens_dir, number), sidecar_path(tokens_dir, number)]
+            yield f"{line}; {repairs.of_tokens(tokens_dir, *(p for p in unit if p.exists()))}"
+
+
+def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) -> Iterator[str]:
+    unit, has_array = order.units[number], not removed(tokens_dir)
+    try:
+        record = read_unit(tokens_dir, number, order.plan, has_array)
+    except DataError as error:
+        yield str(error)
+        return
+    array, docs = array_path(tokens_dir, number), docs_path(tokens_dir, number)
+    if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
+        yield f"{array}: its sidecar is not the one that was shuffled"
+    itemsize = layout.little_endian(plan.dtype).itemsize
+    if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
+        size = counted(record["array"]["size"], "byte")
+        yield f"{array}: cannot hold {counted(unit.tokens, 'token')} in {size}"
+    if has_array and not array.exists():
+        yield from _check_packed(tokens_dir, number, plan.dtype, record["array"])
+    elif has_array:
+        yield from _check_file(array, record["array"]["size"], unit.xxh3)
+    yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
+    if ids := record.get("ids"):
+        yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
 
 
 def _check_packed(

@@ -23,7 +23,7 @@ from data_prep.token_set import read_unit, write_unit
 from data_prep.tokenize import (
     TokenizeWork,
     check_inputs_of,
-    complete,
+    complete_and_whole,
     make_units,
     open_writers,
 )
@@ -99,7 +99,7 @@ def _make_plan(
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    if (record := complete(work, unit)) is None:
+    if (record := complete_and_whole(work, unit)) is None:
         _import_unit(work, unit)
         advance(work.plan.unit_bytes(unit))
     else:

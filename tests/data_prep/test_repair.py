@@ -1,0 +1,210 @@
+"""Every damage has a repair that `verify` names; following it gives the same bytes again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from data_prep import start_check
+from data_prep.cli import main
+from data_prep.verify import verify
+from tests.data_prep.corpus import run_arguments, tree
+from tests.helpers.damage import flip
+
+HOW = ("flipped", "cut", "gone")
+
+
+def damage(path, how: str) -> None:
+    if how == "flipped":
+        flip(path, 0.6)
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+
+
+def follow(dataset, commands: dict[str, list[list[str]]]) -> None:
+    """Do what `verify` says until it says nothing: at most twice, for a file that all others are
+    found by is repaired first. `commands` are those that made what verify calls by its name."""
+    for _ in range(2):
+        lines = list(verify(dataset))
+        for line in dict.fromkeys(line.partition("; repair: ")[2] for line in lines):
+            remove, _, command = line.partition("; then ")
+            subprocess.run(shlex.split(remove), check=True)
+            if command.startswith("optimus-data "):
+                assert main(shlex.split(command)[1:]) == 0, command
+                continue
+            found = re.fullmatch(r"the same optimus-data (.+) command that made (.+)", command)
+            kind, out = found.groups()
+            for words in commands[out]:
+                assert words[0] in kind and ("--fused" in words) == ("--fused" in kind), line
+                assert main(words) == 0, (line, words)
+    assert list(verify(dataset)) == []
+
+
+@pytest.fixture
+def kinds(all_kinds):
+    """The same, as they were after each test."""
+    base, _ = all_kinds
+    before = tree(base)
+    yield all_kinds
+    for name in tree(base).keys() - before.keys():
+        (base / name).unlink()
+    for name, content in before.items():
+        if not (base / name).exists() or (base / name).read_bytes() != content:
+            (base / name).write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def all_kinds(made, tmp_path_factory):
+    """Data sets made in each way, with the commands that made each."""
+    base = tmp_path_factory.mktemp("kinds")
+    text = base / "text"
+    shutil.copytree(made.text, text)
+    (text / "bad.txt").write_bytes(b"\xff")  # so that there is a quarantine.jsonl
+    more = ["--on-error", "quarantine", "--unit-size", "40000", "--context", "32"]
+    plain = run_arguments(text, made.tokenizer, base / "plain", *more)
+    fused = run_arguments(text, made.tokenizer, base / "fused", *more, "--fused")
+    other = ["shuffle", str(base / "plain"), "--context", "8", "--to", str(base / "other")]
+    blend = ["blend", "--source", f"{base / 'plain'}=1", "--context", "16"]
+    blend += ["--out", str(base / "blend")]
+    for words in (plain, fused, other, ["shard", str(base / "other")], blend):
+        assert main(words) == 0
+    again = {"plain": [plain], "fused": [fused], "other": [other], "blend": [blend]}
+    return base, {str(base / name): words for name, words in again.items()}
+
+
+FILES = {
+    "plain": (
+        *("manifest.json", "order.json", "tokenizer.json", "quarantine.jsonl"),
+        *("shards/shard-00000.npy", "shards/shard-00001.json", "tokens/plan.json"),
+        *("tokens/unit-00000.npy", "tokens/unit-00000.docs.npy", "tokens/unit-00000.ids.npy"),
+        *("tokens/unit-00001.json", "tokens/duplicates.json", "eval/manifest.json"),
+        *("eval/order.json", "eval/tokenizer.json", "eval/shards/shard-00000.npy"),
+        *("eval/tokens/unit-00000.npy", "eval/tokens/plan.json", "eval/tokens/unit-00001.json"),
+    ),
+    "fused": (
+        *("manifest.json", "order.json", "shards/shard-00000.npy", "shards/shard-00001.json"),
+        *("tokens/plan.json", "tokens/unit-00000.docs.npy", "tokens/removed.json"),
+        *("eval/shards/shard-00000.npy", "eval/tokens/unit-00000.docs.npy"),
+    ),
+    "other": ("manifest.json", "order.json", "tokenizer.json", "shards/shard-00000.npy"),
+    "blend": ("manifest.json", "order.json", "tokenizer.json", "shards/shard-00000.npy"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names]
+)
+def test_the_repair_that_is_named_gives_the_same_bytes(kinds, kind, name):
+    """Of a flipped, a shortened and a missing file in turn."""
+    base, commands = kinds
+    before = tree(base)
+    for how in HOW:
+        damage(base / kind / name, how)
+        follow(base / kind, commands)
+        assert tree(base) == before, how
+
+
+def test_a_token_array_of_a_blend_is_repaired_where_it_is(kinds):
+    base, commands = kinds
+    before = tree(base)
+    flip(base / "plain" / "tokens" / "unit-00001.npy", 0.5)
+    (line,) = verify(base / "blend")
+    assert f"command that made {base / 'plain'}" in line
+    follow(base / "blend", commands)
+    assert tree(base) == before
+
+
+def test_import_is_named_as_what_made_the_arrays(made, tmp_path):
+    import numpy as np
+
+    ids = np.array([5, 6, 7, 0] * 200, "<u2")
+    ids.tofile(tmp_path / "ids.npy")
+    out = tmp_path / "out"
+    words = ["import", "--input", str(tmp_path / "ids.npy"), "--dtype", "uint16"]
+    words += ["--tokenizer", str(made.tokenizer), "--out", str(out)]
+    assert main(words) == 0 and main(["shuffle", str(out), "--context", "16"]) == 0
+    assert main(["shard", str(out)]) == 0
+    before = tree(out)
+    flip(out / "tokens" / "unit-00000.npy", 0.5)
+    follow(out, {str(out): [words]})
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["shards/shard-00001.npy", "tokens/unit-00001.npy", "eval/tokens/unit-00001.docs.npy"],
+)
+@pytest.mark.parametrize("at", [20, 0.7])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_start_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers):
+    """Header or content; sizes are checked by tests of kills."""
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    flip(out / name, at)
+    assert main(run_arguments(made.text, made.tokenizer, out, "--workers", workers)) == 0
+    assert tree(out) == tree(made.data)
+    assert at == 20 or f"{out / name}: its content is damaged" in capfd.readouterr().err
+
+
+def test_a_start_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
+    base, commands = kinds
+    before = tree(base)
+    flip(base / "fused" / "shards" / "shard-00001.npy", 0.5)
+    assert main(commands[str(base / "fused")][0]) == 0
+    assert "1 damaged shard; its token arrays, removed by --fused" in capsys.readouterr().err
+    assert tree(base) == before
+
+
+def test_shards_are_not_made_of_a_damaged_token_array(made, tmp_path, capsys, monkeypatch):
+    """Neither at the check of a start, nor where that reads a sample without the damage."""
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    shard = out / "shards" / "shard-00001.npy"
+    for array in (out / "tokens").glob("unit-?????.npy"):
+        flip(array, 0.5)
+    shard.unlink()
+    for told in ("unit-0000", "shard-00001.npy: made again, it differs"):
+        assert main(["shard", str(out), "--workers", "1"]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert told in error and f"optimus-data verify {out} names the repair" in error
+        assert not shard.exists()
+        shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest knows the hash too
+        monkeypatch.setattr("data_prep.shard.damaged", lambda promised: [])
+
+
+def test_a_start_reads_a_sample_of_large_output_and_points_to_verify(
+    made, tmp_path, capsys, monkeypatch
+):
+    """Damage outside the sample of one start is found by another."""
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    monkeypatch.setattr(start_check, "HASH_BYTES", 10_000)
+    flip(out / "shards" / "shard-00001.npy", 0.5)
+    found = []
+    for seed in range(40):
+        monkeypatch.setattr(start_check, "_SEED", bytes([seed]))
+        assert main(["shard", str(out), "--workers", "1"]) == 0
+        error = capsys.readouterr().err
+        assert f"optimus-data verify {out} reads all" in error
+        found.append("damaged" in error)
+        if found[-1]:
+            break
+    assert found[-1] and tree(out) == tree(made.data)
+
+
+def test_verify_prints_the_repair_as_json_too(made, tmp_path, capsys):
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    (out / "manifest.json").unlink()
+    assert main(["verify", str(out), "--json"]) == 1
+    (line,) = json.loads(capsys.readouterr().out)["damage"]
+    manifest = shlex.quote(str(out / "manifest.json"))
+    assert line.endswith(f"; repair: rm -f {manifest}; then optimus-data shard {out}")
