@@ -1,46 +1,57 @@
-"""The `optimus-data` command. Rooms are imported by the subcommand that needs them."""
+"""The process of `optimus-data`: signals, a closed output, exit status.
+
+Nothing that takes time is imported before `main` has taken over the signals. Until then an
+interrupt is reported by Python itself, with a traceback.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
+import _thread
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from data_prep import options
-from optimus.errors import DataError, OptimusError, one_line
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from data_prep.manifest import Manifest
-    from data_prep.ranks import Team
-    from data_prep.run import ShardRequest, TokenizeRequest
-    from data_prep.shuffle_run import ShuffleRequest
+    from collections.abc import Iterable, Sequence
+    from types import FrameType
+
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C and after SIGTERM."""
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+"""What a shell reports of a program that SIGPIPE ended."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status, as docs/formats/dataset.md lists them."""
+    """Run one subcommand. Return the exit status, as docs/formats/dataset.md lists them.
+
+    Without `argv` this is the process of the command: Ctrl-C and SIGTERM end it with one line.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed before we began
+        if getattr(sys, name) is None:  # it was closed before the start
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if argv is None:
+        _StopSignals().take_over()
     try:
         return _main(argv)
     except BrokenPipeError:
-        _forget_output()
+        _discard_output()
         return _PIPE_CLOSED
+    finally:
+        if argv is None:  # the outcome is decided, and an exit is not to be interrupted
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    from optimus.errors import OptimusError, one_line
+
     try:
-        try:
-            args = _parser().parse_args(argv)
-            return args.run(args)
-        finally:
-            sys.stdout.flush()  # here, where a closed pipe is understood, and not at the exit
+        from data_prep.commands import run_command
+
+        return run_command(argv)
     except BrokenPipeError:
         raise
     except OptimusError as error:
@@ -48,15 +59,15 @@ def _main(argv: Sequence[str] | None) -> int:
         return error.exit_code
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"optimus-data: error: {what}; mend it and give the command again", file=sys.stderr)
+        print(f"optimus-data: error: {what}; fix it and give the command again", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("optimus-data: interrupted; give the command again to go on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:  # only where a caller gave `argv`
+        print(_stop_line(signal.SIGINT), file=sys.stderr)
+        return _INTERRUPTED
 
 
-def _forget_output() -> None:
-    """Have what is still to be written go nowhere, so that the exit does not stumble over it."""
+def _discard_output() -> None:
+    """Send buffered output nowhere, so that the exit does not fail on it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -66,371 +77,70 @@ def _forget_output() -> None:
     os.close(nowhere)
 
 
-_PIPE_CLOSED = 128 + signal.SIGPIPE
-"""What a shell reports of a program that SIGPIPE ended."""
-
-_SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
-_WHOLE_RUN = (
-    options.add_inputs,
-    options.add_tokenize,
-    options.add_shuffle,
-    options.add_out,
-    options.add_fused,
-    *_SHARDING,
-)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(
-        prog="optimus-data", description="Text into shuffled shards of tokens.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_makers(commands)
-    _add_steps(commands)
-    _add_readers(commands)
-    return parser
-
-
-def _add_makers(commands: Any) -> None:
-    """What makes a whole data set, and what comes before."""
-    text = "Train a byte-level BPE tokenizer."
-    add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
-    add.add_argument(
-        "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
-    )
-    add.add_argument(
-        "--out",
-        required=True,
-        type=options.folder,
-        metavar="FILE",
-        help="the tokenizer.json to write",
-    )
-
-    _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.", *_WHOLE_RUN)
-    _add(commands, "plan", _plan, "What a run will take: disk, memory and time.", *_WHOLE_RUN)
-    text = "Several sources in one data set, by exact shares."
-    made_of = (options.add_blend, options.add_shuffle, options.add_out)
-    _add(commands, "blend", _blend, text, *made_of, *_SHARDING)
-
-
-def _add_steps(commands: Any) -> None:
-    """The steps of `run`, each by itself."""
-    text = "The first step of run: text into token arrays."
-    made_of = (options.add_inputs, options.add_tokenize, options.add_out)
-    who = (options.add_workers, options.add_memory, options.add_ranks)
-    _add(commands, "tokenize", _tokenize, text, *made_of, *who)
-
-    text = "Instead of tokenize: Megatron-LM's or dolma's token files."
-    made_of = (options.add_import, options.add_out)
-    _add(commands, "import", _import, text, *made_of, options.add_workers, options.add_ranks)
-
-    add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
-    add.add_argument("out", metavar="OUT", help="a directory with token arrays")
-    add.add_argument(
-        "--to",
-        type=options.folder,
-        metavar="NEW",
-        help="put the data set here and leave OUT as it is",
-    )
-    options.add_shuffle(add)
-    options.add_ranks(add)
-
-    add = _add(
-        commands, "shard", _shard, "The third step: shards and manifest, in that order.", *_SHARDING
-    )
-    add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
-
-
-def _add_readers(commands: Any) -> None:
-    """What looks at a finished data set."""
-    add = _add(
-        commands, "verify", _verify, "Read everything; exit status 1 if anything is damaged."
-    )
-    add.add_argument("dataset", metavar="DIR", help="a data set")
-
-    add = _add(commands, "inspect", _inspect, "Show an instance as text, with its sources.")
-    add.add_argument("dataset", metavar="DIR", help="a data set")
-    add.add_argument("instance", metavar="K", type=options.whole(0), help="its number, from 0")
-
-    add = _add(commands, "stats", _stats, "Counts, unigram entropy, unigram and bigram losses.")
-    add.add_argument("dataset", metavar="DIR", help="a data set")
-    add.add_argument(
-        "--eval", metavar="DIR", help="measure the losses on this data set (DIR/eval if it exists)"
-    )
-
-
-def _add(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-    *groups: Callable[[argparse.ArgumentParser], None],
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    for group in groups:
-        group(parser)
-    return parser
-
-
-def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str]) -> int:
-    text = json.dumps(value) if args.json else "\n".join(lines)
-    try:
-        print(text)
-    except UnicodeEncodeError:  # a name of a file need not be text
-        encoding = sys.stdout.encoding
-        print(text.encode(encoding, "backslashreplace").decode(encoding))
-    return 0
-
-
-def _workers(args: argparse.Namespace) -> int:
-    from data_prep.pool import cores_of_this_rank
-
-    return args.workers or cores_of_this_rank()
-
-
-def _train_tokenizer(args: argparse.Namespace) -> int:
-    from data_prep.progress import say
-    from data_prep.sources import find_inputs
-    from data_prep.train_tokenizer import train_tokenizer
-
-    start = time.monotonic()
-    inputs = find_inputs(args.input, args.exclude, say=say)
-    size, set_aside = train_tokenizer(
-        inputs,
-        args.vocab_size,
-        args.out,
-        text_field=args.text_field,
-        quarantine=args.on_error == "quarantine",
-    )
-    value = {
-        "out": args.out,
-        "vocab_size": size,
-        "inputs": len(inputs),
-        "input_bytes": sum(file.size for file in inputs),
-        "quarantined": set_aside,
-        "wall_s": round(time.monotonic() - start, 3),
-    }
-    lines = [f"set aside {problem}" for problem in set_aside]
-    if size < args.vocab_size:
-        lines.append(f"the text has pairs for {size} ids only, not {args.vocab_size}")
-    lines.append(f"{args.out}: {size} ids from {len(inputs)} files in {value['wall_s']:.1f} s")
-    return _answer(args, value, lines)
-
-
-def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
-    from data_prep.run import TokenizeRequest
-
-    return TokenizeRequest(
-        inputs=args.input,
-        tokenizer=args.tokenizer,
-        out=Path(args.out),
-        workers=_workers(args),
-        exclude=args.exclude,
-        eos=args.eos,
-        text_field=args.text_field,
-        eval_fraction=args.eval_fraction,
-        unit_bytes=args.unit_size,
-        quarantine=args.on_error == "quarantine",
-        memory_bytes=args.memory,
-        max_document=args.max_document,
-        id_field=args.id_field,
-    )
-
-
-def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
-    from data_prep.shuffle_run import ShuffleRequest
-
-    return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
-
-
-def _shard_request(args: argparse.Namespace) -> ShardRequest:
-    from data_prep.run import ShardRequest
-
-    return ShardRequest(_workers(args), _shard_memory(args), args.strategy)
-
-
-def _shard_memory(args: argparse.Namespace) -> int:
-    from data_prep.shard import memory_for
-
-    return args.memory or memory_for(_workers(args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    from data_prep.run import prepare
-
-    start, team = time.monotonic(), options.team_of(args)
-    request, order = _tokenize_request(args), _shuffle_request(args)
-    manifests = prepare(request, order, _shard_request(args), fused=args.fused, team=team)
-    return _report(args, Path(args.out), manifests, start, team)
-
-
-def _tokenize(args: argparse.Namespace) -> int:
-    from data_prep.run import tokenize
-
-    start = time.monotonic()
-    tokenize(_tokenize_request(args), options.team_of(args))
-    value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
-    parts, lines = _token_arrays(Path(args.out))
-    return _answer(args, value | parts, lines)
-
-
-def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Counts of the token arrays in `out` by part, and a line on each."""
-    from data_prep.shuffle_run import data_sets
-    from data_prep.token_set import read_token_set
-
-    parts, lines = {}, []
-    for dataset in data_sets(out):
-        _, _, records = read_token_set(dataset / "tokens")
-        part = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-        parts[records[0]["part"]] = part
-        lines.append(
-            f"{dataset}/tokens: {part['tokens']:,} tokens of {part['documents']:,} documents in "
-            f"{len(records)} arrays"
-        )
-    return parts, lines
-
-
-def _import(args: argparse.Namespace) -> int:
-    from data_prep.importers.run import ImportRequest, import_tokens
-
-    start, out = time.monotonic(), Path(args.out)
-    request = ImportRequest(
-        inputs=args.input,
-        tokenizer=args.tokenizer,
-        out=out,
-        workers=_workers(args),
-        exclude=args.exclude,
-        eos=args.eos,
-        dtype=args.dtype,
-        eval_fraction=args.eval_fraction,
-    )
-    mended = import_tokens(request, options.team_of(args))
-    parts, lines = _token_arrays(out)
-    lines[0] += f"; EOS added to {mended['eos_added']:,} documents, "
-    lines[0] += f"{mended['empty_documents']:,} empty ones left out"
-    value = {"out": args.out, **parts.pop("train"), **mended, **parts}
-    value["wall_s"] = round(time.monotonic() - start, 3)
-    return _answer(args, value, lines)
-
-
-def _shuffle(args: argparse.Namespace) -> int:
-    from data_prep.shuffle_run import shuffle
-
-    source = Path(args.out)
-    target = Path(args.to) if args.to else source
-    orders = shuffle(source, target, _shuffle_request(args), options.team_of(args))
-    value = {
-        order.part: {
-            "instances": order.num_instances,
-            "shards": order.num_shards,
-            "tail_tokens": order.tail_tokens,
-        }
-        for order in orders
-    }
-    lines = [
-        f"{target}: {part}: {order['instances']:,} instances for {order['shards']} shards, "
-        f"{order['tail_tokens']:,} tokens in tails"
-        for part, order in value.items()
-    ]
-    return _answer(args, {"out": str(target), **value}, lines)
-
-
-def _shard(args: argparse.Namespace) -> int:
-    from data_prep.run import shard
-
-    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    return _report(args, out, shard(out, _shard_request(args), team), start, team)
-
-
-def _blend(args: argparse.Namespace) -> int:
-    from data_prep.blend_run import blend
-    from data_prep.run import shard
-
-    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    blend(args.source, out, _shuffle_request(args), args.instances, team)
-    return _report(args, out, shard(out, _shard_request(args), team), start, team)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from data_prep.plan import describe, estimate
-
-    value = estimate(
-        _tokenize_request(args),
-        _shuffle_request(args),
-        memory_bytes=_shard_memory(args),
-        world=args.world or 1,
-        fused=args.fused,
-        strategy=args.strategy,
-    )
-    _answer(args, value, describe(value))
-    return 0 if value["fits"] else 1
-
-
-def _report(
-    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float, team: Team
-) -> int:
-    """What a finished data set is, for people or as JSON. One rank says it for all."""
-    if team.rank > 0:
-        return 0
-    from data_prep.report import report
-
-    return _answer(args, *report(str(out), manifests, time.monotonic() - start))
-
-
-def _existing(path: str) -> Path:
-    if not Path(path).is_dir():
-        raise DataError(f"{path} is not a directory; give that of a data set")
-    return Path(path)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from data_prep.verify import verify
-
-    damage = []
-    for line in verify(_existing(args.dataset)):
-        damage.append(line)
-        print(f"optimus-data: damage: {line}", file=sys.stderr, flush=True)
-    _answer(
-        args,
-        {"dataset": args.dataset, "whole": not damage, "damage": damage},
-        [f"{args.dataset}: {f'{len(damage)} damages' if damage else 'whole'}"],
-    )
-    return 1 if damage else 0
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from data_prep.inspect import inspect
-
-    value = inspect(_existing(args.dataset), args.instance)
-    lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
-    for part in value["sources"]:
-        where = part["input"] + (f":{part['line']}" if part["line"] else "")
-        lines.append(
-            f"tokens {part['first']} to {part['stop'] - 1}: {where}, "
-            f"from its token {part['document_token']}"
-        )
-    return _answer(args, value, [*lines, "", value["text"]])
-
-
-def _stats(args: argparse.Namespace) -> int:
-    from data_prep.stats import default_held_out, stats
-
-    dataset = _existing(args.dataset)
-    held_out = _existing(args.eval) if args.eval else default_held_out(dataset)
-    value = stats(dataset, held_out)
-    losses = value.get("held_out", {})
-    flat = {key: item for key, item in value.items() if key != "held_out"}
-    flat |= {f"held-out {key}": item for key, item in losses.items()}
-    lines = [
-        f"{key.replace('_', ' '):24} {item:,.4f}"
-        if isinstance(item, float)
-        else f"{key.replace('_', ' '):24} {item}"
-        for key, item in flat.items()
-    ]
-    return _answer(args, value, lines)
+def _stop_line(number: int, kept: Iterable[object] = ()) -> str:
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    line = f"optimus-data: stopped by {name}"
+    if places := ", ".join(map(str, kept)):
+        line += f"; what is complete in {places} is kept, give the same command again to continue"
+    return line
+
+
+class _StopSignals:
+    """Ends the process at the first Ctrl-C or SIGTERM: workers, temporary files, one line, exit.
+
+    It ends in the handler instead of raising an exception, because imports, destructors and exit
+    functions would swallow that or print a traceback. Complete files are safe: each is renamed to
+    its name only when it is whole.
+    """
+
+    def take_over(self) -> None:
+        """Handle the signals from now on. One that the parent ignores (nohup, `&`) stays ignored.
+
+        A thread waits for them too: the main thread cannot run a handler during a library call,
+        and training a tokenizer is one call of minutes.
+        """
+        self._pid, self._ending = os.getpid(), _thread.allocate_lock()
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        _thread.start_new_thread(self._watch, ())
+
+    def _watch(self) -> None:
+        self._end(os.read(self._read, 1)[0])
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:  # else a worker that was forked a moment ago
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        if not self._ending.acquire(blocking=False):
+            while True:  # the other thread ends the process
+                time.sleep(60)
+        try:
+            kept = _kill_and_clean()
+            start = "\n" if os.isatty(2) else ""  # behind a progress bar or the terminal's ^C
+            os.write(2, f"{start}{_stop_line(number, kept)}\n".encode(errors="backslashreplace"))
+        finally:
+            os._exit(_INTERRUPTED)
+
+
+def _kill_and_clean() -> list[object]:
+    """Kill the workers and remove temporary files of this command; the directories it wrote to.
+
+    Modules that are still being imported are skipped: nothing was started or written then.
+    """
+    pids = {os.getpid()}
+    processes = getattr(sys.modules.get("multiprocessing.process"), "active_children", list)()
+    for child in processes:
+        child.kill()
+    for child in processes:
+        child.join()
+        pids.add(child.pid)
+    workspace = sys.modules.get("data_prep.workspace")
+    return list(getattr(workspace, "remove_temporaries", lambda pids: ())(pids))
 
 
 if __name__ == "__main__":

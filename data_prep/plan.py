@@ -6,7 +6,6 @@ machine now. Counts are usually within some per cent where inputs are alike.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -32,7 +31,7 @@ from data_prep.shuffle_run import ShuffleRequest
 from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
 from data_prep.tokenizer import read_facts, shared_encoder
 from optimus import files
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
@@ -166,7 +165,9 @@ def take_sample(
         for first, stop in itertools.pairwise(edges):
             _sample_stratum(alike[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
-        raise DataError(f"nothing of {len(inputs)} inputs can be sampled: {_why(known, sample)}")
+        raise DataError(
+            f"nothing of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
+        )
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
     sample.text_bytes *= left_out
     sample.tokens *= left_out
@@ -243,15 +244,13 @@ def _write_speed(place: Path) -> float | None:
     try:
         start = time.perf_counter()
         with open(path, "xb", buffering=0) as file:
+            path.unlink()  # at once: a kill leaves nothing behind
             for _ in range(_PROBE_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
         return _PROBE_BYTES / (time.perf_counter() - start)
     except OSError:
         return None
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def describe(value: dict[str, Any]) -> list[str]:
@@ -260,16 +259,19 @@ def describe(value: dict[str, Any]) -> list[str]:
     peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
     verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"
     return [
-        f"input   {value['inputs']:,} files, {short(value['input_bytes'])}B, in {value['units']:,} "
-        f"units; about {short(value['documents'])} documents, {short(value['tokens'])} tokens",
-        f"output  about {short(value['instances'])} instances in {value['shards']:,} shards "
+        f"input   {counted(value['inputs'], 'file')}, {short(value['input_bytes'])}B, in "
+        f"{counted(value['units'], 'unit')}; about {short(value['documents'])} documents, "
+        f"{short(value['tokens'])} tokens",
+        f"output  about {short(value['instances'])} instances in "
+        f"{counted(value['shards'], 'shard')} "
         f"({value['dtype']})"
         + (f", {short(value['eval_instances'])} held out" if value["eval_instances"] else ""),
         f"disk    {peak}B at most, {short(value['disk_final_bytes'])}B at the end, {free}B free: "
         f"{verdict}",
         f"memory  {short(value['memory_bytes'])}B at most while sharding, by --memory",
-        f"time    {duration(value['tokenize_s'])} to tokenize with {value['workers']} workers on "
-        f"{value['world']} ranks, {shard_s} to shard ({value['strategy']})",
+        f"time    {duration(value['tokenize_s'])} to tokenize with "
+        f"{counted(value['workers'], 'worker')} "
+        f"on {counted(value['world'], 'rank')}, {shard_s} to shard ({value['strategy']})",
     ]
 
 

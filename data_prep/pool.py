@@ -96,7 +96,8 @@ def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
 def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
     global _state
     _state = (context, counter, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and kills workers
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -19,8 +20,18 @@ def short(value: float) -> str:
 
 
 def say(line: str) -> None:
-    """A line for people, on standard error."""
-    print(f"optimus-data: {line}", file=sys.stderr, flush=True)
+    """Print a line for people on standard error."""
+    _print(f"optimus-data: {line}")
+
+
+def _print(line: str) -> None:
+    """Print to standard error. Where its reader went away, as `2>&1 | head` does, work goes on."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 class Progress:
@@ -58,7 +69,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
-            print(f"{self._label}: {text}", file=sys.stderr, flush=True)
+            _print(f"{self._label}: {text}")
 
     def _line(self) -> None:
         self._said = time.monotonic()
@@ -68,4 +79,4 @@ class Progress:
         line += f" in {seconds:.1f} s, {short(rate)}{self._unit}/s"
         if 0 < self._done < self._total and rate > 0:
             line += f", {(self._total - self._done) / rate:.0f} s to go"
-        print(line, file=sys.stderr, flush=True)
+        _print(line)

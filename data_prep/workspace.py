@@ -6,13 +6,15 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from optimus import files
 from optimus.errors import DataError
 
 _ABANDONED_S = 86_400.0
+_in_use: list[Path] = []
+"""Directories that this process is working in."""
 
 
 def make_folder(folder: Path, out: Path) -> None:
@@ -38,13 +40,30 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     directory = Path(directory)
     make_folder(directory, directory)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _in_use.append(directory)
     try:
         _sweep(directory, fd, everywhere=rank == 0)
         _lock(fd, fcntl.LOCK_SH)
         yield directory
         _sweep(directory, fd, everywhere=rank == 0)
     finally:
+        _in_use.remove(directory)
         os.close(fd)
+
+
+def remove_temporaries(pids: Collection[int]) -> list[Path]:
+    """Remove what these processes of this machine, all ended or stopped, left half-written.
+
+    Return the directories in use, each once.
+    """
+    directories = list(dict.fromkeys(_in_use))
+    for directory in directories:
+        for folder, _, names in os.walk(directory):
+            for name in filter(files.is_temporary_of_this_host, names):
+                if int(name.rsplit(".", 3)[1]) in pids:  # .NAME.HOST.PID.RANDOM.tmp
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(folder, name))
+    return directories
 
 
 def _lock(fd: int, mode: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import data_prep.cli
+import data_prep.commands
 import optimus.cli
 from optimus.cli import main
 from tests.helpers.runs import train_on
@@ -48,7 +48,9 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(one)
 
 
-@pytest.mark.parametrize("program", [optimus.cli, data_prep.cli], ids=["optimus", "optimus-data"])
+@pytest.mark.parametrize(
+    "program", [optimus.cli, data_prep.commands], ids=["optimus", "optimus-data"]
+)
 def test_every_command_and_option_is_explained(program):
     every = list(parsers(program._parser()))
     assert len(every) > 10

@@ -22,7 +22,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed():
     """`--help` brings neither numpy nor tokenizers; the whole package brings no torch."""
     code = (
         "import sys, pkgutil, importlib, data_prep\n"
-        "from data_prep.cli import _parser; _parser()\n"
+        "from data_prep.commands import _parser; _parser()\n"
         "print(*sorted({'numpy', 'tokenizers', 'torch', 'tqdm'} & set(sys.modules)))\n"
         "for module in pkgutil.iter_modules(data_prep.__path__):\n"
         "    importlib.import_module('data_prep.' + module.name)\n"

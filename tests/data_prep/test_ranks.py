@@ -203,7 +203,7 @@ def test_leftovers_of_other_machines_stay_for_a_day(tmp_path):
 
 
 def test_options_and_environment(monkeypatch):
-    from data_prep.cli import _parser
+    from data_prep.commands import _parser
 
     def team(*words: str) -> tuple[int, int]:
         found = team_of(_parser().parse_args(["shard", "X", *words]))

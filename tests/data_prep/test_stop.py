@@ -1,0 +1,145 @@
+"""Ctrl-C and SIGTERM at any moment: one line, exit status 130, nothing left, and it can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.cli import main
+from optimus import files
+from tests.data_prep.corpus import run_arguments, tree
+from tests.helpers.processes import wait_until
+from tests.helpers.programs import ROOT
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+
+SIGNAL_AT_COMMIT = """
+import os, signal, sys, time
+from optimus import files
+real, left, number = files.commit, int(sys.argv.pop(1)), getattr(signal, sys.argv.pop(1))
+def commit(temporary, final):
+    global left
+    left -= 1
+    if left == 0:
+        os.killpg(0, number)
+        time.sleep(60)
+    real(temporary, final)
+files.commit = commit
+from data_prep.cli import main
+sys.exit(main())
+"""
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """A command in a session of its own, from the moment that its own code handles signals."""
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels"},
+        start_new_session=True,
+    )
+    wait_until(lambda: handles(process.pid, signal.SIGTERM), within_s=60)
+    return process
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def session_is_empty(session: int) -> bool:
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
+    """It ended with 130 and one line of its own beside progress, and no process of it is left."""
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    lines = [line for line in error.splitlines() if line.startswith("optimus-data: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"optimus-data: stopped by {name}"), error
+    assert "Traceback" not in error and "rror" not in error, error
+    wait_until(lambda: session_is_empty(process.pid), within_s=5)
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_at_any_moment_ends_with_one_line(made, tmp_path, name):
+    """From the first moment that this program's code runs: during imports, in workers, at the
+    end. Signals go to all processes, as a terminal and a scheduler send them, or to the first."""
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--workers", "2")
+    number, stopped = getattr(signal, name), 0
+    for moment, delay_s in enumerate((0, 0.01, 0.03, 0.05, 0.1, 0.2, 0.4, 0.8)):
+        process = start(["-m", "data_prep.cli", *arguments])
+        time.sleep(delay_s)
+        if process.poll() is None:
+            (os.killpg if moment % 2 else os.kill)(process.pid, number)
+        if process.wait(60) == 0:  # it was done before
+            process.communicate()
+            continue
+        stopped += 1
+        assert_stopped(process, "Ctrl-C" if name == "SIGINT" else name)
+        assert not any(files.is_temporary(path) for path in out.rglob("*"))
+    assert stopped >= 5
+    assert main(arguments) == 0 and tree(out) == tree(made.data)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("SIGINT", "2"), ("SIGTERM", "1")])
+def test_a_signal_while_a_file_is_written(made, tmp_path, name, workers):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--workers", workers)
+    words = ["-c", SIGNAL_AT_COMMIT, "7", name, *arguments]
+    line = assert_stopped(start(words), "Ctrl-C" if name == "SIGINT" else name)
+    assert f"what is complete in {out} is kept, give the same command again" in line
+    assert not any(files.is_temporary(path) for path in out.rglob("*"))
+    assert main(arguments) == 0 and tree(out) == tree(made.data)
+
+
+def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
+    """As training a tokenizer is: Python runs no handler in the main thread before it returns."""
+    code = "import hashlib, sys; from data_prep import cli, commands; "
+    code += "long = lambda argv: hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000_000); "
+    code += "commands.run_command = long; sys.exit(cli.main())"
+    process = start(["-c", code])
+    time.sleep(0.3)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert_stopped(process, "Ctrl-C")
+    assert time.monotonic() - begin < 10  # of minutes
+
+
+def test_an_ignored_interrupt_stays_ignored(made):
+    """As of a command that nohup or a shell's `&` started."""
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    code += "from data_prep.cli import main; sys.exit(main())"
+    process = start(["-c", code, "stats", str(made.data)])
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(made, tmp_path):
+    """`optimus-data run ... 2>&1 | head -1`: all is written, and 141 says that nobody read it."""
+    out = tmp_path / "data"
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "data_prep.cli", *run_arguments(made.text, made.tokenizer, out)]
+    assert subprocess.run(words, cwd=ROOT, stdout=write, stderr=write).returncode == 141
+    os.close(write)
+    assert tree(out) == tree(made.data)
