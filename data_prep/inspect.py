@@ -42,6 +42,8 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
     return {
         "instance": number,
         "epoch": epoch,
+        "place": place,
+        "instances": manifest.num_instances,
         "shard": manifest.shards[row // manifest.instances_per_shard].name,
         "row": row % manifest.instances_per_shard,
         "sources": _segments(dataset, order, source),

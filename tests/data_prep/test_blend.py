@@ -136,7 +136,7 @@ def test_more_than_the_disk_holds_is_refused_before_anything_stands(
 ):
     out = tmp_path / "out"
     error = refused(capsys, blend_arguments(made.data, second, out, "--instances", str(instances)))
-    assert f"{instances} instances of 16 take " in error
+    assert f"{instances:,} instances of 16 take " in error
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
 
 
@@ -151,3 +151,23 @@ def test_a_blend_goes_on_where_the_disk_holds_some_of_it(made, second, tmp_path,
     for _ in range(2):
         assert main(arguments) == 0 and tree(out) == tree(whole)
     assert main(blend_arguments(made.data, second, tmp_path / "other")) == 2
+
+
+def test_epochs_of_each_source_are_printed_and_many_are_a_warning(made, second, tmp_path, capsys):
+    available = read_order(made.data).num_instances
+    for instances, warned in ((available, False), (available * 8, True)):
+        out = tmp_path / str(instances)
+        assert main(blend_arguments(made.data, second, out, "--instances", str(instances))) == 0
+        lines = capsys.readouterr().out.splitlines()
+        quota = json.loads((out / "manifest.json").read_text())["blend"][0]["quota"]
+        epochs = f"{quota / available:.3g}"
+        assert any(line.endswith(f"of {available:,}, {epochs} epochs") for line in lines), lines
+        warnings = [line for line in lines if "warning: " in line]
+        assert bool(warnings) == warned
+        if warned:
+            assert f"is repeated for {epochs} epochs; above 4, " in warnings[0]
+            most = int(warnings[0].rpartition(" ")[2])
+    out = tmp_path / "most"
+    assert main(blend_arguments(made.data, second, out, "--instances", str(most))) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if made.data.name in line
+                and "warning" in line]  # fmt: skip

@@ -175,3 +175,54 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
     assert main(run_arguments(made.text, tmp_path / "t.json", tmp_path / "data")) == 0
     with pytest.raises(DataError, match="another tokenizer"):
         stats(made.data, tmp_path / "data")
+
+
+def test_inspect_beyond_the_end_names_epoch_and_place(made, capsys):
+    count = len(shards(made.data))
+    assert main(["inspect", str(made.data), str(2 * count + 3)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f"beyond the {count:,} instances of the data set: place 3 of epoch 2" in first
+    assert main(["inspect", str(made.data), "3"]) == 0
+    assert "epoch" not in capsys.readouterr().out.splitlines()[0]
+    assert main(["inspect", str(made.data), str(count), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["epoch"], found["place"], found["instances"]) == (1, 0, count)
+
+
+def test_run_and_stats_say_what_a_training_run_needs(made, tmp_path, capsys):
+    assert main(run_arguments(made.text, made.tokenizer, tmp_path / "data")) == 0
+    run = capsys.readouterr().out
+    tokens = len(shards(made.data)) * CONTEXT
+    needs = (
+        f"to train on it: train.seq_len = {CONTEXT}, model.vocab_size = 400 or more; one epoch is "
+        f"{tokens:,} tokens, {tokens // 4096} steps of 4,096 tokens (train.global_batch_tokens)"
+    )
+    assert f"{tmp_path / 'data'}: {needs}" in run
+    assert main(["stats", str(made.data)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == needs
+    assert main(["stats", str(made.data / "eval")]) == 0
+    assert "to train on it" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "fraction", "remedy"),
+    [
+        (400, 100, 0.01, "with --eval-fraction 0.13"),
+        (400, 100, 0.3, None),
+        (10, 100, 0.3, "give more text, or evaluate on a data set of other text"),
+    ],
+)
+def test_a_held_out_part_that_is_too_small_is_a_warning(
+    made, tmp_path, text, capsys, documents, words, fraction, remedy
+):
+    lines = [json.dumps({"text": f"{n} " + "ab cd " * words}) for n in range(documents)]
+    (text / "a.jsonl").write_text("\n".join(lines))
+    arguments = run_arguments(text, made.tokenizer, tmp_path / "data", "--json")
+    assert main([*arguments, "--eval-fraction", str(fraction)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["warnings"]) == (remedy is not None)
+    if remedy:
+        (warning,) = found["warnings"]
+        held_out = found["held-out"]
+        assert f"{held_out['documents']} document" in warning and remedy in warning
+        assert f"{held_out['instances'] * CONTEXT:,} tokens" in warning
