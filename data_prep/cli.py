@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from optimus.errors import OptimusError, one_line
+    from optimus.errors import DamageError, OptimusError, one_line
 
     try:
         from data_prep.commands import run_command
@@ -55,7 +55,10 @@ def _main(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except OptimusError as error:
-        print(f"optimus-data: error: {one_line(error)}", file=sys.stderr, flush=True)
+        text = one_line(error)
+        if isinstance(error, DamageError) and "verify" not in text:
+            text += "; optimus-data verify DIR, with the data set's directory, names the repair"
+        print(f"optimus-data: error: {text}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -89,8 +89,8 @@ def require_compared(tokens_dir: Path) -> None:
     found = None
     try:
         found = read_whole(tokens_dir, plan_xxh3)
-    except DamageError as error:
-        raise DamageError(f"{error}; tokenizing again mends it") from None
+    except DamageError:
+        raise
     except DataError:  # there is none, or of another plan
         pass
     if found is not None:

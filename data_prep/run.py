@@ -44,6 +44,7 @@ from data_prep.shuffle_run import ShuffleRequest, as_asked, data_sets, shuffle
 from data_prep.sources import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
 from data_prep.start_check import sample
 from data_prep.token_plan import TokenPlan, parts_dirs, read_plan
+from data_prep.token_set import read_unit
 from data_prep.tokenize import check_inputs, make_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
@@ -248,10 +249,13 @@ def find_finished(
 
 
 def _whole(dataset: Path) -> Manifest:
-    """The manifest, if all shards have their sizes and sidecars, else DataError."""
+    """The manifest, if all shards and what stays of units are as their sidecars say, else
+    DataError."""
     manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)
+    for unit in range(len(order.units)):
+        read_unit(dataset / order.tokens_dir, unit, order.plan, has_array=False)
     chosen = sample([shard.size for shard in manifest.shards])
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")

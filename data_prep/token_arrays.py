@@ -211,7 +211,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     rows, rest = divmod(len(data) - HEADER_BYTES, 3 * 8)
     whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
-        raise DamageError(f"{path}: is damaged; verify lists all damage, tokenizing again mends it")
+        raise DamageError(f"{path}: is damaged; optimus-data verify names the repair")
     return np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
 
 

@@ -39,17 +39,20 @@ def verify(dataset: Path) -> Iterator[str]:
 
     A repair makes the same bytes again; tests/data_prep/test_repair.py follows each.
     """
-    repairs = Repairs(dataset)
-    try:
-        order = read_any_order(dataset)
-    except DataError as error:
-        yield f"{error}; {repairs.of_order()}"
-        return
-    repairs = Repairs(dataset, order)
+    manifest, problem = None, ""
     try:
         manifest = read_manifest(dataset)
     except DataError as error:
-        yield f"{error}; {repairs.of_shards(dataset / layout.MANIFEST)}"
+        problem = str(error)
+    try:
+        order = read_any_order(dataset)
+    except DataError as error:
+        known = any((dataset / name).exists() for name in (layout.ORDER, layout.MANIFEST))
+        yield f"{error}; {Repairs(dataset).of_order()}" if known else problem
+        return
+    repairs = Repairs(dataset, order)
+    if manifest is None:
+        yield f"{problem}; {repairs.of_shards(dataset / layout.MANIFEST)}"
         return
     for line in _check_counts(dataset, manifest, order):
         yield f"{line}; {repairs.of_shards(dataset / layout.MANIFEST)}"
@@ -76,9 +79,15 @@ class Repairs:
     def of_shards(self, *paths: Path) -> str:
         """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
         assert self._order is not None
-        if any(_is_fused(self._dataset / source.tokens_dir) for source in self._order.sources):
-            return _repair(paths, self._again("run --fused"))
-        return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
+        command = shlex.join(["optimus-data", "shard", str(self._out)])
+        for source in self._order.sources:
+            tokens_dir = self._dataset / source.tokens_dir
+            if _is_fused(tokens_dir) and source.tokens_dir == layout.TOKENS_DIR:
+                return _repair(paths, self._again("run --fused"))
+            if _is_fused(tokens_dir):
+                out = _output_of(tokens_dir.parent)
+                command = f"optimus-data tokenize with the options that made {out}, and {command}"
+        return _repair(paths, command)
 
     def of_order(self) -> str:
         """Of order.json."""

@@ -91,7 +91,8 @@ def test_ids_outside_the_vocabulary_are_found(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["shards"][0]["xxh3"] = xxh3
     rewritten(copy / "manifest.json", shards=manifest["shards"])
-    assert list(verify(copy)) == [f"{shard}: holds id 65535, outside the vocabulary of 400"]
+    (line,) = verify(copy)
+    assert line.startswith(f"{shard}: holds id 65535, outside the vocabulary of 400; repair: ")
 
 
 def test_a_wrong_count_is_found(copy):
