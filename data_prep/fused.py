@@ -54,7 +54,8 @@ def check_arrays(tokens_dir: Path) -> None:
                 shards = tokens_dir.parent / layout.SHARDS_DIR
                 raise DamageError(
                     f"{path}: its content is damaged (hash differs), and with it shards made of "
-                    f"it; remove it and {shards}, and give the command again"
+                    f"it; remove it and {shards} and {tokens_dir.parent / layout.MANIFEST}, and "
+                    "give the command again"
                 )
             bar.advance(path.stat().st_size)
 
