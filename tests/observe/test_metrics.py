@@ -247,5 +247,5 @@ def test_evaluations_of_one_step_and_several_sources_stay(tmp_path):
 def test_report_names_steps_that_are_missing(tmp_path):
     write_steps(tmp_path / "metrics.jsonl", [1, 2, 5, 6, 8])
     _, summary = write_report(tmp_path)
-    assert summary.startswith("8 steps, 80 tokens; 5 lines of 10 s of steps (5 tokens/s); ")
+    assert summary.startswith("8 steps, 80 tokens; 10 s of steps (5 tokens/s); ")
     assert "the lines of steps 3-4, 7 are missing" in summary
