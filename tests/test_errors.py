@@ -24,6 +24,11 @@ ALWAYS_SEVERAL = {
     "{short(value['instances'])} instances",
     "{piece_rows} rows",  # a fraction
     "{ending} files",  # no number
+    "{_HISTORY} updates",  # constants of 20 and 10
+    "{_UPDATES} updates",
+    "{self._model.experts_by_layer[layer]} experts",  # a single one cannot be unbalanced
+    "{mesh.num_data_ranks} data ranks",  # above 1
+    "{mesh.pp * parallel.virtual_stages} stages",  # above 1
     "{MIN_HELD_OUT_DOCUMENTS} documents",
 }
 
