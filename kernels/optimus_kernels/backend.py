@@ -127,7 +127,8 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
         return entry
     if failure:
         raise KernelError(failure)
-    others = [f"{entry.key} is {build.fits(entry)}" for entry in cache.entries(backend)]
+    others = [f"{name} is refused: {why}" for name, why in cache.refused(backend).items()]
+    others += [f"{entry.key} is {build.fits(entry)}" for entry in cache.entries(backend)]
     hint = f" ({others[0]})" if others else ""
     raise KernelError(
         f"none is built in {cache.cache_dir()}{hint}; run `optimus kernels build` once, since "
@@ -157,8 +158,9 @@ def status() -> list[dict[str, Any]]:
 
 
 def _status_of(backend: str) -> dict[str, Any]:
-    found, entry = [], None
+    found, entry, untrusted = [], None, {}
     try:
+        untrusted = cache.refused(backend)
         found, entry = cache.entries(backend), build.prebuilt(backend)
         reason = _why_not(backend, entry)
     except KernelError as error:
@@ -172,7 +174,7 @@ def _status_of(backend: str) -> dict[str, Any]:
         "why_not": reason,
         "built_for": {} if entry is None else _built_for(entry),
         "library": "" if entry is None else str(entry.library),
-        "refused": {other.key: why for other in found if (why := build.fits(other))},
+        "refused": {other.key: why for other in found if (why := build.fits(other))} | untrusted,
     }
 
 

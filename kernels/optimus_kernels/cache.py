@@ -1,8 +1,12 @@
-"""Compiled kernels on disk, shared by many processes: an entry is absent or whole.
+"""Compiled kernels on disk, shared by many processes: an entry is absent or complete.
 
-CACHE/<backend>-<key>/ holds the library and `info.json`, which says what it was built for and the
-hash of its bytes. Both are written under a temporary name and renamed together; what does not match
-its hash is never loaded. One builder at a time holds CACHE/.<backend>-<key>.lock.
+CACHE/<backend>-<key>/ holds the library and `info.json`, which records its build inputs and the
+hash of its bytes. Both are written under a temporary name and renamed together. One builder at a
+time holds CACHE/.<backend>-<key>.lock.
+
+Loading a library runs its code, and a hash in the same folder proves nothing about its author.
+Therefore an entry is used only if nobody but this user, root or the owner of a read-only cache can
+have written it (`_why_untrusted`).
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import pwd
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -56,7 +63,7 @@ class Entry:
     path: Path
     """Its directory."""
     info: dict[str, Any]
-    """What it was built for: the fields of `build.Target`, `library`, `sha256`, `built_at`."""
+    """Build inputs (the fields of `build.Target`), `library`, `sha256` and `built_at`."""
 
     @property
     def library(self) -> Path:
@@ -74,31 +81,130 @@ def key_of(fields: dict[str, Any]) -> str:
 
 
 def entries(backend: str) -> list[Entry]:
-    """Whole entries of a backend, newest first; in an order that all ranks share."""
-    found = []
-    with contextlib.suppress(OSError):
-        for path in cache_dir().glob(f"{backend}-*"):
-            entry = read_entry(path)
-            if entry is not None:
-                found.append(entry)
+    """Return the usable entries of a backend, newest first, in an order that all ranks share."""
+    found = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(found, key=lambda entry: (-entry.info["built_at"], entry.key))
 
 
+def refused(backend: str) -> dict[str, str]:
+    """Return the entries of a backend that are not trusted: the reason by name."""
+    reasons = {path.name: _why_untrusted_entry(path) for path in _paths(backend)}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
 def read_entry(path: Path) -> Entry | None:
-    """The entry at `path`; None if it is absent or not what its builder wrote."""
+    """Return the entry at `path`; None if it is absent, incomplete, damaged or not trusted."""
+    if _why_untrusted_entry(path):
+        return None
+    try:
+        info = _read_info(path)
+        complete = _sha256(path / info["library"]) == info["sha256"]
+    except (OSError, ValueError):
+        return None
+    return Entry(path, info) if complete else None
+
+
+def _paths(backend: str) -> list[Path]:
+    try:
+        return sorted(cache_dir().glob(f"{backend}-*"))
+    except OSError:
+        return []
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    """Return info.json of the entry at `path`. Raises OSError or ValueError if it is not ours."""
     try:
         info = json.loads((path / INFO).read_text())
-        whole = _sha256(path / info["library"]) == info["sha256"]
-        return Entry(path, info) if whole and info["built_at"] >= 0 else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        library, built_at = info["library"], info["built_at"]
+        # A name with a folder would lead out of the entry, whose owner and mode were checked.
+        plain = Path(library).name == library and library not in ("", "..", INFO)
+        valid = plain and isinstance(info["sha256"], str) and 0 <= float(built_at) < math.inf
+    except (KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{path / INFO}: {error}") from error
+    if not valid:
+        raise ValueError(f"{path / INFO} holds other values than a build writes")
+    return info
+
+
+def _why_untrusted_entry(path: Path) -> str:
+    """Return why the entry at `path` may hold another user's code; "" if it cannot."""
+    reason = _why_untrusted_cache(path.parent)
+    if reason or not os.path.lexists(path):
+        return reason
+    owners = _trusted_owners(path.parent)
+    reason = _why_untrusted(path, owners, stat.S_ISDIR)
+    if reason:
+        return reason
+    reason = _why_untrusted(path / INFO, owners, stat.S_ISREG)
+    if reason:
+        return reason
+    try:
+        library = path / _read_info(path)["library"]
+    except (OSError, ValueError) as error:
+        return "" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+    return _why_untrusted(library, owners, stat.S_ISREG)
+
+
+def _why_untrusted_cache(root: Path) -> str:
+    """Return why others may have put entries into the cache folder; "" if they cannot."""
+    try:
+        root.stat()
+    except OSError:
+        return ""  # absent or unreadable: nothing is taken from it
+    real, owners = root.resolve(), _trusted_owners(root)
+    reason = _why_untrusted(real, owners, stat.S_ISDIR)
+    if reason:
+        return reason
+    # Whoever can rename a folder on the way can put another cache in this place. For a cache of
+    # this user the sticky bit prevents that; a colleague's could have been put there first.
+    foreign = real.stat().st_uid not in (0, os.geteuid())
+    for above in dict.fromkeys([*real.parents, *Path(os.path.abspath(root)).parents]):
+        mode = above.stat()
+        others = mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH if foreign else stat.S_IWOTH)
+        protected = mode.st_mode & stat.S_ISVTX and not foreign
+        if (others and not protected) or (foreign and mode.st_uid not in owners):
+            return f"others may replace the cache folder: {_describe(above, mode)}"
+    return ""
+
+
+def _trusted_owners(root: Path) -> set[int]:
+    """Return the users whose files in the cache `root` are used: this one, root and, for a user who
+    is not root, the owner of the cache folder."""
+    user = os.geteuid()
+    with contextlib.suppress(OSError):
+        return {user, 0, root.stat().st_uid} if user else {0}
+    return {user, 0}
+
+
+def _why_untrusted(path: Path, owners: set[int], is_kind: Callable[[int], bool]) -> str:
+    """Return why another user may have written `path`; "" if none can have, or if it is absent."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not is_kind(found.st_mode):
+        kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
+        return f"{path} is not {kind}"
+    if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may have changed it: {_describe(path, found)}"
+    return ""
+
+
+def _describe(path: Path, found: os.stat_result) -> str:
+    try:
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        owner = str(found.st_uid)
+    return f"{path} (owner {owner}, mode {stat.S_IMODE(found.st_mode):04o})"
 
 
 def install(name: str, compile_into: Callable[[Path], Path], info: dict[str, Any]) -> Entry:
-    """The entry `name`, compiled by `compile_into(directory) -> library` unless it is there.
+    """Return the entry `name`, compiled by `compile_into(directory) -> library` unless it exists.
 
-    Processes that come meanwhile wait; if the one that compiled failed, they fail with its reason
-    rather than try in turn. Raises KernelError.
+    Other processes wait while one compiles; if it fails, they fail with its reason instead of
+    compiling in turn. Raises KernelError.
     """
     root = cache_dir()
     started = time.time()
@@ -106,7 +212,13 @@ def install(name: str, compile_into: Callable[[Path], Path], info: dict[str, Any
     if entry is not None:
         return entry
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = _why_untrusted_cache(root)
+        if reason:
+            raise KernelError(
+                f"the kernel cache is not used: {reason}; run `chmod go-w` on that folder, or "
+                "set OPTIMUS_KERNELS_CACHE to a folder that only you can write"
+            )
         with _locked(root / f".{name}.lock"):
             entry = read_entry(root / name)
             if entry is not None:
@@ -138,7 +250,10 @@ def _compile(
             "built_at": time.time(),
         }
         (work / INFO).write_text(json.dumps(whole, indent=1) + "\n")
-        for path in (library, work / INFO, work):
+        # Under umask 002 the group could change them, and the entry would be refused. Others may
+        # read it: whether they can reach it is the decision of the cache folder's mode (0700).
+        for path, mode in ((library, 0o755), (work / INFO, 0o644), (work, 0o755)):
+            path.chmod(mode)
             _fsync(path)
         _rename(work, root / name)
         _fsync(root)
@@ -185,7 +300,7 @@ def _remove_leftovers(root: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         deadline = time.monotonic() + LOCK_WAIT_S
         while not _try_lock(file):

@@ -69,7 +69,8 @@ def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[st
     parents = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
     environ = {"TORCH_XPU_ARCH_LIST": arch_list(), "PYTHONPATH": path}
-    return [sys.executable, "-m", __name__, json.dumps(job), str(work)], environ
+    # -P: the working directory may hold modules of anybody.
+    return [sys.executable, "-P", "-m", __name__, json.dumps(job), str(work)], environ
 
 
 def built_library(work: Path) -> Path:

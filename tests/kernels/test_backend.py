@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 
 import pytest
 import torch
 
-from optimus_kernels import backend, build
+from optimus_kernels import backend, build, cache
 from optimus_kernels.cache import KernelError
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -102,3 +104,35 @@ def test_status_says_what_is_built_for_what_and_why_not(small_csrc):
     assert cpu["usable"] and cpu["library"] == str(entry.library)
     assert cpu["built_for"]["torch"] == torch.__version__
     assert list(cpu["refused"].values()) == ["built from other sources"]
+
+
+PLANTED = """
+#include <cstdio>
+__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
+extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) { return 7; }
+"""
+
+
+@needs_gxx
+def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_csrc, tmp_path):
+    """An entry that fits, is the newest, and whose code runs as soon as it is loaded."""
+    entry = build.build("cpu")
+    ran, planted = tmp_path / "ran", entry.path.with_name("cpu-0000000000000000")
+    shutil.copytree(entry.path, planted)
+    source = tmp_path / "planted.cpp"
+    source.write_text(PLANTED % ran)
+    library = planted / entry.library.name
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    info = entry.info | {"sha256": cache._sha256(library), "built_at": 4e9}
+    (planted / "info.json").write_text(json.dumps(info))
+    library.chmod(0o775)
+
+    cpu = {found["backend"]: found for found in backend.status()}["cpu"]
+    assert cpu["usable"] and cpu["library"] == str(entry.library)
+    assert "mode 0775" in cpu["refused"][planted.name]
+    assert backend.find("cpu", may_build=False).key == entry.key
+    assert backend.find("cpu", may_build=False, key=planted.name).key == entry.key
+    assert not ran.exists()
+
+    library.chmod(0o755)  # the same library is loaded once only this user can write it
+    assert backend.find("cpu", may_build=False).key == planted.name and ran.exists()

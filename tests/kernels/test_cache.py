@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import tempfile
@@ -137,3 +138,146 @@ def test_a_cache_that_cannot_be_written_serves_what_it_holds(monkeypatch):
         process.join(30)
         os.chmod(root, 0o755)
         assert process.exitcode == 0
+
+
+def use_cache(path: Path) -> list[str]:
+    """Return the names of the entries that this user takes from the cache at `path`."""
+    os.environ["OPTIMUS_KERNELS_CACHE"] = str(path)
+    return [entry.key for entry in cache.entries("cpu")]
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002], ids=["group", "others"])
+@pytest.mark.parametrize("place", ["cache", "entry", "info", "library"])
+def test_entry_that_others_can_write_is_refused_with_path_and_mode(place, mode):
+    entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
+    path = {
+        "cache": cache.cache_dir(),
+        "entry": entry.path,
+        "info": entry.path / "info.json",
+        "library": entry.library,
+    }[place]
+    path.chmod(path.stat().st_mode | mode)
+    assert cache.entries("cpu") == []
+    reason = cache.refused("cpu")["cpu-1"]
+    assert str(path) in reason and f"mode {path.stat().st_mode & 0o7777:04o}" in reason
+    path.chmod(path.stat().st_mode & ~mode)
+    assert cache.entries("cpu") == [entry] and cache.refused("cpu") == {}
+
+
+def test_folder_that_others_can_write_is_not_built_into(tmp_path):
+    root = cache.cache_dir()
+    root.mkdir()
+    root.chmod(0o1777)
+    with pytest.raises(KernelError, match="mode 1777.*chmod go-w.*OPTIMUS_KERNELS_CACHE"):
+        cache.install("cpu-1", write_library, {"backend": "cpu"})
+
+
+def test_cache_below_a_folder_that_others_can_rename_is_refused(tmp_path, monkeypatch):
+    above = tmp_path / "scratch"
+    above.mkdir()
+    monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(above / "cache"))
+    cache.install("cpu-1", write_library, {"backend": "cpu"})
+    above.chmod(0o777)
+    assert cache.entries("cpu") == []
+    assert f"others may replace the cache folder: {above}" in cache.refused("cpu")["cpu-1"]
+    above.chmod(0o1777)  # with the sticky bit only the owner renames
+    assert [entry.key for entry in cache.entries("cpu")] == ["cpu-1"]
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000, 0o077])
+def test_entries_are_usable_whatever_the_umask(umask):
+    before = os.umask(umask)
+    try:
+        entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
+    finally:
+        os.umask(before)
+    assert cache.entries("cpu") == [entry]
+    assert cache.cache_dir().stat().st_mode & 0o777 == 0o700
+    assert all(lock.stat().st_mode & 0o077 == 0 for lock in cache.cache_dir().glob("*.lock"))
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "fifo", "number", "time"])
+def test_library_outside_the_entry_is_refused(tmp_path, kind):
+    entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
+    outside = tmp_path / "evil.so"
+    outside.write_bytes(b"library")  # the bytes that the hash in info.json belongs to
+    info = json.loads((entry.path / "info.json").read_text())
+    if kind in ("link", "fifo"):
+        entry.library.unlink()
+        entry.library.symlink_to(outside) if kind == "link" else os.mkfifo(entry.library)
+    else:
+        name = {"absolute": str(outside), "parent": "../../evil.so", "number": 5}.get(kind)
+        info |= {"built_at": "x"} if kind == "time" else {"library": name}
+    (entry.path / "info.json").write_text(json.dumps(info))
+    assert cache.entries("cpu") == [] and cache.refused("cpu")["cpu-1"]
+
+
+def plant_as_nobody(root: Path, name: str) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    (root / name).mkdir(mode=0o755)
+    (root / name / "lib.so").write_bytes(b"planted")
+    info = {"library": "lib.so", "sha256": cache._sha256(root / name / "lib.so")}
+    (root / name / "info.json").write_text(json.dumps({**info, "built_at": 4e9}))
+
+
+def run_in_child(function, *arguments) -> None:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+def test_entries_of_another_user_are_refused_and_built_again():
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        root = Path(directory) / "cache"
+        root.mkdir()
+        os.environ["OPTIMUS_KERNELS_CACHE"] = str(root)
+        os.chmod(root, 0o1777)  # it was open to all for a while
+        run_in_child(plant_as_nobody, root, "cpu-1")
+        run_in_child(plant_as_nobody, root, "cpu-2")
+        os.chmod(root, 0o755)
+        assert use_cache(root) == []
+        assert all("owner nobody" in reason for reason in cache.refused("cpu").values())
+        entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
+        assert entry.library.read_bytes() == b"library" and use_cache(root) == ["cpu-1"]
+
+
+def take_from_root(root: Path, expected: list[str]) -> None:
+    os.setgid(1234)
+    os.setuid(1234)
+    assert use_cache(root) == expected
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+def test_read_only_cache_of_a_colleague_is_used_where_nobody_could_plant_it():
+    with tempfile.TemporaryDirectory() as directory:
+        shared = Path(directory)
+        os.chmod(shared, 0o755)
+        root = shared / "cache"
+        root.mkdir()
+        os.chmod(root, 0o1777)
+        os.environ["OPTIMUS_KERNELS_CACHE"] = str(root)
+        run_in_child(plant_as_nobody, root, "cpu-1")
+        os.chown(root, 65534, 65534)
+        os.chmod(root, 0o755)
+        # Directly below /tmp anybody could have made the cache folder before this user did.
+        os.chmod(shared, 0o1777)
+        run_in_child(take_from_root, root, [])
+        os.chmod(shared, 0o755)
+        run_in_child(take_from_root, root, [])  # /tmp itself is open to all
+    safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
+    if safe is None:
+        pytest.skip("no folder here that only root can write")
+    with tempfile.TemporaryDirectory(dir=safe) as directory:
+        root = Path(directory) / "cache"
+        root.mkdir()
+        os.chmod(directory, 0o755)
+        os.chmod(root, 0o1777)
+        run_in_child(plant_as_nobody, root, "cpu-1")
+        os.chown(root, 65534, 65534)
+        os.chmod(root, 0o755)
+        run_in_child(take_from_root, root, ["cpu-1"])
+        assert use_cache(root) == []  # root trusts itself alone
