@@ -5,8 +5,10 @@
 #   VENV         directory of the environment
 #   PYTHON       interpreter to build it with; empty: the first that runs and is new enough
 #   TORCH        pinned (the version in constraints.txt) or installed (whatever is there already)
-#   TORCH_INDEX  package index that holds the wanted build of torch; empty: pip's own
+#   TORCH_INDEX  package index that holds the wanted build of torch; empty: pip's own. Torch and the
+#                packages it needs come from there alone, everything else from pip's own index.
 set -euo pipefail
+unset CDPATH # with it, cd prints, and goes elsewhere
 cd "$(dirname "$0")/.."
 
 VENV=${VENV:-$PWD/.venv} PYTHON=${PYTHON:-} TORCH=${TORCH:-} TORCH_INDEX=${TORCH_INDEX:-}
@@ -83,8 +85,14 @@ install_torch() {
         return
     fi
     say "[2/3] torch and its dependencies (200 MB to several GB, by build; a few minutes)"
-    "$VENV/bin/python" -m pip install -c constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} setuptools torch
+    "$VENV/bin/python" -m pip install -c constraints.txt setuptools
+    # One index for this step: with two, either could serve any of the names. That index may lack the
+    # other pins, which the next step installs.
+    if [ -n "$TORCH_INDEX" ]; then
+        "$VENV/bin/python" -m pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
+    else
+        "$VENV/bin/python" -m pip install -c constraints.txt torch
+    fi
 }
 
 # No build isolation: the pinned setuptools is in place, and nothing unpinned is fetched to build with.
