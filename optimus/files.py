@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 import uuid
 from collections.abc import Iterator
@@ -161,6 +162,36 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
     return json.loads(data)
 
 
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a regular file for reading, without a buffer.
+
+    A FIFO would wait for a writer, and a device can be read for ever: both may be named by a
+    manifest or lie in a directory that another user made. Raises OSError naming `path`.
+    """
+    # Without O_NONBLOCK a FIFO would wait already here; reads of regular files ignore it.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return os.fdopen(fd, "rb", buffering=0)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: str | os.PathLike, limit_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it is larger than the limit."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit_bytes is not None and size > limit_bytes:
+            what = f"larger than {limit_bytes:,} bytes"
+            raise OSError(errno.EFBIG, what, os.fspath(path))
+        return file.readall()
+
+
 def xxh3_bytes(data: Any) -> str:
     """xxh3-64 of a bytes-like object."""
     return xxhash.xxh3_64_hexdigest(data)
@@ -169,7 +200,7 @@ def xxh3_bytes(data: Any) -> str:
 def xxh3_file(path: str | os.PathLike) -> str:
     """xxh3-64 of a file's content, read in blocks."""
     digest = xxhash.xxh3_64()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -15,9 +17,14 @@ from pydantic import BaseModel, ValidationError
 from optimus.config.checks import check
 from optimus.config.sections import Config
 from optimus.errors import ConfigError, one_line
+from optimus.files import read_regular
 
 Tree = dict[str, Any]
 _TO_COME = ("resilience",)
+_MAX_FILES = 50
+"""Configuration files that `base` may lead to."""
+_MAX_BYTES, _MAX_DOTS = 1 << 20, 100
+"""Size of one file and dots in one of its lines."""
 
 SYNONYMS: dict[str, str] = {
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
@@ -104,31 +111,78 @@ def make_config(
         wrong = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
         by_hand = any(a == b[: len(a)] or b == a[: len(b)] for a in [wrong] for b in overridden)
         raise ConfigError(f"{'command line' if by_hand else source}: {explain(error)}") from None
+    _check_texts(config.model_dump(), ())
     check(config)
     return config
 
 
-def read_tree(path: Path, _seen: tuple[Path, ...] = ()) -> Tree:
-    """The file's tables laid over those of its `base` files (a name or a list; later ones win)."""
+def _check_texts(value: Any, location: tuple[str, ...]) -> None:
+    """Raise ConfigError for a text that is not UTF-8, such as the name of a file may be, or that
+    holds NUL: config.toml could not hold the first, no path the second."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_texts(item, (*location, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_texts(item, (*location, str(index)))
+    elif isinstance(value, str):
+        unencodable = any("\ud800" <= character <= "\udfff" for character in value)
+        if unencodable or "\0" in value:
+            what = "is not UTF-8 text" if unencodable else "holds a NUL character"
+            raise ConfigError(f"{'.'.join(location)} = {value!r} {what}; use another name")
+
+
+def read_tree(path: Path) -> Tree:
+    """Return the file's tables laid over those of its `base` files (a name or a list of names;
+    later ones win). Raises ConfigError for a file that is missing or not readable as TOML, for a
+    circle of bases and for more than _MAX_FILES files."""
+    return _read_tree(path, (), {})
+
+
+def _read_tree(path: Path, below: tuple[Path, ...], done: dict[Path, Tree]) -> Tree:
+    """`below`: the files that lead here. `done`: files read before, since 25 files with two bases
+    each in the next would otherwise mean 2^25 reads."""
     path = path.resolve()
-    if path in _seen:
+    if path in below:
         raise ConfigError(
-            f"{path}: base = inherits from itself through {_seen[-1]}; break the circle"
+            f"{path}: base = inherits from itself through {below[-1]}; break the circle"
         )
-    try:
-        own = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as TOML: {one_line(error)}") from None
+    if path in done:
+        return copy.deepcopy(done[path])
+    if len(below) + len(done) >= _MAX_FILES:
+        raise ConfigError(f"{path}: base = leads to more than {_MAX_FILES} files; merge some")
+    own = _read_toml(path)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base = {bases!r} must be a file name or a list of file names")
     tree: Tree = {}
     for base in bases:
-        _merge(tree, read_tree(path.parent / base, (*_seen, path)))
-    return _merge(tree, own)
+        _merge(tree, _read_tree(path.parent / base, (*below, path), done))
+    done[path] = copy.deepcopy(_merge(tree, own))
+    return tree
+
+
+def _read_toml(path: Path) -> Tree:
+    try:
+        return _parse_toml(read_regular(path, _MAX_BYTES).decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file{_nearest_file(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a TOML file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not readable as TOML: {one_line(error)}") from None
+
+
+def _parse_toml(text: str) -> Tree:
+    """Parse TOML; ValueError for all that is wrong with it."""
+    # tomllib's time grows with the square of the parts of a dotted name: 10,000 take 2 s.
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line with more than {_MAX_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
 
 
 def dump_toml(config: Config) -> str:
@@ -245,8 +299,8 @@ def _parse_value(key: str, text: str) -> Any:
     Raises ConfigError for a list, a table or a quoted text that is not complete.
     """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError) as error:
+        return _parse_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError) as error:
         closing = {"[": "]", "{": "}", '"': '"', "'": "'"}.get(text[:1])
         if closing is None:
             return text
@@ -271,8 +325,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        # JSON and TOML escape in the same way, except that TOML does so for DEL, too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import time
 
 import pytest
 
@@ -46,6 +48,67 @@ def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
     again = tmp_path / "again.toml"
     again.write_text(dump_toml(config))
     assert load_config(again) == config
+
+
+def test_every_character_of_a_setting_survives_config_toml(tmp_path, model_file):
+    characters = [*map(chr, range(1, 0x100)), "\u2028", "\U0001f600", "\uffff"]
+    config = load_config(model_file, [f"train.run_dir=r{''.join(characters)}x"])
+    again = tmp_path / "again.toml"
+    again.write_bytes(dump_toml(config).encode())
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    "value, what",
+    [("r\udcff", r"train.run_dir = 'r\\udcff' is not UTF-8 text"), ("a\0b", "holds a NUL")],
+)
+def test_text_that_no_file_can_hold_is_refused_with_its_key(model_file, value, what):
+    with pytest.raises(ConfigError, match=what):
+        load_config(model_file, [f"train.run_dir={value}"])
+
+
+HOSTILE_TOML = {
+    "nested values": "x = " + 100_000 * "[",
+    "nested tables": "x = " + 50_000 * "{a=",
+    "long number": "x = " + 5_000 * "9",
+    "dotted header": "[" + ".".join(100_000 * "a") + "]",
+    "too large": "#" * (1 << 20) + "\n",
+    "not UTF-8": "x = '\udcff'",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE_TOML.values(), ids=HOSTILE_TOML)
+def test_hostile_file_is_refused_in_one_line_at_once(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=r"run\.toml: ") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value) and time.process_time() - started < 2
+
+
+def test_fifo_and_directory_are_refused_as_configuration(tmp_path):
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(ConfigError, match=r"fifo\.toml: not a regular file"):
+        load_config(tmp_path / "fifo.toml")
+    (tmp_path / "run.toml").write_text('base = "fifo.toml"\n')
+    with pytest.raises(ConfigError, match=r"fifo\.toml: not a regular file"):
+        load_config(tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
+    """Two bases in each of 25 files that follow each other would be 2^25 reads."""
+    (tmp_path / "0.toml").write_text(model_file.read_text())
+    for number in range(1, 26):
+        base = f'base = ["{number - 1}.toml", "{number - 1}.toml"]\n'
+        (tmp_path / f"{number}.toml").write_text(base)
+    assert load_config(tmp_path / "25.toml") == load_config(model_file)
+    for number in range(26, 60):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number - 1}.toml"\n')
+    with pytest.raises(ConfigError, match="leads to more than 50 files"):
+        load_config(tmp_path / "59.toml")
 
 
 @pytest.mark.parametrize(
