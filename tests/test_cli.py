@@ -29,14 +29,12 @@ def run_dir(rank_pool, tiny_data, tmp_path_factory):
     return path
 
 
-def test_help_is_quick_and_imports_no_torch():
+def test_help_imports_no_torch():
     code = (
         "import sys; from optimus.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     )
     code += "assert 'torch' not in sys.modules"
-    start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - start < 5  # a guard against importing torch; measured in docs
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

