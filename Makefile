@@ -5,6 +5,7 @@ PYTHON ?=
 TORCH ?=
 TORCH_INDEX ?=
 TESTS ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-compat test-sycl lint format clean distclean
@@ -16,7 +17,7 @@ SOURCES := $(wildcard optimus data_prep kernels tests scripts)
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 	@echo
-	@echo 'make test TESTS=tests/model     run a part of the tests'
+	@echo 'make test TESTS=tests/model     run some of the tests; WORKERS=0: in one process'
 	@echo 'make demo TORCH_INDEX=URL       another build of torch; README, "Choosing torch"'
 
 setup: ## Make or refresh the virtual environment (every target below does so by itself)
@@ -26,7 +27,7 @@ demo: setup ## Train a small Mixture-of-Experts on real text, on the CPU, in min
 	PATH='$(BIN)':"$$PATH" scripts/demo.sh
 
 test: setup ## Run the tests (TESTS=path for some of them)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-compat: ## Run the tests on the oldest stack, torch 2.8 with Intel's extension (8 GB of packages)
 	@VENV='$(VENV)-compat' PYTHON='$(PYTHON)' TESTS='$(TESTS)' scripts/test_compat.sh
