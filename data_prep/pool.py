@@ -62,8 +62,8 @@ def run_jobs(
         return {index: future.result() for future, index in futures.items()}
     except BrokenProcessPool:
         raise OptimusError(
-            "a worker process was killed (out of memory?); give the same command again to go on, "
-            "perhaps with fewer --workers"
+            "a worker process was killed (out of memory?); give the same command again to "
+            "continue, perhaps with fewer --workers"
         ) from None
     finally:
         stop.value = 1  # no effect after success; otherwise jobs end at their next `advance`

@@ -256,7 +256,8 @@ def _whole(dataset: Path) -> Manifest:
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
         read_unit(dataset / order.tokens_dir, unit, order.plan, has_array=False)
-    chosen = sample([shard.size for shard in manifest.shards])
+    # All ranks decide alone whether the data set is finished, and must decide the same.
+    chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")
     return manifest

@@ -20,7 +20,7 @@ from optimus.errors import DamageError, counted
 HASH_BYTES = 1 << 30
 """Of token arrays, and again of shards, whose hashes a start compares."""
 _SEED = os.urandom(8)
-"""Each start takes another sample, all checks of one start the same."""
+"""Each start of a process takes another sample."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,15 @@ def require_header(path: Path, *headers: bytes) -> None:
             raise DamageError(f"{path}: its header is damaged")
 
 
-def sample(sizes: Sequence[int]) -> frozenset[int]:
-    """The items of `sizes` bytes whose hashes are compared: all of them up to HASH_BYTES."""
+def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
+    """Return the indices of the files whose hashes are compared: of all files up to HASH_BYTES in
+    sum, else of a random sample of that size or of one larger file. Ranks that must agree give the
+    same `seed`."""
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
-        random.Random(_SEED).shuffle(chosen)
+        random.Random(_SEED if seed is None else seed).shuffle(chosen)
         count = 0
-        while count == 0 or sizes[chosen[count]] <= left:
+        while count < len(chosen) and (count == 0 or sizes[chosen[count]] <= left):
             left -= sizes[chosen[count]]
             count += 1
         del chosen[count:]

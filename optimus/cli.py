@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None and error.errno not in _DISK_TROUBLE:
             raise
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        _tell(OptimusError(f"{what}; mend it and give the same command again to go on"))
+        _tell(OptimusError(f"{what}; fix it and give the same command again to continue"))
         return OptimusError.exit_code
     except KeyboardInterrupt:
         from optimus.launch_env import read_rank
@@ -115,8 +115,6 @@ class _Stderr:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._text = stream, ""
         self._lock = threading.RLock()  # a signal handler prints, too
-        self._poll = select.poll()
-        self._poll.register(stream.fileno(), select.POLLOUT)
         self._wait_s, self._dropped = _STALL_S, 0
 
     def write(self, text: str) -> int:
@@ -136,14 +134,17 @@ class _Stderr:
                 return
 
     def _emit(self, data: bytes) -> None:
-        if data and not self._poll.poll(1000 * self._wait_s):
+        poll = select.poll()  # not shared: a signal handler may print while this waits
+        poll.register(self._stream.fileno(), select.POLLOUT)
+        if data and not poll.poll(1000 * self._wait_s):
             self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
             return
         if self._dropped:
-            note = f"optimus: {self._dropped} lines were dropped here, because nobody read them\n"
+            lines = counted(self._dropped, "line")
+            note = f"optimus: nobody read the output, and {lines} were dropped here\n"
             data = note.encode() + data
         self._wait_s, self._dropped = _STALL_S, 0
-        while data and self._poll.poll(1000 * self._wait_s):  # a pipe then takes PIPE_BUF bytes
+        while data and poll.poll(1000 * self._wait_s):  # a pipe then takes PIPE_BUF bytes
             data = data[os.write(self._stream.fileno(), data[: select.PIPE_BUF]) :]
 
     def __getattr__(self, name: str) -> Any:
@@ -367,7 +368,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
-        print(f"optimus: starting {nproc} rank{'s' * (nproc > 1)}", file=sys.stderr)
+        print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
         return spawn_local(arguments, nproc)
     if launch.world_size == 1:
         preflight(config, 1)  # mistakes are found before torch, which takes seconds, is imported
@@ -384,7 +385,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     from optimus.config import load_config
     from optimus.train.begin import dry_run
 
-    nodes, ranks = 1 if args.nodes is None else args.nodes, args.nproc or 1
+    nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
     if nodes < 1 or ranks < 1:
         raise ConfigError(f"--nodes {nodes} and --nproc {ranks} must be at least 1")
     config = load_config(args.config, args.overrides)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from optimus import files
+from optimus.errors import counted
 from optimus.platform import device_name, synchronize
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
@@ -76,7 +77,7 @@ class Peak:
         setup = self.setup
         text = f"{self.flops / 1e12:.3g} TFLOP/s a device ({self.method}"
         if self.measured_at:
-            threads = f", {setup.threads} thread{'s' * (setup.threads > 1)}"
+            threads = f", {counted(setup.threads, 'thread')}"
             text += f", {setup.dtype}, {setup.library}{threads if setup.device == 'cpu' else ''}"
             text += f"; spread {self.spread:.1%}, {self.measured_at}"
         return text + ")"

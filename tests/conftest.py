@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where Intel's extension is installed, each rank would spend 8 s on importing it (docs/intel.md);
 # tests/test_ipex.py asks for it.
 os.environ.setdefault("OPTIMUS_IPEX", "0")
+# A peak measured beside tests is not what the user's runs should refer to.
+if "OPTIMUS_PEAK_CACHE" not in os.environ:
+    os.environ["OPTIMUS_PEAK_CACHE"] = tempfile.mkdtemp(prefix="optimus-peaks-")
+    atexit.register(shutil.rmtree, os.environ["OPTIMUS_PEAK_CACHE"], ignore_errors=True)
+# Shells ignore these for what they start in the background, and children would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ ALWAYS_SEVERAL = {
     "{short(value['instances'])} instances",
     "{piece_rows} rows",  # a fraction
     "{ending} files",  # no number
+    "{_MAX_FILES} files",
     "{_HISTORY} updates",  # constants of 20 and 10
     "{_UPDATES} updates",
     "{self._model.experts_by_layer[layer]} experts",  # a single one cannot be unbalanced

@@ -243,6 +243,10 @@ def _hint(location: Sequence[str], value: Any) -> str:
     spelling = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
     found = _synonymous(wrong, prefix) if len(location) <= 2 else []
     found = found or [".".join([*location[:-1], name]) for name in spelling]
+    if not found and len(location) <= 2:  # such as learnig_rate
+        words = {word for known in SYNONYMS.values() for word in known.split()}
+        near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.85)
+        found = _synonymous(near[0], prefix) if near else []
     if not found and not prefix and isinstance(value, dict):  # an unknown section
         found = [key for name in value for key in _synonymous(name, wrong)]
     if found:

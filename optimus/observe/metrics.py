@@ -31,6 +31,9 @@ class JsonLines:
         self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if copy is not None:  # an empty copy shows that there were no lines
+            with contextlib.suppress(OSError):
+                os.close(os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
 
     def append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"

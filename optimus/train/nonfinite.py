@@ -85,7 +85,7 @@ def refuse_bad_states(
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
         guards.write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
     others = len({one.rank for one in found}) - 1
-    also = f" (and states of {others} more rank{'s' * (others > 1)})" if others else ""
+    also = f" (and states of {counted(others, 'more rank')})" if others else ""
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
     if text.startswith("the update made "):
         where = f"step {updated}: "

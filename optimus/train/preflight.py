@@ -202,7 +202,8 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
     stored, free = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
     compared = settings if start.full is not None else _OF_THE_DATA
-    for key in sorted(set(stored).intersection(compared)):
+    # Without data (a dry run that skips it) there is no data.identity.
+    for key in sorted(set(stored) & set(compared) & set(settings)):
         if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_SETTLED_LATER, _BATCH):
             continue
         if key == "parallel.ep_dispatch" and settings[key] == "auto":

@@ -22,9 +22,15 @@ LOCK = ".lock"
 
 def check_not_in_use(path: Path) -> None:
     """Raise ConfigError if another run has the directory. Creates nothing."""
-    if (path / LOCK).exists():
+    try:
         with open(path / LOCK, "rb") as file:
             _lock(file, path, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: {LOCK}: {error.strerror}; choose another"
+        ) from None
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
@@ -34,8 +40,8 @@ def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
     except OSError:
         file.close()
         raise ConfigError(
-            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another, "
-            "or wait for its end"
+            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another, wait for "
+            "its end, or, to submit a job that follows it, give --skip-run-dir-check"
         ) from None
 
 

@@ -26,7 +26,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, dump_toml
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World
-from optimus.errors import LostPeerError, NonFiniteError, OptimusError
+from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.model.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
@@ -200,7 +200,7 @@ class Saves:
         lane.failures += 1
         limit = self._config.checkpoint.max_failures
         told = f"step {step} is not saved: {what}; the newest checkpoint is {self._newest}"
-        again = "mend it and give the same command again to go on"
+        again = "fix it and give the same command again to continue"
         if step == self._last_step:
             self._end_failed = self._end_failed or f"{told}; {again}"
         elif lane.failures == limit and not self._last_step:
@@ -272,7 +272,8 @@ class Saves:
         for path in new:
             self._say(f"WARNING: cannot remove {path}: {left[path]}")
         self._say(
-            f"WARNING: {len(left)} old checkpoint{'s' * (len(left) > 1)} cannot be removed; "
+            f"WARNING: {counted(len(left), 'old directory', 'old directories')} of checkpoints "
+            "cannot be removed; "
             f"{manager.space_left(run_dir)}, and a save takes {takes / 1e9:.3f} GB; "
             "remove by hand what is named above"
         )
@@ -310,7 +311,11 @@ class Saves:
     def _write_model_companions(self, directory: Path) -> None:
         """The same for a model alone, which is a Hugging Face directory with all of its files."""
         self._write_companions(directory)
-        for line in complete_hf(directory, self._exported):
+        try:
+            lines = complete_hf(directory, self._exported)
+        except Exception as error:  # of a tokenizer library too: these files are no reason to fail
+            lines = [f"not all files for transformers are written: {one_line(error)}"]
+        for line in lines:
             if line not in self._warned:
                 self._say(f"warning: models of this run: {line}")
             self._warned.add(line)

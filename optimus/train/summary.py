@@ -99,7 +99,8 @@ def _data(config: Config, flight: Preflight) -> Iterator[tuple[str, str]]:
     for dataset, epochs in _epochs(config, flight):
         size = f"{counted(dataset.num_instances, 'instance')} of {dataset.context:,} tokens"
         name = "" if mix else "data"
-        yield name, f"{size}, {_short(epochs)} epochs{_where(dataset)}"
+        noun = "epoch" if _short(epochs) == "1" else "epochs"
+        yield name, f"{size}, {_short(epochs)} {noun}{_where(dataset)}"
 
 
 def _where(dataset: InstanceSource) -> str:
@@ -158,7 +159,8 @@ def _results(
         yield "loss", f"{record['loss']:.4f}"
     if evaluation:
         yield "held-out loss", f"{evaluation['loss']:.4f} at step {evaluation['step']:,}"
-    yield "checkpoint", str(full_path(run_dir, last_step))
+    made = first <= last_step or flight.start.path is None
+    yield "checkpoint", str(full_path(run_dir, last_step) if made else flight.start.path)
     name = "next"
     for command in _next_commands(config, flight, last_step):
         yield name, command

@@ -116,6 +116,8 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?$"),
         ("optim.learning_rate=1", r"optim.learning_rate = 1; did you mean optim.lr\?$"),
         ("optim.warmup=1", r"did you mean optim.warmup_steps\?$"),
+        ("optim.learnig_rate=1", r"did you mean optim.lr\?$"),
+        ("model.num_hiden_layers=1", r"did you mean model.num_layers\?$"),
         (
             "train.batch_size=8",
             r"did you mean train.global_batch_tokens or train.microbatch_size\?$",

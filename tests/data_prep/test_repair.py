@@ -209,3 +209,13 @@ def test_what_was_not_finished_has_no_repair(made, tmp_path):
     shutil.copytree(made.data / "tokens", tmp_path / "data" / "tokens")
     (line,) = verify(tmp_path / "data")
     assert "is not finished; make it with optimus-data run" in line and "repair" not in line
+
+
+def test_a_file_larger_than_what_is_hashed_at_a_start_is_checked_alone():
+    large = start_check.HASH_BYTES + 1
+    assert start_check.sample([large]) == {0}
+    assert len(start_check.sample([large, large])) == 1
+    assert start_check.sample([1, 2, 3]) == {0, 1, 2}
+    sizes = 100 * [large // 10]
+    assert start_check.sample(sizes, "a") == start_check.sample(sizes, "a")
+    assert start_check.sample(sizes, "a") != start_check.sample(sizes, "b")

@@ -74,7 +74,7 @@ def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
     lines = [line for line in error.splitlines() if line.startswith("optimus-data: ")]
     assert len(lines) == 1 and lines[0].startswith(f"optimus-data: stopped by {name}"), error
     assert "Traceback" not in error and "rror" not in error, error
-    wait_until(lambda: session_is_empty(process.pid), within_s=5)
+    wait_until(lambda: session_is_empty(process.pid), within_s=60)
     return lines[0]
 
 
@@ -114,14 +114,15 @@ def test_a_signal_while_a_file_is_written(made, tmp_path, name, workers):
 def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
     """As training a tokenizer is: Python runs no handler in the main thread before it returns."""
     code = "import hashlib, sys; from data_prep import cli, commands; "
-    code += "long = lambda argv: hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000_000); "
-    code += "commands.run_command = long; sys.exit(cli.main())"
+    # Minutes of one call, which takes the rest of the test's patience many times over.
+    code += "long = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000); "
+    code += "commands.run_command = lambda argv: (print('begins', flush=True), long()); "
+    code += "sys.exit(cli.main())"
     process = start(["-c", code])
-    time.sleep(0.3)
-    begin = time.monotonic()
+    assert process.stdout.readline() == "begins\n"
+    time.sleep(0.3)  # for the call itself
     process.send_signal(signal.SIGINT)
     assert_stopped(process, "Ctrl-C")
-    assert time.monotonic() - begin < 10  # of minutes
 
 
 def test_an_ignored_interrupt_stays_ignored(made):

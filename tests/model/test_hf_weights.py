@@ -226,7 +226,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path):
     with pytest.raises(CheckpointError, match=r"head\.weight is missing"):
         write_hf(tmp_path / "out", model.config, missing, "fp32")
     wrong = {**state, "head.weight": torch.zeros(1, 32)}
-    with pytest.raises(CheckpointError, match=r"head\.weight is .* of another size: 1920 elem"):
+    with pytest.raises(CheckpointError, match=r"head\.weight is .* of another size: 1,920 elem"):
         write_hf(tmp_path / "out", model.config, wrong, "fp32", LIMIT)
     with pytest.raises(CheckpointError, match="extra has no place"):
         write_hf(tmp_path / "out", model.config, {**state, "extra": torch.zeros(1)}, "fp32")

@@ -213,6 +213,7 @@ def test_what_the_copy_alone_has_is_not_lost_by_a_new_start(tmp_path, capsys):
 def test_a_copy_that_cannot_be_written_waits_and_harms_nothing(tmp_path, capsys):
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
+    copy.unlink()  # it is created empty, which shows that no line was lost
     copy.mkdir()
     for step in (1, 2):
         lines.append({"step": step})

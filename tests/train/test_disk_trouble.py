@@ -270,6 +270,6 @@ def test_checkpoints_that_cannot_be_removed_keep_no_others(ranks, tiny_data, tmp
         assert len(told) == len(rooms) + 2, told
         if not beside:  # threads may find each other's work there
             assert len(rooms) == 3, told  # two with a name, then the disk gets full
-        assert "2 old checkpoints cannot be removed; " in rooms[-1]
+        assert "2 old directories of checkpoints cannot be removed; " in rooms[-1]
         names = sorted(path.name for path in directory.iterdir())
         assert names == ["model-00000012", *(f"step-{step:08d}" for step in (2, 4, 10, 12))]

@@ -163,7 +163,7 @@ def test_a_last_checkpoint_that_fails_ends_the_run_in_error(ranks, tiny_data, tm
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
     ended = ranks(2, run_with_small_files, tree, 1, [6], start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
-    assert "the newest checkpoint is step-00000003; mend it" in ended[0].message
+    assert "the newest checkpoint is step-00000003; fix it" in ended[0].message
     assert steps_kept(tmp_path) == [3]
 
 

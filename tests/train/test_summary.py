@@ -148,6 +148,7 @@ def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[st
             "parallel.dp = 4 needs a world of 4",
         ),
         (["--nodes", "0"], {}, "--nodes 0 and --nproc 1 must be at least 1"),
+        (["--nproc", "0"], {}, "--nodes 1 and --nproc 0 must be at least 1"),
         ([], MISSING, "/nowhere"),
         ([], {"train__seq_len": 64}, "train.seq_len = 64, but data.path"),
         ([], {"checkpoint__load": "/nowhere"}, "/nowhere: no such checkpoint"),
@@ -173,6 +174,14 @@ def test_a_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, c
     skip = ["--skip-data-check", "--skip-run-dir-check"]
     code, lines = dry(tmp_path, capfd, "/nowhere", *skip, train__run_dir="/no/where")
     assert code == 0 and not any("/nowhere" in line for line in lines)
+
+
+def test_a_dry_run_without_data_takes_a_start_from_a_model(tiny_data, tmp_path, capfd):
+    train = {"train__max_steps": 2, "optim__warmup_steps": 0}
+    run_tree(tiny_tree(tiny_data, tmp_path / "run", **train, checkpoint__model_interval=1))
+    options = {"train__max_steps": 3, "checkpoint__load": "model@1"}
+    code, lines = dry(tmp_path, capfd, "/nowhere", "--skip-data-check", **options)
+    assert code == 0 and any("model-00000001" in line for line in lines)
 
 
 def test_a_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_path, capfd):
