@@ -343,10 +343,13 @@ class _PrintSettings(argparse.Action):
 
 
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
+    if _is_rank_of_a_launcher():  # before anything that takes time is imported
+        # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
+        # whose error ends this one before its first step.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     from optimus.config import load_config
     from optimus.launch_env import STARTED, read_launch_env
     from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
-    from optimus.train.preflight import preflight
 
     if args.dry_run:
         return _dry_run(args)
@@ -354,10 +357,6 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         if (value := getattr(args, option)) is not None and value is not False:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} belongs to --dry-run; add that or leave it out")
-    if _is_rank_of_a_launcher():
-        # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
-        # whose error ends this one before its first step.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     launch = read_launch_env()
     nproc = ranks_to_start(args.nproc, launch.world_size)
     try:
@@ -365,12 +364,15 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc:
+        from optimus.train.preflight import preflight
         from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
         return spawn_local(arguments, nproc)
     if launch.world_size == 1:
+        from optimus.train.preflight import preflight
+
         preflight(config, 1)  # mistakes are found before torch, which takes seconds, is imported
     if _speaks():
         print("optimus: importing torch", file=sys.stderr)

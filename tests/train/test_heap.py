@@ -37,7 +37,7 @@ def test_a_heap_that_broke_up_shrinks_and_one_that_hardly_grew_is_left_alone():
     lines = [[int(word) for word in line.split()] for line in told.splitlines()]
     start, _, little, much, *between, late = lines
     assert start[0] > 59e6 and start[1] < 25e6  # first: all that starting left
-    assert 2e6 < little[0] == little[1]
+    assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # the system may take a page
     assert much[0] > 12e6 and much[1] > 12e6  # so soon behind the last time nothing is done
     assert all(abs(grown) < 1e6 for _, grown in between)
     assert late[0] < 1e6 and late[1] < -6e6  # a quarter of it is kept

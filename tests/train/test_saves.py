@@ -384,7 +384,9 @@ def test_the_curve_is_durable_before_the_checkpoint_that_goes_on_from_it(
         for needed in ("fsync metrics.jsonl", "fsync shard-00000.bin", "fsync index.jsonl"):
             assert needed in order[begun:manifest], (step, needed)
         assert order[sealed + 1] == "fsync checkpoints"
-    removed = next(n for n, what in enumerate(order) if what.startswith("rename .step-00000001."))
+    removed = next(
+        n for n, what in enumerate(order) if what.startswith("rename .removed-step-00000001.")
+    )
     assert removed > order.index("rename step-00000003") + 1
 
 
