@@ -55,7 +55,10 @@ def run_broken(
     rank = int(os.environ["RANK"])
     if log or (breakage and breakage.rank == rank):
         mine = breakage if breakage and breakage.rank == rank else None
-        arm(Path(under), log and Path(log), mine)
+        # Saves in the background number their calls differently in each run: a single failure
+        # must not meet the last save, whose loss ends the run.
+        is_single_failure = mine and mine.first == mine.last and mine.action >= Action.ENOSPC
+        arm(Path(under), log and Path(log), mine, f"-{STEPS:08d}." if is_single_failure else "")
     if rank in deaths:
         kill_after(deaths[rank])
     run_tree(tree)

@@ -29,11 +29,14 @@ enum { FAILED = -1, PASSED, HIT };
 enum { KEEPS, GROWS }; /* whether a call needs room on the disk */
 static long count, first, last;
 static int action, armed, log_fd = -1;
-static char under[PATH_MAX];
+static char under[PATH_MAX], until[NAME_MAX];
 static char watched[MAX_FDS];
 
-void file_calls_arm(const char *directory, const char *log, long from, long to, int how) {
+/* From the first call of a path that contains `stop` on, if it is not empty, no call is broken. */
+void file_calls_arm(const char *directory, const char *log, long from, long to, int how,
+                    const char *stop) {
   strncpy(under, directory, sizeof under - 1);
+  strncpy(until, stop, sizeof until - 1);
   if (*log) log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND, 0644);
   count = 0, first = from, last = to, action = how, armed = 1;
 }
@@ -49,7 +52,11 @@ int file_calls_kill_after(double seconds) {
 }
 
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
-static int is_inside(const char *path) { return armed && path && strstr(path, under); }
+static int is_inside(const char *path) {
+  if (!armed || !path || !strstr(path, under)) return 0;
+  if (*until && strstr(path, until)) action = NONE;
+  return 1;
+}
 static int is_watched(int fd) { return armed && fd >= 0 && fd < MAX_FDS && watched[fd]; }
 static void watch(int fd) { if (fd >= 0 && fd < MAX_FDS) watched[fd] = 1; }
 

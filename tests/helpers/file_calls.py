@@ -67,8 +67,13 @@ def build(directory: Path) -> Path:
     return library
 
 
-def arm(under: Path, log: Path | None = None, breakage: Breakage | None = None) -> None:
-    """From now on count this process's calls below `under`; record and break them."""
+def arm(
+    under: Path, log: Path | None = None, breakage: Breakage | None = None, until: str = ""
+) -> None:
+    """From now on count this process's calls below `under`; record and break them.
+
+    `until`: from the first call of a path that contains it on, no call is broken.
+    """
     _, action, first, last = breakage or Breakage(0, Action.NONE, 0, 0)
     ctypes.CDLL(None).file_calls_arm(
         os.fsencode(under),
@@ -76,6 +81,7 @@ def arm(under: Path, log: Path | None = None, breakage: Breakage | None = None) 
         ctypes.c_long(first),
         ctypes.c_long(last),
         int(action),
+        os.fsencode(until),
     )
 
 
