@@ -203,7 +203,11 @@ def explain(error: ValidationError) -> str:
     if key in _TO_COME:
         return f"[{key}] is not available in this version; drop the section"
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key} = {first['input']!r}; {_hint(location, first['input'])}"
+        value, hint = first["input"], _hint(location, first["input"])
+        if len(location) == 1 and isinstance(value, dict) and value:  # an unknown section
+            name, value = next(iter(value.items()))
+            key = f"{key}.{name}"
+        return f"unknown key {key} = {value!r}; {hint}"
     if first["type"] == "missing" and location[-1].isdigit():  # an item of a tuple
         table, needed = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
         return f"{table} = {list(first['input'])!r}: must be a list of {needed} values"
@@ -248,7 +252,11 @@ def _hint(location: Sequence[str], value: Any) -> str:
         near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.85)
         found = _synonymous(near[0], prefix) if near else []
     if not found and not prefix and isinstance(value, dict):  # an unknown section
-        found = [key for name in value for key in _synonymous(name, wrong)]
+        found = [
+            key
+            for name in value  # eval.interval: a key eval_interval, or interval of any section
+            for key in _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
+        ]
     if found:
         return f"did you mean {' or '.join(found)}?"
     return f"the keys of {f'[{prefix}]' if prefix else 'the file'} are {', '.join(names)}"
