@@ -17,6 +17,9 @@ from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkp
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, one_line
 
+_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, at most: as the safetensors library has it."""
+_MOST = 1 << 56
 _HASHED_BYTES = 64 << 20
 """Larger files are left to `optimus checkpoint verify`."""
 _UNKNOWN = (
@@ -66,6 +69,8 @@ def look_at(path: Path) -> dict[str, Any]:
         manifest = read_manifest(path)
         about |= _facts(manifest)
         manifest.check(_HASHED_BYTES)
+        if manifest.is_sharded:
+            manifest.check_rows(manifest.index())
         params = _count_params(manifest)
         about |= {"params": params, "bytes_per_param": about["bytes"] / params if params else None}
     except CheckpointError as error:
@@ -103,8 +108,8 @@ def _layout(manifest: Manifest) -> str | None:
         return None
     sizes = manifest.ranks or {axis: settings.get(f"parallel.{axis}", 1) for axis in AXES}
     words = [f"{axis}{sizes.get(axis, 1) or '?'}" for axis in AXES] + [settings["optim.sharding"]]
-    words += [settings["parallel.schedule"]] if sizes["pp"] > 1 else []
-    return " ".join([*words, settings["train.dtype"]])
+    words += [settings.get("parallel.schedule", "?")] if sizes["pp"] > 1 else []
+    return " ".join([*words, settings.get("train.dtype", "?")])
 
 
 def _count_params(manifest: Manifest) -> int:
@@ -118,10 +123,17 @@ def _count_params(manifest: Manifest) -> int:
 def _count_elements(path: Path) -> int:
     """Of all tensors of a safetensors file, from its header."""
     try:
-        with open(path, "rb") as file:
+        with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # more than that is damage
-            header = json.loads(file.read(min(size, int.from_bytes(file.read(8), "little"))))
-        return sum(math.prod(one["shape"]) for key, one in header.items() if key != "__metadata__")
+            length = min(size, _HEADER_BYTES, int.from_bytes(file.read(8), "little"))
+            header = json.loads(file.read(length))
+        shapes = [one["shape"] for name, one in header.items() if name != "__metadata__"]
+        if any(type(n) is not int or not 0 <= n < _MOST for shape in shapes for n in shape):
+            raise ValueError("a shape is no list of sizes")
+        params = sum(map(math.prod, shapes))
+        if params >= _MOST:
+            raise ValueError(f"more than {_MOST} parameters")
+        return params
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
 

@@ -17,11 +17,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationError
 
 from optimus import files
 from optimus.checkpoint.index import INDEX, Index, decode
 from optimus.checkpoint.threads import Stop, in_threads
+from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
 
 FORMAT = 2
@@ -33,14 +36,56 @@ DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
 _BLOCKS_A_TASK = 16
 """Of verifying: 64 MiB, beside which opening a file and reading its header costs nothing."""
-_FIELDS = ("kind", "step", "tokens", "updates", "origin", "settings")
+_READ_SETTINGS = {
+    **dict.fromkeys((f"parallel.{axis}" for axis in AXES), int),
+    **dict.fromkeys(("train.batch_tokens", "train.seq_len", "train.max_steps"), int),
+    **dict.fromkeys(("train.eval_interval", "checkpoint.interval", DATA_EOS), int),
+    **dict.fromkeys(("optim.warmup_steps", "optim.decay_steps"), int),
+    **dict.fromkeys(("optim.lr", "optim.min_lr"), int | float),
+    **dict.fromkeys(("optim.sharding", "optim.schedule", "parallel.schedule"), str),
+    **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
+}
+"""Settings of a checkpoint that are used for more than a comparison, and their types."""
+_MOST_RANKS = 1 << 22
+_MANIFEST_BYTES = 64 << 20
+"""Largest manifest that is read; ours have some kilobytes."""
+
+
+def _plain_name(name: str) -> str:
+    """Refuse the name of a file that may not be in the checkpoint's directory."""
+    if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise ValueError("must be a file of the checkpoint, named relative to its directory")
+    os.fsencode(name)
+    return name
+
+
+_Int = Annotated[int, Field(strict=True, ge=0, lt=1 << 56)]
+_Ranks = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+_Float = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+_Name = Annotated[InstanceOf[str], AfterValidator(_plain_name)]
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    name: str
-    size: int
-    xxh3: str
+    name: _Name
+    size: _Int
+    xxh3: _Hash
+
+
+class _Fields(BaseModel):
+    """The fields of manifest.json and what they may hold, however its hash was made."""
+
+    kind: Literal["full", "model"]
+    step: _Int
+    tokens: _Int
+    updates: _Int
+    origin: InstanceOf[str]
+    settings: dict[str, Any]
+    files: tuple[FileEntry, ...]
+    loss_scale: dict[Literal["scale", "good_steps", "skipped"], _Float] | None = None
+    ranks: dict[str, _Ranks] | None = None
+    begun: _Int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +135,14 @@ class Manifest:
             numbers = range(len(index.shards))
             in_threads(lambda number: index.open(self.path, number).close(), numbers)
 
+    def check_rows(self, index: Index) -> None:
+        """Check that the index leads to every element of every parameter once. Raises
+        CheckpointError."""
+        try:
+            index.check_rows()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
     def verify(self, threads: int = 0) -> None:
         """Compare every byte; CheckpointError names the first file that differs."""
         if problems := self.problems(threads):
@@ -103,6 +156,7 @@ class Manifest:
             return found
         try:
             index = self.index()
+            self.check_rows(index)
         except CheckpointError as error:
             return found or [str(error)]  # nobody knows what shard files should hold
         tasks = [
@@ -130,9 +184,11 @@ class Manifest:
         return index
 
     def index_bytes(self) -> bytes:
-        """The index file's content. Raises CheckpointError."""
-        entry = next(one for one in self.files if one.name == INDEX)
-        return _read_checked(self.path / INDEX, entry, wanted=True)
+        """Return the index file's content. Raises CheckpointError."""
+        for entry in self.files:
+            if entry.name == INDEX:
+                return _read_checked(self.path / INDEX, entry, wanted=True)
+        raise CheckpointError(f"{self.path}: its manifest lists no {INDEX}, so no states")
 
 
 def _problem(check: Callable[[], object]) -> str:
@@ -148,7 +204,7 @@ def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
     """Compare a file with its size and hash; its content, if that is `wanted`."""
     _check_size(path, entry)
     try:
-        content = path.read_bytes() if wanted else b""
+        content = files.read_regular(path) if wanted else b""
         if (files.xxh3_bytes(content) if wanted else files.xxh3_file(path)) != entry.xxh3:
             raise CheckpointError(f"{path}: its content does not match its checksum")
     except OSError as error:
@@ -171,10 +227,11 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
-    """The manifest of a checkpoint directory; CheckpointError if there is no usable one."""
+    """Return the manifest of a checkpoint directory. Raises CheckpointError if there is no usable
+    one, or a field has a type or a value that no save writes."""
     path = Path(path)
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = files.read_regular(path / MANIFEST, _MANIFEST_BYTES)
         raw = json.loads(data)
         if raw["format"] == FORMAT:
             files.parse_checked_json(data)
@@ -183,14 +240,35 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
                 f"{path}: {raw.get('kind')} checkpoint of format {raw['format']}, this version "
                 f"reads {FORMAT}"
             )
-        entries = tuple(FileEntry(**entry) for entry in raw["files"])
-        fields = {key: raw[key] for key in _FIELDS}
-        fields |= {key: raw.get(key) for key in ("loss_scale", "ranks", "begun")}
-        return Manifest(files=entries, path=path, **fields)
+        fields = _Fields.model_validate(raw)
+        _check_dependent(fields)
+        return Manifest(path=path, **dict(fields))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {one_line(first['msg'])}"
+        raise CheckpointError(f"{path / MANIFEST}: not readable: {what}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not readable: {one_line(error)}") from None
+
+
+def _check_dependent(fields: _Fields) -> None:
+    """Check what several fields or entries must agree on. Raises ValueError."""
+    names = [entry.name for entry in fields.files]
+    if len(set(names)) != len(names):
+        raise ValueError("files has a name twice")
+    for key, kind in _READ_SETTINGS.items():
+        if not isinstance(fields.settings.get(key), kind | None):
+            raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
+    scale, ranks = fields.loss_scale, fields.ranks
+    if scale is not None and scale.keys() != {"scale", "good_steps", "skipped"}:
+        raise ValueError(f"loss_scale has only {', '.join(scale) or 'no field'}")
+    if ranks is None:
+        return
+    sizes = [ranks.get(axis, 1) for axis in AXES]
+    if not {"pp", "per_node"} <= ranks.keys() or math.prod(sizes) > _MOST_RANKS:
+        raise ValueError(f"ranks = {ranks} is no mesh of at most {_MOST_RANKS:,} ranks")
 
 
 def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:

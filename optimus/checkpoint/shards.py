@@ -193,9 +193,10 @@ class ShardReader(files.Closing):
         """Raises CheckpointError if the file is missing, of another size or of another save."""
         self.path, self._shard, self._block_bytes = directory / shard.name, shard, block_bytes
         try:
-            self._fd = os.open(self.path, os.O_RDONLY)
+            self._file = files.open_regular(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        self._fd = self._file.fileno()
         traffic["opens"] += 1
         self._scratch, self._kept = memoryview(b""), -1
         try:
@@ -216,7 +217,7 @@ class ShardReader(files.Closing):
             )
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def read(self, runs: numpy.ndarray, targets: Sequence[memoryview]) -> None:
         """Fill `targets` by `runs` int64 [n, 4]: offset in this file, number of the target, offset

@@ -53,12 +53,12 @@ class TensorFile:
         """Raises CheckpointError, as `read` does, if it cannot be read or is not complete."""
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._file = files.open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
         traffic["opens"] += 1
         try:
-            self.size = os.fstat(self._fd).st_size
+            self.size = os.fstat(self._file.fileno()).st_size
             self.tensors = self._stretches()
         except BaseException:
             self.close()
@@ -67,15 +67,13 @@ class TensorFile:
     def read(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         traffic["bytes"] += len(into)
-        files.read_at(self._fd, start, into, self.path)
+        files.read_at(self._file.fileno(), start, into, self.path)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
+        if hasattr(self, "_file"):
             self.close()
 
     def _stretches(self) -> dict[str, Stretch]:
@@ -155,7 +153,8 @@ class TensorFiles:
             return dict.fromkeys(self._file(MODEL).tensors, MODEL)
         index = self.path / INDEX
         try:
-            found = dict(json.loads(index.read_bytes())["weight_map"])
+            content = files.read_regular(index, _HEADER_BYTES)
+            found = dict(json.loads(content)["weight_map"])
             for name, file in found.items():
                 if type(file) is not str or "\0" in file or Path(file).name != file:
                     raise ValueError(f"tensor {name} is in no file")

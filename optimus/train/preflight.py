@@ -225,6 +225,9 @@ def _compare(config: Config, settings: Mapping[str, Any], start: Start) -> tuple
 
 def _data_moved(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
     """What other data or another batch mean: step n begins at instance (n - 1) * batch."""
+    needed = ("train.seq_len", "train.batch_tokens", "data.identity")
+    if not all(stored.get(key) for key in needed):
+        return ""  # no run of ours wrote these settings
     here, there = (
         step * one["train.batch_tokens"] // one["train.seq_len"] for one in (settings, stored)
     )

@@ -1,0 +1,271 @@
+"""Checkpoints that no save wrote, with right hashes, are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import xxhash
+
+from optimus import files
+from optimus.checkpoint.index import INDEX, Written, decode, encode
+from optimus.checkpoint.inspect import show, verify
+from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
+from optimus.checkpoint.pieces import Piece, whole_box
+from optimus.checkpoint.shards import Identity, ShardWriter
+from optimus.checkpoint.transfer import Readers, Want
+from optimus.cli import main
+from optimus.errors import CheckpointError
+
+SHAPES = {"embed.weight": (6, 4), "head.weight": (4, 4)}
+ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
+"""The two halves of embed.weight, a box each."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A full checkpoint of one writer: embed.weight in two boxes, head.weight in two rows."""
+
+    def write(directory: Path) -> None:
+        pieces = [
+            Piece("embed.weight", (ROWS[0][:1], ROWS[0][1:]), 0, 12),
+            Piece("embed.weight", (ROWS[1][:1], ROWS[1][1:]), 0, 12),
+            Piece("head.weight", whole_box(SHAPES["head.weight"]), 0, 8),
+            Piece("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
+        ]
+        with ShardWriter(directory, Identity("g", 3, 0), 4096 + 3 * 4 * 64) as file:
+            found = []
+            for piece in pieces:
+                values = numpy.zeros(16, dtype=numpy.float32)  # a multiple of 64 bytes
+                begins = tuple(file.write(memoryview(values).cast("B")) for _ in range(3))
+                found.append((piece, begins))
+            written = Written(file.finish(), found)
+        (directory / INDEX).write_bytes(encode("g", 3, [written], SHAPES))
+        (directory / "config.toml").write_text("")
+
+    ranks = {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "per_node": 1}
+    settings = {"optim.sharding": "so", "train.dtype": "fp32", "parallel.schedule": "1f1b"}
+    path = tmp_path_factory.mktemp("sound") / "c"
+    return seal(path, write, kind="full", step=3, ranks=ranks, settings=settings).path
+
+
+@pytest.fixture
+def checkpoint(sound, tmp_path) -> Path:
+    shutil.copytree(sound, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def rewrite_manifest(path: Path, **fields: object) -> None:
+    """Change fields and make the hash right again."""
+    raw = json.loads((path / MANIFEST).read_bytes())
+    raw.pop("self_xxh3")
+    (path / MANIFEST).write_bytes(files.checked_json(raw | fields))
+
+
+def rewrite_index(path: Path, change) -> None:
+    """Let `change` edit the parsed lines of the index, and make all hashes right again."""
+    lines = [json.loads(line) for line in (path / INDEX).read_text().splitlines()]
+    change(*lines)
+    data = "\n".join([*map(json.dumps, lines), ""]).encode()
+    (path / INDEX).write_bytes(data)
+    entries = json.loads((path / MANIFEST).read_bytes())["files"]
+    for entry in entries:
+        if entry["name"] == INDEX:
+            entry |= {"size": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    rewrite_manifest(path, files=entries)
+
+
+def look(path: Path, capsys) -> str:
+    """Return the one line in which both `verify` and `show` refuse a checkpoint."""
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "DAMAGED" in lines[0], lines
+    try:
+        about = show(path)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert about["state"] == "damaged" and "\n" not in about["problem"]
+    return lines[1]
+
+
+def test_the_checkpoint_is_sound_before_it_is_changed(checkpoint):
+    assert verify(checkpoint)["valid"] and show(checkpoint)["state"] == "valid"
+    rewrite_index(checkpoint, lambda head, embed, rest: None)
+    assert verify(checkpoint)["valid"] and show(checkpoint)["params"] == 40
+
+
+def nested(depth: int = 100_000) -> bytes:
+    return b'{"format": 2, "kind": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+ENTRY = {"name": "x", "size": 0, "xxh3": "0" * 16}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "evil"},
+        {"step": "x"},
+        {"step": -1},
+        {"step": 1 << 56},
+        {"step": True},
+        {"tokens": 1.5},
+        {"updates": None},
+        {"origin": 5},
+        {"settings": []},
+        {"settings": {"optim.sharding": 5}},
+        {"settings": {"checkpoint.interval": "x"}},
+        {"files": 5},
+        {"files": [5]},
+        {"files": [{"name": "x"}]},
+        {"files": [ENTRY, ENTRY]},
+        {"files": [ENTRY | {"name": 5}]},
+        {"files": [ENTRY | {"name": "a\0b"}]},
+        {"files": [ENTRY | {"name": "/dev/zero"}]},
+        {"files": [ENTRY | {"name": "../../etc/hostname"}]},
+        {"files": [ENTRY | {"name": "a/../../b"}]},
+        {"files": [ENTRY | {"name": "a\\b"}]},
+        {"files": [ENTRY | {"name": "\ud800"}]},
+        {"files": [ENTRY | {"name": ""}]},
+        {"files": [ENTRY | {"size": -1}]},
+        {"files": [ENTRY | {"size": 2**70}]},
+        {"files": [ENTRY | {"xxh3": "0" * 15 + "G"}]},
+        {"ranks": {"pp": 0, "per_node": 1}},
+        {"ranks": {"pp": 1}},
+        {"ranks": {"pp": 1 << 20, "dp": 1 << 20, "per_node": 1}},
+        {"loss_scale": {"scale": "x"}},
+        {"loss_scale": {"scale": 1.0}},
+        {"loss_scale": {"scale": float("nan"), "good_steps": 0, "skipped": 0}},
+        {"begun": "x"},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_no_save_wrote_is_refused(checkpoint, capsys, fields):
+    rewrite_manifest(checkpoint, **fields)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: not readable"):
+        read_manifest(checkpoint)
+    assert "manifest.json: not readable" in look(checkpoint, capsys)
+
+
+@pytest.mark.parametrize("content", [nested(), b"[" * 100_000, b"1" * 5000, b"\xff"])
+def test_a_manifest_that_is_no_json_is_refused(checkpoint, capsys, content):
+    (checkpoint / MANIFEST).write_bytes(content)
+    assert "manifest.json: not readable" in look(checkpoint, capsys)
+
+
+def set_head(**fields):
+    return lambda head, embed, rest: head.update(fields)
+
+
+def set_rows(*rows):
+    return lambda head, embed, rest: embed.update(rows=list(rows))
+
+
+FIRST, SECOND = [0, 0, 0, 12, 4096, 4160, 4224], [0, 1, 0, 12, 4288, 4352, 4416]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (set_head(block_bytes=-4), "block_bytes = -4"),
+        (set_head(block_bytes="x"), "block_bytes = 'x'"),
+        (set_head(block_bytes=1 << 50), "block_bytes = 1125"),
+        (set_head(step="x"), "step = 'x'"),
+        (set_head(generation=5), "generation = 5"),
+        (set_head(shards=[["x", 4864, "0" * 16]]), "writer 'x'"),
+        (set_head(shards=[[0, 4864, 5]]), "shard file of writer 0"),
+        (set_head(shards=[[0, 4864, ""]]), "hashes of shard file 0"),
+        (set_head(shards=[[0, 4864, "0" * 16]] * 2), "listed twice"),
+        (set_head(shards=5), "not readable"),
+        (set_head(shapes="ab"), "not readable"),
+        (set_head(shapes={"embed.weight": "ab", "head.weight": [4, 4]}), "shape of embed.weight"),
+        (set_head(shapes={"embed.weight": [1 << 50] * 2, "head.weight": [4, 4]}), "shape of embed"),
+        (set_head(shapes={"embed.weight": [6, 4]}), "its lines are not one for each shape"),
+        (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "its boxes leave out"),
+        (set_rows(), "rows are not lists"),
+        (set_rows(FIRST, SECOND[:-1]), "parameter embed.weight"),
+        (set_rows([0.5, *FIRST[1:]], SECOND), "rows are not lists of 7 integers"),
+        (set_rows([1 << 100, *FIRST[1:]], SECOND), "another shard file"),
+        (set_rows([*FIRST[:4], -1 << 70, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], 1 << 70, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows(["0", *FIRST[1:]], SECOND), "rows are not lists of 7 integers"),
+        (set_rows([1, *FIRST[1:]], SECOND), "another shard file than 0 to 0"),
+        (set_rows([-1, *FIRST[1:]], SECOND), "another shard file"),
+        (set_rows(FIRST, [0, 2, *SECOND[2:]]), "another box"),
+        (set_rows([0, 0, -10, *FIRST[3:]], SECOND), "a row leads out of its box"),
+        (set_rows([0, 0, 0, 13, *FIRST[4:]], SECOND), "a row leads out of its box"),
+        (set_rows([0, 0, 12, 12, *FIRST[4:]], SECOND), "a row leads out of its box"),
+        (set_rows(FIRST, [0, 1, 1, *SECOND[3:]]), "only a part of parameter embed.weight"),
+        (set_rows(FIRST, [0, 1, 0, 11, *SECOND[4:]]), "only a part of parameter embed.weight"),
+        (set_rows(FIRST), "only a part of parameter embed.weight"),
+        (set_rows(SECOND, FIRST), "only a part of parameter embed.weight"),
+        (set_rows(FIRST, FIRST, SECOND), "only a part of parameter embed.weight"),
+        (set_rows([*FIRST[:4], 4848, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], 0, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], 4097, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], -2, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], 4100, *FIRST[5:]], SECOND), None),
+        (set_rows([*FIRST[:4], 4128, *FIRST[5:]], SECOND), "two rows lead to the same bytes"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 4]]]] * 2), "its boxes"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 2]]], [[[0, 3]], [[0, 4]]]]),
+         "its boxes leave out elements or hold some twice"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 3]]]]), "a box of 1 dim"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 7]], [[0, 4]]]]), "out of the param"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, "x"]], [[0, 4]]]]), "of integers"),
+        (lambda head, embed, rest: embed.pop("boxes"), "boxes"),
+    ],
+)  # fmt: skip
+def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told):
+    """By `verify`, by `show` and by a load; a shift within padding is no overlap."""
+    rewrite_index(checkpoint, change)
+    if told is None:
+        assert verify(checkpoint)["valid"]
+        return
+    assert told in look(checkpoint, capsys)
+    if "two rows" in told:  # of several parameters or states; a load looks at one at a time
+        return
+    with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
+        load(checkpoint)
+
+
+def load(checkpoint: Path) -> None:
+    want = Piece("embed.weight", whole_box((6, 4)), 0, 24)
+    memory = numpy.empty(24, dtype=numpy.float32)
+    with Readers(checkpoint, read_manifest(checkpoint).index(), 1) as readers:
+        readers.read([Want("master", [(want, 0)], memoryview(memory).cast("B"))])
+
+
+def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):
+    rewrite_manifest(checkpoint, files=[])
+    with pytest.raises(CheckpointError, match="lists no index"):
+        read_manifest(checkpoint).index()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, "shard-00000.bin", "x"])
+def test_a_fifo_is_refused_and_not_waited_for(checkpoint, name):
+    if name == "x":
+        rewrite_manifest(checkpoint, files=[ENTRY])
+    else:
+        (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(CheckpointError, match="not a regular file|bytes, but|bytes, not"):
+        read_manifest(checkpoint).verify()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of numpy, whose result is checked
+@pytest.mark.parametrize(
+    ("old", "new"), [("[0,0", "[0--0"), ("],[", "],"), ("]]}", "],]}"), ("0,", "0-")]
+)
+def test_rows_that_are_no_integers_are_refused(checkpoint, old, new):
+    index = decode((checkpoint / INDEX).read_bytes())
+    table, key, rows = index.lines["embed.weight"].partition('"rows":')
+    lines = {**index.lines, "embed.weight": table + key + rows.replace(old, new, 1)}
+    with pytest.raises(CheckpointError, match="rows are not lists of 7 integers"):
+        replace(index, lines=lines).stored("embed.weight")
