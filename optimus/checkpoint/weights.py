@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
 from optimus.config import ModelConfig, load_config
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, counted
 from optimus.model.hf import check_hf_weights, is_hf_directory, read_hf_config
 from optimus.model.identity import first_difference
 from optimus.model.tensor_files import MODEL, TensorFile, check_shapes
@@ -41,22 +42,41 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     if is_hf_directory(path):
         check_hf_weights(config, path)
         return
-    with torch.device("meta"):
-        expected = {name: p.shape for name, p in Transformer(config).named_parameters()}
+    found: Mapping[str, Sequence[int]]
     if full := _sharded(path):
-        check_shapes(path, full.index().shapes, expected)
-        return
-    file = TensorFile(path / MODEL)
-    file.close()
-    check_shapes(file.path, {name: one.shape for name, one in file.tensors.items()}, expected)
+        found = full.index().shapes
+    else:
+        file = TensorFile(path / MODEL)
+        file.close()
+        found, path = {name: one.shape for name, one in file.tensors.items()}, file.path
+    # A model of more layers would take memory before its tensors could be compared.
+    layers = {name.split(".")[1] for name in found if name.startswith("blocks.")}
+    if config.num_layers > len(layers):
+        raise CheckpointError(
+            f"{path}: model.num_layers = {config.num_layers}, but its weights have "
+            f"{counted(len(layers), 'layer')}"
+        )
+    try:
+        with torch.device("meta"):
+            expected = {name: p.shape for name, p in Transformer(config).named_parameters()}
+    except (RuntimeError, TypeError, OverflowError):
+        raise CheckpointError(
+            f"{path}: its configuration describes a tensor of more elements than torch can count"
+        ) from None
+    check_shapes(path, found, expected)
 
 
 def load_weights(model: Transformer, path: Path) -> None:
     """Fill the parameters of `model` from a directory, casting; raises CheckpointError."""
-    parameters = dict(model.named_parameters())
     with open_weights(model.config, path) as weights:
-        for name, start, values in weights.stretches():
-            parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
+        fill(model, weights)
+
+
+def fill(model: Transformer, weights: Weights) -> None:
+    """Copy weights into the parameters of `model`, casting. Raises CheckpointError."""
+    parameters = dict(model.named_parameters())
+    for name, start, values in weights.stretches():
+        parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
 
 
 def open_weights(config: ModelConfig, path: Path) -> Weights:

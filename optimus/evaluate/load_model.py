@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint import manager
-from optimus.checkpoint.weights import load_weights, model_config_of
+from optimus.checkpoint.weights import fill, model_config_of, open_weights
 from optimus.model.transformer import Transformer
 
 
@@ -30,7 +30,8 @@ def load_resolved(
 ) -> Transformer:
     """The same for a directory that `manager.resolve` has given and so checked."""
     config = model_config_of(source)
-    with torch.device(device):
-        model = Transformer(config).to(dtype)
-    load_weights(model, source)
+    with open_weights(config, source) as weights:  # it compares sizes before the model takes memory
+        with torch.device(device):
+            model = Transformer(config).to(dtype)
+        fill(model, weights)
     return model.eval()

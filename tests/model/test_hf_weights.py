@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from optimus.checkpoint.convert import from_hf
 from optimus.checkpoint.weights import load_weights, open_weights
-from optimus.errors import CheckpointError, ConfigError
-from optimus.model.hf import read_hf_config
+from optimus.errors import CheckpointError, ConfigError, OptimusError
+from optimus.evaluate.load_model import load_model, load_resolved
+from optimus.model.hf import is_hf_directory, read_hf_config
 from optimus.model.hf import write_hf as write_stretches
 from optimus.model.hf.names import pieces
+from optimus.model.tensor_files import INDEX, MODEL, TensorFile
 from optimus.model.transformer import Transformer
 from tests.model.small import small_model, some_tokens
 
@@ -188,6 +192,68 @@ def test_tensors_without_meaning_are_passed_over(tmp_path):
     head = {"lm_head.weight": theirs.state_dict()["lm_head.weight"].clone()}
     corrupt(tmp_path, lambda t: t.update({angles: torch.zeros(4), **head}))
     load_hf_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers = 1000000000, but .* have 2 layers"),
+        ("num_experts", 2**40, "num_experts = 1099511627776, but .* have 5 experts"),
+        ("vocab_size", 2**50, r"shape \[61, 32\], this model's has \[1125899906842624, 32\]"),
+        ("vocab_size", 2**70, "more elements than torch can count"),
+        ("hidden_size", 2**50, "more elements than torch can count"),
+        ("intermediate_size", 2**60, "more elements than torch can count"),
+        ("model_type", [], "model_type = "),
+        ("architectures", 5, "architectures = 5"),
+        ("rope_scaling", {"type": []}, "rope scaling of type"),
+    ],
+)
+def test_a_config_that_the_weights_contradict_takes_no_memory(tmp_path, field, value, told):
+    """Each is refused before a model of that size is made."""
+    model = small_model()
+    write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(OptimusError, match=told) as error:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("layers", [3, 65536, 10**9])
+def test_a_checkpoint_of_more_layers_than_weights_is_refused(tmp_path, layers):
+    model = small_model()
+    write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
+    from_hf(tmp_path / "m", tmp_path / "c")
+    file = tmp_path / "c" / "config.toml"
+    file.write_text(file.read_text().replace("num_layers = 2", f"num_layers = {layers}"))
+    with pytest.raises(OptimusError, match=f"num_layers = {layers}(, but its .* 2 layers|: )"):
+        load_resolved(tmp_path / "c")
+
+
+def test_a_config_that_is_a_fifo_or_nested_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_bytes(b'{"model_type": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+        read_hf_config(tmp_path)
+    assert not is_hf_directory(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"config\.json: .*not a regular file"):
+        read_hf_config(tmp_path)
+    assert not is_hf_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "part.safetensors"])
+def test_weights_that_are_a_fifo_are_refused(tmp_path, name):
+    model = small_model()
+    write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
+    tensors = dict.fromkeys(TensorFile(tmp_path / "m" / MODEL).tensors, "part.safetensors")
+    (tmp_path / "m" / MODEL).rename(tmp_path / "m" / "part.safetensors")
+    (tmp_path / "m" / INDEX).write_text(json.dumps({"weight_map": tensors}))
+    (tmp_path / "m" / name).unlink()
+    os.mkfifo(tmp_path / "m" / name)
+    with pytest.raises(CheckpointError, match=f"{name}: .*not a regular file"):
+        load_model(tmp_path / "m")
 
 
 def test_damaged_and_missing_files(tmp_path):

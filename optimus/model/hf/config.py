@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
 from optimus.config.sections import ROPE_FIELDS, Count
 from optimus.errors import CheckpointError, ConfigError, counted, one_line
+from optimus.files import read_regular
+from optimus.model.tensor_files import INDEX, MODEL, TensorFiles
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
+_CONFIG_BYTES = 16 << 20
+"""Largest config.json that is read; real ones have some kilobytes."""
+_NUMBERED = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp\.experts\.([0-9]+)\.)?")
+_MERGED_EXPERTS = ".mlp.experts.down_proj"
 _OLMO_EPS = 1e-5  # a constant of transformers' OlmoLayerNorm, whatever config.json says
 
 # Fields of a stretched rotary embedding that transformers derives where they are absent.
@@ -85,25 +92,54 @@ class _Olmoe(_Fields):
 def is_hf_directory(path: str | os.PathLike) -> bool:
     """Whether `path` is a directory with a config.json that names a model type."""
     try:
-        return "model_type" in json.loads((Path(path) / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
+        content = json.loads(read_regular(Path(path) / "config.json", _CONFIG_BYTES))
+        return "model_type" in content
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The `[model]` section that a Hugging Face directory describes.
+    """Return the `[model]` section that a Hugging Face directory describes.
 
-    Raises CheckpointError if config.json cannot be read, ConfigError if it asks for something that
-    this model does not compute.
+    Raises CheckpointError if config.json cannot be read or has more layers or experts than the
+    weights next to it, ConfigError if it asks for something that this model does not compute.
     """
     file = Path(path) / "config.json"
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {one_line(error)}") from None
+        content = json.loads(read_regular(file, _CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        what = getattr(error, "strerror", None) or one_line(error)
+        raise CheckpointError(f"{file}: not readable as JSON: {what}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds no JSON object")
+    _check_counts(content, file)
     return config_from_hf(content, source=str(file))
+
+
+def _check_counts(content: Mapping[str, Any], file: Path) -> None:
+    """Compare the numbers of layers and experts with the header of the weights, if there are any,
+    before a model of that size takes memory. Raises CheckpointError."""
+    if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
+        return
+    weights = TensorFiles(file.parent)
+    try:
+        matches = [match for match in map(_NUMBERED.match, weights.names()) if match]
+        layers, experts = (len({match[n] for match in matches} - {None}) for n in (1, 2))
+        if merged := next((n for n in weights.names() if n.endswith(_MERGED_EXPERTS)), None):
+            experts = max(experts, *weights.find(merged)[1].shape[:1])
+    finally:
+        weights.close()
+    for key, there, noun in (
+        ("num_hidden_layers", layers, "layer"),
+        ("num_experts", experts, "expert"),
+        ("num_local_experts", experts, "expert"),
+    ):
+        if type(number := content.get(key)) is int and number > there:
+            if noun == "expert" and content.get("model_type") != "olmoe":
+                continue
+            raise CheckpointError(
+                f"{file}: {key} = {number}, but the weights next to it have {counted(there, noun)}"
+            )
 
 
 def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -196,11 +232,11 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _architecture(content: Mapping[str, Any], source: str) -> str:
     """`olmo` or `olmoe`; any other model type or head is refused by name."""
     kind, classes = content.get("model_type"), content.get("architectures") or []
-    if kind not in _ARCHITECTURES:
+    if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
             f"{source}: model_type = {kind!r} is not supported; supported are 'olmo' and 'olmoe'"
         )
-    if classes and _ARCHITECTURES[kind] not in classes:
+    if classes and (type(classes) is not list or _ARCHITECTURES[kind] not in classes):
         raise ConfigError(
             f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}"
         )
@@ -274,7 +310,7 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(f"{source}: rope_parameters = {given!r} by layer type is not supported")
-    if kind != "default" and kind not in ROPE_FIELDS:
+    if kind != "default" and (type(kind) is not str or kind not in ROPE_FIELDS):
         known = ", ".join(repr(name) for name in ("default", *ROPE_FIELDS))
         raise ConfigError(
             f"{source}: rope scaling of type {kind!r} is not supported; known are {known}"

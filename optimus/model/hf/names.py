@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
+from optimus.errors import CheckpointError
 from optimus.model.tensor_files import TensorFiles, check_shapes
 from optimus.model.transformer import Transformer
 
@@ -74,7 +75,12 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     model: CheckpointError if a tensor is missing, of another shape, not a floating-point one, or
     without a place in the model, or a file cannot be read or is not complete."""
     files = TensorFiles(Path(path))
-    expected = {theirs: tuple(view.shape) for theirs, _, view in places(config, files)}
+    try:
+        expected = {theirs: tuple(view.shape) for theirs, _, view in places(config, files)}
+    except (RuntimeError, TypeError, OverflowError):
+        raise CheckpointError(
+            f"{path}: config.json describes a tensor of more elements than torch can count"
+        ) from None
     names = set(files.names())
     idle = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}  # if tied
     found = {name: files.find(name)[1].shape for name in names - (idle - expected.keys())}
