@@ -16,7 +16,7 @@ step() {
     "$@"
 }
 
-library=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+library=$(python -P -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 echo "Optimus demo: Python's standard library in $library; everything goes under $DEMO/"
 mkdir -p "$DEMO"
 # A handful of files are badly encoded on purpose, to test Python: they are set aside and counted.

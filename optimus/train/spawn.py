@@ -61,7 +61,8 @@ def _start(
         RENDEZVOUS: f"file://{directory}/rendezvous",
         COMMAND_STARTED: str(STARTED),
     }
-    command = [sys.executable, "-m", "optimus.cli", *arguments]
+    # -P: modules in the working directory, which may be anybody's, do not come before ours.
+    command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
     # A session of its own keeps Ctrl-C from reaching ranks directly, in the middle of a step.
     return subprocess.Popen(
         command,

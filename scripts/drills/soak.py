@@ -39,7 +39,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 from optimus import files  # noqa: E402
 
-OPTIMUS = (sys.executable, "-m", "optimus.cli")
+OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
@@ -107,7 +107,7 @@ def main() -> int:
             env=os.environ | {"TMPDIR": str(scratch)},
         )
         samples, steps = _watch(run, run_dir / "metrics.jsonl", data)
-    print(f"{' '.join(command[2:])}\nended with {run.returncode}", flush=True)
+    print(f"{' '.join(command[3:])}\nended with {run.returncode}", flush=True)
     wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} for 3"]
     wrong += [f"process {one.pid} is left" for one in samples if one in _processes()]
     wrong += [f"{path} is left" for path in scratch.rglob("*")]
@@ -132,7 +132,7 @@ def _demo_data(work: Path) -> Path:
     data, tokenizer = work / "data", work / "tokenizer.json"
     text = ["--input", f"{os.path.dirname(os.__file__)}/**/*.py", "--exclude", "*/site-packages/*"]
     text += ["--on-error", "quarantine"]
-    tool = [sys.executable, "-m", "data_prep.cli"]
+    tool = [sys.executable, "-P", "-m", "data_prep.cli"]
     if not tokenizer.exists():
         train = ["train-tokenizer", *text, "--vocab-size", "4096", "--out", str(tokenizer)]
         subprocess.run([*tool, *train], check=True)

@@ -14,7 +14,9 @@ import pytest
 from data_prep.pool import run_jobs
 from data_prep.progress import Progress
 from optimus.errors import DataError, OptimusError
+from tests.data_prep.corpus import run_arguments, tree
 from tests.helpers.processes import assert_gone, children_of, wait_until
+from tests.helpers.programs import started, write_hostile_modules
 
 
 def square(context, index, advance):
@@ -104,3 +106,11 @@ def test_a_worker_that_is_killed_as_all_end_leaves_none_waiting():
     status = command.exitcode
     command.kill()
     assert status == 0
+
+
+def test_workers_import_nothing_from_the_working_directory(made, tmp_path):
+    arguments = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--workers", "2")
+    words = [sys.executable, "-P", "-m", "data_prep.cli", *arguments]
+    done = started(words, write_hostile_modules(tmp_path / "folder"))
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "data") == tree(made.data)

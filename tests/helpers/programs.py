@@ -20,12 +20,25 @@ _MPIEXEC = {
 _PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
 
 
-def started(words: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
-    """What became of a command that finds this checkout's packages."""
+def started(
+    words: list[str], folder: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, in `folder` if given, that finds this checkout's packages."""
     found = os.environ.get("PYTHONPATH")
     path = f"{PYTHONPATH}:{found}" if found else PYTHONPATH
     environ = os.environ | {"PYTHONPATH": path} | environ
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+def write_hostile_modules(folder: Path) -> Path:
+    """Fill a folder with modules that raise when they are imported; return it."""
+    for name in ("xxhash", "numpy", "multiprocessing", "optimus", "data_prep", "optimus_kernels"):
+        (folder / name).mkdir(parents=True)
+        words = f"code of the working directory runs: {name}"
+        (folder / name / "__init__.py").write_text(f"raise SystemExit({words!r})\n")
+    return folder
 
 
 def python(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:

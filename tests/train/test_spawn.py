@@ -13,6 +13,8 @@ import pytest
 from optimus.config import dump_toml, make_config
 from optimus.train.spawn import _verdict
 from tests.helpers.processes import assert_gone, children_of, wait_until
+from tests.helpers.programs import started, write_hostile_modules
+from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree
 from tests.train.test_run import assert_same_run, metrics_of
 
@@ -133,6 +135,17 @@ def test_training_with_closed_outputs_ends_like_any(tiny_data, tmp_path):
     shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(shell, timeout=120).returncode == 0
     assert len(metrics_of(tmp_path / "run")) == 4
+
+
+def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
+    """-P stands for the script `optimus`, which does not look there either."""
+    trees = [tiny_tree(tiny_data, tmp_path / name, train__max_steps=4) for name in "ab"]
+    train_on(ranks, 2, trees[0])
+    config = write_config(tmp_path / "run.toml", trees[1])
+    words = [sys.executable, "-P", "-m", "optimus.cli", "train", str(config), "--nproc", "2"]
+    done = started(words, write_hostile_modules(tmp_path / "folder"))
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
