@@ -101,6 +101,8 @@ STARTED = time.monotonic()
 """Nearly the start of this process: what takes long to import comes later."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
 """Set by our own spawner: its `STARTED`."""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun to True where its own agent has the store at MASTER_ADDR and MASTER_PORT."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
 """Where a job's port lies: below the ports that systems give to connections."""
@@ -235,11 +237,11 @@ def _tasks_per_node(text: str) -> Iterator[int]:
 def _init_method(
     environ: Mapping[str, str], launcher: _Launcher, world: int, one_machine: bool
 ) -> str:
-    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
     if launcher is _BY_HAND and RENDEZVOUS in environ:
         return environ[RENDEZVOUS]
-    if world == 1 or (launcher is _BY_HAND and len(given) == 2):
-        return "env://"  # torchrun's own store listens there
+    given = all(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if world == 1 or (launcher is _BY_HAND and given and environ.get(_AGENT_STORE) == "True"):
+        return "env://"
     address = environ.get("MASTER_ADDR") or (
         _LOOPBACK if one_machine else _first_machine(environ, launcher)
     )

@@ -24,7 +24,9 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
+BY_HAND = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC")}
 
 
 def test_no_launcher_is_one_process():
@@ -152,6 +154,8 @@ OPEN_MPI = {
     ("environ", "told", "where"),
     [
         (TORCHRUN, (3, 4, 1, 2), "env://"),
+        (BY_HAND, (3, 4, 1, 2), "tcp://node0:29500"),
+        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, (3, 4, 1, 2), "tcp://node0:29500"),
         (STEP, (5, 8, 1, 4), "tcp://n2:"),
         (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # the runs of an array are apart
         (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
@@ -22,30 +24,81 @@ _LEAVE_S = 5.0
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
-    """Raises ConfigError for a MASTER_ADDR that ranks would wait for in vain: torch would ask for
-    an unknown name until the time limit, and the first rank can only listen on its own machine."""
+    """Raise ConfigError for a MASTER_ADDR where ranks would wait in vain: torch asks for an unknown
+    name until the time limit, and the first rank can only listen on its own machine."""
     if not launch.init_method.startswith("tcp://"):
         return  # torchrun's own store may be elsewhere
     where = urlsplit(launch.init_method)
+    addresses = _addresses(where)
+    if launch.is_first and addresses:
+        _bind(addresses, where).close()
+
+
+def listen_at_meeting_point(where: SplitResult) -> int | None:
+    """Return the file descriptor of a socket that listens at the meeting address alone.
+
+    None where the store must listen on all addresses: the name server does not answer, or
+    MASTER_ADDR is a host name that this machine maps to its loopback interface, as Debian's
+    /etc/hosts does, and other machines to another one. Raises ConfigError.
+    """
+    addresses = _addresses(where)
+    if not addresses:
+        return None
+    listener = _bind(addresses, where)
+    if is_loopback(listener.getsockname()[0]) and not is_loopback(where.hostname):
+        listener.close()
+        return None
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            where.hostname, where.port, type=socket.SOCK_STREAM
-        )[0]
+        listener.listen(socket.SOMAXCONN)  # another process may have bound the port, too
+    except OSError as error:
+        listener.close()
+        raise _no_listener(error, where) from None
+    return listener.detach()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, an IP address or localhost, means this machine on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
+    """Return what MASTER_ADDR resolves to here, loopback addresses last; nothing where the name
+    server does not answer. Raises ConfigError for an unknown name."""
+    try:
+        found = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:  # a name server that is slow, not one that says no
-            return
+            return []
         raise ConfigError(
             f"MASTER_ADDR: {where.hostname} is no host that this machine knows "
             f"({error.strerror}); export MASTER_ADDR=HOST, with the host of rank 0"
         ) from None
-    if not launch.is_first:
-        return
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    addresses = [(family, address) for family, _, _, _, address in found]
+    return sorted(addresses, key=lambda entry: is_loopback(entry[1][0]))
+
+
+def _bind(
+    addresses: Sequence[tuple[socket.AddressFamily, tuple]], where: SplitResult
+) -> socket.socket:
+    """Return a socket bound to the first of the addresses that this machine has; it does not listen
+    yet. Raises ConfigError."""
+    problem: OSError | None = None
+    for family, address in addresses:
+        bound = None
         try:
-            probe.bind(address)
-        except OSError as error:
-            raise _no_listener(error, where) from None
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            return bound
+        except OSError as error:  # IPv6 may be switched off
+            if bound is not None:
+                bound.close()
+            problem = error if problem is None or error.errno == errno.EADDRINUSE else problem
+    assert problem is not None
+    raise _no_listener(problem, where)
 
 
 def _no_listener(error: OSError, where: SplitResult) -> ConfigError:

@@ -18,7 +18,12 @@ import torch
 import torch.distributed as distributed
 
 from optimus.dist.collectives import ALONE, Group, barrier, group_of
-from optimus.dist.meeting import NotAllHereError, agree_to_start
+from optimus.dist.meeting import (
+    NotAllHereError,
+    agree_to_start,
+    is_loopback,
+    listen_at_meeting_point,
+)
 from optimus.errors import ConfigError, LostPeerError, OptimusError, counted, one_line
 from optimus.launch_env import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
@@ -85,6 +90,7 @@ def start_world(
             raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
     backend = collective_backend(own_device)
+    _stay_on_this_machine(launch)
     started = time.monotonic()
     try:
         with silent_libraries():
@@ -126,7 +132,7 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
     """The store through which ranks find each other; others may not have come to it yet."""
     limit = timedelta(seconds=limit_s)
     where = urlsplit(launch.init_method)
-    if where.scheme == "tcp":  # as torch's own rendezvous, but for its wait for all
+    if where.scheme == "tcp":  # as torch's own rendezvous, which waits for all and listens on all
         store = distributed.TCPStore(
             where.hostname,
             where.port,
@@ -134,6 +140,7 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
             is_master=launch.is_first,
             timeout=limit,
             wait_for_workers=False,
+            master_listen_fd=listen_at_meeting_point(where) if launch.is_first else None,
         )
     else:
         meeting = distributed.rendezvous(
@@ -142,6 +149,14 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
         store, _, _ = next(meeting)
     store.set_timeout(limit)
     return store
+
+
+def _stay_on_this_machine(launch: LaunchEnv) -> None:
+    """Let gloo listen on the loopback interface alone where ranks meet on it; what the user has
+    set counts."""
+    host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
+    if sys.platform == "linux" and launch.init_method[:4] != "file" and is_loopback(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:

@@ -6,10 +6,13 @@ import os
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from optimus.dist.meeting import check_meeting_point
+from optimus.dist.collectives import barrier
+from optimus.dist.meeting import check_meeting_point, listen_at_meeting_point
 from optimus.dist.world import silent_libraries, start_world, tells_first
 from optimus.errors import ConfigError, DataError, LostPeerError, OptimusError
 from optimus.launch_env import LaunchEnv
@@ -45,6 +48,64 @@ def test_ranks_that_do_not_meet_are_a_lost_peer():
         port = server.getsockname()[1]
     with pytest.raises(LostPeerError, match=f"2 ranks did not meet at tcp://127.0.0.1:{port} "):
         start_world(at(f"tcp://127.0.0.1:{port}"), timeout_s=1.0, device="cpu")
+
+
+def listening() -> set[str]:
+    """Return HOST:PORT in hexadecimal of every TCP socket of this machine that listens."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    lines = [line.split() for one in tables if one.exists() for line in one.open()]
+    return {words[1] for words in lines if words[3] == "0A"}
+
+
+def meet_on_loopback(port: int) -> tuple:
+    """Listening sockets at `port` and new ones elsewhere, and the interface of gloo."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    before, rank = listening(), int(os.environ["RANK"])
+    world = start_world(at(f"tcp://127.0.0.1:{port}", LaunchEnv(rank, 2, rank, 2, "")), 30.0, "cpu")
+    barrier(world.everyone)
+    new = listening() - before
+    barrier(world.everyone)
+    return new, os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
+def test_a_world_on_loopback_listens_nowhere_else(ranks):
+    """Neither the store nor gloo."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for new, interface in ranks(2, meet_on_loopback, port, start_world=False):
+        assert f"0100007F:{port:04X}" in new and interface == "lo"
+        assert {address.partition(":")[0] for address in new} == {"0100007F"}
+
+
+def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
+    def listen(host: str, *resolved: str) -> str | None:
+        if resolved:
+            found = [(socket.AF_INET, 1, 6, "", (address, 0)) for address in resolved]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        descriptor = listen_at_meeting_point(urlsplit(f"tcp://{host}:0"))
+        if descriptor is None:
+            return None
+        with socket.socket(fileno=descriptor) as listener:
+            assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return listener.getsockname()[0]
+
+    assert listen("127.0.0.2") == "127.0.0.2"
+    assert listen("localhost") in ("127.0.0.1", "::1")
+    assert listen("localhost", "127.0.0.1") == "127.0.0.1"
+    # Debian maps a machine's name to 127.0.1.1, where other machines do not find it.
+    assert listen("node0", "127.0.1.1") is None
+    assert listen("node0", "127.0.1.1", "0.0.0.0") == "0.0.0.0"
+    assert listen("0.0.0.0", "192.0.2.1", "0.0.0.0") == "0.0.0.0"
+    with pytest.raises(ConfigError, match="MASTER_ADDR: node0 is not the machine of rank 0"):
+        listen("node0", "192.0.2.1", "198.51.100.1")
+
+
+def test_a_port_that_is_taken_meanwhile_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
+            start_world(at(f"tcp://127.0.0.1:{port}"), timeout_s=5.0, device="cpu")
 
 
 def ask(_: int) -> bool:
