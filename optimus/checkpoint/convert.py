@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import DATA_EOS, is_checkpoint, read_manifest, seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
 from optimus.config import Config, ModelConfig, dump_toml, load_config
+from optimus.data.sentencepiece_json import has_pieces
 from optimus.data.tokenizer import (
     TOKENIZER_CONFIG,
     TextTokenizer,
@@ -23,7 +23,7 @@ from optimus.data.tokenizer import (
     tokenizer_beside,
 )
 from optimus.errors import CheckpointError, DataError, OptimusError, one_line
-from optimus.files import write_json
+from optimus.files import read_regular, write_json
 from optimus.model.hf import is_hf_directory, read_hf_config, write_hf
 from optimus.model.hf.write import write_all
 from optimus.model.tensor_writer import Planned, plan_files
@@ -36,6 +36,9 @@ _KEPT = (
     *("chat_template.json", "additional_chat_templates", _GENERATION_CONFIG),
 )
 """Files and folders of a Hugging Face directory that go through a checkpoint as they are."""
+_TEXTS = (".txt", ".jinja")
+"""Endings of those whose content does not show that it is what the name says."""
+_KEPT_BYTES = 1 << 28
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -94,11 +97,50 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 
 
 def _copy_kept(source: Path, target: Path) -> None:
+    """Copy the files of `_KEPT` that are there. Raises CheckpointError for one that is not what its
+    name says: a link in a downloaded directory may lead to any file of this user, and what is
+    copied here is published."""
     for name in _KEPT:
+        found = [source / name]
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            found = sorted(path for path in (source / name).rglob("*") if not path.is_dir())
+        for path in found:
+            if not os.path.lexists(path):
+                continue
+            content = _read_kept(path, source)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+
+
+def _read_kept(path: Path, source: Path) -> bytes:
+    """Return the content of a file to copy. Raises CheckpointError."""
+    if path.suffix in _TEXTS:
+        # The hub's cache keeps contents in blobs/, next to the folder with the snapshots.
+        real, home = path.resolve(), source.resolve()
+        if not (real.is_relative_to(home) or real.parent == home.parent.parent / "blobs"):
+            raise CheckpointError(
+                f"{path}: links to {real}, outside its directory; replace it by a copy or remove it"
+            )
+    try:
+        content = read_regular(path, _KEPT_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    if path.suffix in _TEXTS:
+        return content
+    kind = "a sentencepiece model" if path.suffix == ".model" else "a JSON object"
+    is_vocabulary = path.name in ("tokenizer.json", "tokenizer.model")
+    if not (is_vocabulary and has_pieces(content)) and not _is_object(content, path.name):
+        raise CheckpointError(f"{path}: is not {kind}; replace it or remove it")
+    return content
+
+
+def _is_object(content: bytes, name: str) -> bool:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and (name != "tokenizer.json" or "model" in found)
 
 
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
@@ -222,7 +264,7 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, empty where there is none. Raises DataError."""
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+        found = json.loads(read_regular(path)) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {one_line(error)}") from None
     return found if isinstance(found, dict) else {}

@@ -34,6 +34,8 @@ class InstanceSource(Protocol):
     """The id that ends every document and occurs nowhere else."""
     identity: str
     """Hex string that is equal for two sources only if they give the same instances."""
+    tokenizer_sha256: str
+    """Of the tokenizer that made the ids."""
 
     @property
     def tokenizer_file(self) -> str:

@@ -47,7 +47,7 @@ class MixedDataset:
                 )
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
-        self.tokenizer_file = first.tokenizer_file
+        self.tokenizer_file, self.tokenizer_sha256 = first.tokenizer_file, first.tokenizer_sha256
         self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([one.num_instances for one in sources])
         """Instances until a source repeats itself."""

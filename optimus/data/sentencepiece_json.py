@@ -6,7 +6,6 @@ sentencepiece project (ModelProto, TrainerSpec, NormalizerSpec).
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +58,16 @@ def sentencepiece_as_json(path: Path) -> str:
             return tokenizer.to_str()
     text = next(p for p, a, b in zip(probes, expected, found, strict=True) if a != b)
     raise DataError(f"{path}: a tokenizer.json gives other ids than sentencepiece for {text!r:.60}")
+
+
+def has_pieces(data: bytes) -> bool:
+    """Return whether the content of a file is a sentencepiece model, as far as its list of pieces
+    and the lengths of all fields show."""
+    try:
+        pieces, _, _ = _read(data)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+        return False
+    return bool(pieces) and data[:1] == b"\n"
 
 
 def _convert(
@@ -141,13 +150,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     def varint() -> int:
         nonlocal at
         value = 0
-        for shift in itertools.count(0, 7):
+        for shift in range(0, 64, 7):
             byte = data[at]
             at += 1
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise AssertionError
+        raise ValueError("a number of more than 64 bits")
 
     while at < len(data):
         key = varint()
@@ -157,5 +166,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             continue
         size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
         value = data[at : at + size]
+        if len(value) != size:
+            raise ValueError("ends within a field")
         at += size
         yield number, struct.unpack("<f", value)[0] if wire == 5 else value

@@ -62,6 +62,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             directory = RunDirectory(config.train.run_dir)
             flight = with_start(config, flight)
             check_saves(config, flight)
+        else:
+            flight = replace(flight, tokenizer=b"")
     except OptimusError as error:
         trouble = error  # told in one line once the ranks have met
         directory = None  # free for whoever gives the right command meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,15 @@ from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.dist.mesh import Mesh, make_mesh
-from optimus.errors import CheckpointError, ConfigError, DataError, counted
+from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
+from optimus.files import read_regular
 from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.batch import BatchPlan, plan_batch
 from optimus.train.schedule import rate_change
 
+_TOKENIZER_BYTES = 1 << 28
 _BATCH = "train.global_batch_tokens"
 FROZEN = (
     "data.identity",
@@ -72,6 +75,9 @@ class Preflight:
     differences: tuple[str, ...]
     """Free settings that differ from the checkpoint's and what they do to the learning rate, a line
     each, for the log."""
+    tokenizer: bytes = b""
+    """Content of the data's tokenizer file, of which every checkpoint gets a copy; empty on ranks
+    that write none."""
 
     def tokens_after(self, step: int) -> int:
         """Tokens that the run has read once update `step` is done."""
@@ -100,8 +106,9 @@ def preflight(
         _check_run_dir(config.train.run_dir)
     dataset = _training_data(config) if check_data else None
     eval_dataset = _held_out_data(config) if check_data else None
-    settings = flat_settings(config, dataset, plan)
-    return Preflight(mesh, plan, dataset, eval_dataset, Start("undecided"), settings, ())
+    tokenizer = _read_tokenizer(dataset) if dataset is not None else b""
+    settings, start = flat_settings(config, dataset, plan), Start("undecided")
+    return Preflight(mesh, plan, dataset, eval_dataset, start, settings, (), tokenizer)
 
 
 def with_start(
@@ -259,6 +266,21 @@ def _training_data(config: Config) -> InstanceSource:
     for index, source in enumerate(mixed.sources):
         _check_trained_on(f"data.mix[{index}].path", source)
     return mixed
+
+
+def _read_tokenizer(dataset: InstanceSource) -> bytes:
+    """Return the content of the tokenizer file that made the data. Raises DamageError for another
+    one: checkpoints with it would decode to other text."""
+    file = Path(dataset.tokenizer_file)
+    try:
+        content = read_regular(file, _TOKENIZER_BYTES)
+    except OSError as error:
+        what = error.strerror
+    else:
+        if hashlib.sha256(content).hexdigest() == dataset.tokenizer_sha256:
+            return content
+        what = "is not the tokenizer that made the data set: its sha256 is not that of the manifest"
+    raise DamageError(f"{file}: {what}; run optimus-data verify {file.parent}")
 
 
 def _check_trained_on(key: str, dataset: TokenDataset) -> None:

@@ -304,9 +304,8 @@ class Saves:
         sealed, the curve up to its step, which a resume will go on from."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
-        tokenizer = self._flight.dataset.tokenizer_file
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, directory / Path(tokenizer).name)
+        name = Path(self._flight.dataset.tokenizer_file).name
+        (directory / name).write_bytes(self._flight.tokenizer)
 
     def _write_model_companions(self, directory: Path) -> None:
         """The same for a model alone, which is a Hugging Face directory with all of its files."""

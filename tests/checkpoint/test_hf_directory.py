@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import torch
 from data_prep.manifest import read_manifest as read_data_manifest
 from optimus import files
 from optimus.checkpoint import manager
-from optimus.checkpoint.convert import eos_token_ids
+from optimus.checkpoint.convert import _copy_kept, eos_token_ids
 from optimus.checkpoint.manifest import MANIFEST, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
+from optimus.config import make_config
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from optimus.errors import CheckpointError, DamageError
+from optimus.train.preflight import preflight
 from tests.data_prep.corpus import write_sentencepiece
 from tests.helpers.damage import flip
 from tests.helpers.runs import run_tree
@@ -255,3 +259,64 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
         "top_k": 3,
         "pad_token_id": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"-----BEGIN KEY-----\n"),
+        ("tokenizer.json", b'{"client_secret": "x"}'),
+        ("tokenizer.model", b"\n-----BEGIN KEY-----\n"),
+        ("tokenizer_config.json", b"[1]"),
+        ("vocab.json", b"[" * 100_000),
+        ("merges.txt", b"secret"),
+        ("chat_template.jinja", b"secret"),
+        ("additional_chat_templates/a.jinja", b"secret"),
+    ],
+)
+def test_a_link_to_something_else_is_not_copied(tmp_path, name, content):
+    """What leads out of a downloaded directory could be published with the model."""
+    secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
+    secret.write_bytes(content)
+    (source / name).parent.mkdir(parents=True)
+    target.mkdir()
+    (source / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"a JSON object|sentencepiece|outside its") as error:
+        _copy_kept(source, target)
+    assert "secret" not in str(error.value).replace(str(secret), "")
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        _copy_kept(source, target)
+    assert not list(target.rglob("*.*"))
+
+
+def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
+    """Its snapshots link into ../../blobs; a tokenizer may also come from elsewhere."""
+    source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
+    for path in (source, target, tmp_path / "blobs"):
+        path.mkdir(parents=True)
+    tokenizer = manager.full_path(run_dir, 2) / "tokenizer.json"
+    (source / "tokenizer.json").symlink_to(tokenizer)
+    (tmp_path / "blobs" / "5").write_text("{{ messages }}")
+    (source / "chat_template.jinja").symlink_to("../../blobs/5")
+    _copy_kept(source, target)
+    assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not any(path.is_symlink() for path in target.iterdir())
+
+
+def test_another_tokenizer_than_the_data_has_is_refused_and_not_copied(tiny_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    file = data / "tokenizer.json"
+    flight = preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
+    assert flight.tokenizer == file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(b'"the"', b'"xyz"') + b" ")
+    with pytest.raises(DamageError, match=r"tokenizer.json: is not .*; run optimus-data verify"):
+        preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
+    for change in (lambda: None, lambda: os.mkfifo(file)):
+        file.unlink(missing_ok=True)
+        change()
+        with pytest.raises(DamageError, match=r"tokenizer.json: .*; run optimus-data verify"):
+            preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
