@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus import files
+from optimus.errors import DataError
 
+_LINE_BYTES = 1 << 20
+"""Longest line that is read; ours have about a kilobyte."""
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+"""A link that another user put there must not lead the lines, or a new file, elsewhere."""
 _BATCH_BYTES = 1 << 16
 """How much of a copy waits in memory for the next `sync`."""
 
@@ -30,10 +36,10 @@ class JsonLines:
         self._copy, self._uncopied, self._copy_failed = copy, b"", False
         self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd = os.open(path, _APPEND, 0o644)
         if copy is not None:  # an empty copy shows that there were no lines
             with contextlib.suppress(OSError):
-                os.close(os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+                os.close(os.open(copy, _APPEND, 0o644))
 
     def append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"
@@ -77,7 +83,7 @@ class JsonLines:
             if not lines:
                 return
             try:
-                with open(self._copy, "ab", buffering=0) as file:
+                with os.fdopen(os.open(self._copy, _APPEND, 0o644), "ab", buffering=0) as file:
                     while lines:
                         lines = lines[file.write(lines) :]
                 self._copy_failed = False
@@ -94,16 +100,34 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file that are JSON objects; lines torn by a kill or damaged are left
-    out."""
-    if not path.exists():
-        return []
+    """Return all whole lines of a file that are JSON objects; lines torn by a kill or damaged are
+    left out. Raises DataError where `_read_lines` does."""
     records = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
+    for line in _read_lines(path):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 records.append(record)
     return records
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file with their ends; none if there is no file. Raises DataError for
+    one that is not regular or has a line that no run writes, which memory may not hold."""
+    lines = []
+    try:
+        with io.BufferedReader(files.open_regular(path)) as file:
+            while line := file.readline(_LINE_BYTES + 1):
+                lines.append(line)
+                if len(line) > _LINE_BYTES:
+                    raise DataError(
+                        f"{path}: line {len(lines):,} is longer than {_LINE_BYTES:,} bytes, so the "
+                        "file is damaged; remove that line or move the file away"
+                    )
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    return lines
 
 
 def cut_after(
@@ -119,8 +143,8 @@ def cut_after(
     A line that is damaged or missing is restored from `copy`, which then holds the same lines.
     Steps of `expected` that neither file has are named in a warning.
     """
-    data = path.read_bytes() if path.exists() else b""
-    copied = copy.read_bytes() if copy and copy.exists() else b""
+    data = b"".join(_read_lines(path))
+    copied = b"".join(_read_lines(copy)) if copy else b""
     lines = data.splitlines()
     kept = {key: line for line in lines if (key := _key(line)) is not None and key[0] <= step}
     there = {*lines}
@@ -170,13 +194,18 @@ def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
 
 
 def spell_steps(steps: Iterable[int]) -> str:
-    """Steps as ranges, such as "steps 3-7, 9"; of many ranges only the first."""
+    """Return steps as ranges, such as "steps 3-7, 9"; of many ranges only the first."""
     ranges: list[list[int]] = []
     for step in sorted(set(steps)):
         if ranges and step == ranges[-1][1] + 1:
             ranges[-1][1] = step
         else:
             ranges.append([step, step])
+    return spell_ranges(ranges)
+
+
+def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
+    """Return ascending ranges (first step, last step) as `spell_steps` writes them."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"
@@ -188,7 +217,7 @@ def _key(line: bytes) -> tuple[int, str] | None:
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (step, str(source)) if type(step) is int else None
 

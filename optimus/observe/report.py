@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 from optimus.errors import DataError, counted
-from optimus.observe.metrics import read_json_lines, spell_steps
+from optimus.observe.metrics import read_json_lines, spell_ranges
+
+_FIELDS = ("step", "loss", "grad_norm", "tokens", "step_time_s", "tokens_per_s")
+_EVAL_FIELDS = ("step", "loss")
+_BY_UPDATE = ("loss", "grad_norm")
+"""Null for an update that was skipped for an overflow."""
+_MOST = 1e300
 
 
 def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl; return its path and a summary.
 
-    Raises DataError if the run has no metrics.
+    A line that lacks a field or has one of another type is left out, as damaged ones are: the
+    summary names the steps that are missing. Raises DataError if the run has no metrics.
     """
-    metrics = read_json_lines(run_dir / "metrics.jsonl")
+    metrics = _read_records(run_dir / "metrics.jsonl", _FIELDS)
     if not metrics:
         raise DataError(f"{run_dir / 'metrics.jsonl'}: no metrics; is this a run directory?")
-    evaluations = read_json_lines(run_dir / "eval.jsonl")
+    evaluations = _read_records(run_dir / "eval.jsonl", _EVAL_FIELDS)
     picture = run_dir / "report.png"
     _draw(metrics, evaluations, picture)
     return picture, _summary(metrics, evaluations)
+
+
+def _read_records(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [one for one in read_json_lines(path) if all(_is_figure(one, name) for name in fields)]
+
+
+def _is_figure(record: dict[str, Any], name: str) -> bool:
+    """Return whether a line has a number of this name that can be drawn and summed up."""
+    value = record.get(name, "")
+    if name in ("step", "tokens"):
+        return type(value) is int and 0 <= value < 1 << 56
+    if name in _BY_UPDATE:
+        return value is None or (type(value) in (int, float) and not abs(value) > _MOST)
+    return type(value) in (int, float) and 0 <= value < _MOST
 
 
 def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
@@ -30,22 +52,22 @@ def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -
     tokens = sum(record["step_time_s"] * record["tokens_per_s"] for record in metrics)
     text = (
         f"{counted(last['step'], 'step')}, {counted(last['tokens'], 'token')}; {seconds:.0f} s of "
-        f"steps ({tokens / seconds:,.0f} tokens/s)"
+        f"steps ({tokens / seconds if seconds else 0:,.0f} tokens/s)"
     )
     if missing := _missing_steps(metrics):
-        text += f"; the lines of {spell_steps(missing)} are missing"
+        text += f"; the lines of {spell_ranges(missing)} are missing"
     losses = [record["loss"] for record in metrics if record["loss"] is not None]
     if losses:  # that of an update skipped for an overflow may be missing
         text += f"; last training loss {losses[-1]:.4f}"
-    if evaluations:
+    if evaluations and evaluations[-1]["loss"] is not None:
         text += f"; held-out loss {evaluations[-1]['loss']:.4f} at step {evaluations[-1]['step']}"
     return text
 
 
-def _missing_steps(metrics: list[dict[str, Any]]) -> list[int]:
-    """The steps without a line between the first and the last."""
-    there = {record["step"] for record in metrics}
-    return sorted({*range(min(there), max(there))} - there)
+def _missing_steps(metrics: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the ranges (first, last) of steps without a line between two that have one."""
+    there = sorted({record["step"] for record in metrics})
+    return [(low + 1, high - 1) for low, high in itertools.pairwise(there) if high > low + 1]
 
 
 def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
@@ -56,7 +78,7 @@ def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     blank = {"loss": None, "grad_norm": None}  # breaks the curves
-    gaps = [{"step": step, **blank} for step in _missing_steps(metrics)]
+    gaps = [{"step": first, **blank} for first, _ in _missing_steps(metrics)]
     metrics = sorted([*metrics, *gaps], key=lambda record: record["step"])
     steps = [record["step"] for record in metrics]
     top.plot(steps, [record["loss"] for record in metrics], lw=1, label="training")

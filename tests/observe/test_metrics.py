@@ -250,3 +250,71 @@ def test_report_names_steps_that_are_missing(tmp_path):
     _, summary = write_report(tmp_path)
     assert summary.startswith("8 steps, 80 tokens; 10 s of steps (5 tokens/s); ")
     assert "the lines of steps 3-4, 7 are missing" in summary
+
+
+STEP = {
+    "step": 2,
+    "loss": 0.5,
+    "grad_norm": 1.0,
+    "tokens": 20,
+    "step_time_s": 2,
+    "tokens_per_s": 5,
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "[" * 100_000,
+        json.dumps({k: v for k, v in STEP.items() if k != "grad_norm"}),
+        json.dumps(STEP | {"step": "2"}),
+        json.dumps(STEP | {"step": -2}),
+        json.dumps(STEP | {"step": 2**70}),
+        json.dumps(STEP | {"loss": "x"}),
+        json.dumps(STEP | {"loss": 10**400}),
+        json.dumps(STEP | {"tokens": 1.5}),
+        json.dumps(STEP | {"step_time_s": None}),
+        json.dumps(STEP | {"tokens_per_s": float("nan")}),
+    ],
+    ids=lambda line: line[:60],
+)
+def test_report_leaves_out_a_line_that_no_run_wrote(tmp_path, monkeypatch, line):
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr("optimus.observe.report._draw", lambda *_: None)
+    write_steps(path, [1, 3])
+    first, last = path.read_text().splitlines()
+    path.write_text(f"{first}\n{line}\n{last}\n")
+    _, summary = write_report(tmp_path)
+    assert "the lines of step 2 are missing" in summary
+
+
+def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", [1, 2, 1 << 50])
+    _, summary = write_report(tmp_path)
+    assert f"the lines of steps 3-{(1 << 50) - 1} are missing" in summary
+
+
+def test_a_line_without_an_end_is_refused(tmp_path):
+    """Such as a sparse file of 40 GB, which memory would not hold."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1])
+    os.truncate(path, 40 << 30)
+    for read in (read_json_lines, lambda path: cut_after(path, 1, tmp_path / "cut")):
+        with pytest.raises(DataError, match=r"metrics.jsonl: line 2 is longer than 1,048,576 byte"):
+            read(path)
+
+
+def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "elsewhere"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"metrics.jsonl: not a regular file"):
+        read_json_lines(path)
+    path.unlink()
+    path.symlink_to(target)
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        JsonLines(path)
+    lines = JsonLines(tmp_path / "other", path)
+    lines.append({"step": 1})
+    lines.close()
+    assert not target.exists()
