@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +26,7 @@ LOCK = ".lock"
 def check_not_in_use(path: Path) -> None:
     """Raise ConfigError if another run has the directory. Creates nothing."""
     try:
-        with open(path / LOCK, "rb") as file:
+        with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)
     except FileNotFoundError:
         return
@@ -85,8 +88,23 @@ class RunDirectory:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
             ) from None
-        file = open(self.path / LOCK, "ab")  # noqa: SIM115, held until `close`
+        # Whoever may open the file may hold its lock, and a link could create a file elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"train.run_dir = {str(self.path)!r}: {LOCK}: {error.strerror}; choose another"
+            ) from None
+        with contextlib.suppress(OSError):  # an earlier version let others open it
+            os.fchmod(file.fileno(), 0o600)
         _lock(file, self.path, fcntl.LOCK_EX)
+        if self.path.stat().st_mode & stat.S_IWOTH:
+            print(
+                f"optimus: WARNING: {self.path}: every user of this machine may write to it and "
+                "replace its checkpoints; run chmod o-w on it",
+                file=sys.stderr,
+            )
         return file
 
     def metrics(self, record: Mapping[str, Any]) -> None:

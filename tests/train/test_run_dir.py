@@ -1,0 +1,42 @@
+"""The lock of a run directory: for this user alone, and never through a link."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from optimus.errors import ConfigError
+from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
+
+
+def test_the_lock_is_for_this_user_alone(tmp_path, capsys):
+    """Whoever may open it may hold it; one of an earlier version is closed to others."""
+    (tmp_path / LOCK).touch()
+    (tmp_path / LOCK).chmod(0o644)
+    directory = RunDirectory(tmp_path)
+    assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match="is in use by another run"):
+        check_not_in_use(tmp_path)
+    directory._lock.close()
+    check_not_in_use(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lock_that_is_a_link_or_a_fifo_is_refused(tmp_path):
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"\.lock: .*symbolic links; choose another"):
+        RunDirectory(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / LOCK).unlink()
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(ConfigError, match=r"\.lock: not a regular file; choose another"):
+        check_not_in_use(tmp_path)
+
+
+def test_a_directory_that_every_user_may_change_is_warned_of(tmp_path, capsys):
+    tmp_path.chmod(0o777)
+    RunDirectory(tmp_path)._lock.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"WARNING: {tmp_path}: every user of this machine may write to it" in line
