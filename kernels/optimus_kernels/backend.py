@@ -149,6 +149,12 @@ def load(entry: Entry) -> ctypes.CDLL:
             f"{path} has interface {version}, this package needs {build.interface_version()}; "
             "run `optimus kernels build`"
         )
+    missing = [name for name in build.interface_functions() if not hasattr(library, name)]
+    if missing:
+        raise KernelError(
+            f"{path} has no function {missing[0]}; remove {path.parent} and run `optimus kernels "
+            "build`"
+        )
     return library
 
 

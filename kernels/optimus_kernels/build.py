@@ -83,6 +83,12 @@ def sources(backend: str) -> list[Path]:
     return files
 
 
+def interface_functions() -> list[str]:
+    """Return the names of the functions that every library exports."""
+    text = (csrc() / "include" / "interface.h").read_text()
+    return re.findall(r"^OPTIMUS_API .*?\b(optimus_\w+)\(", text, re.MULTILINE)
+
+
 def interface_version() -> int:
     """OPTIMUS_ABI of csrc/include/interface.h, which every library reports."""
     text = (csrc() / "include" / "interface.h").read_text()

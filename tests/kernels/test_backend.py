@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from optimus_kernels import backend, build, cache
+from optimus_kernels import backend, build, cache, library
 from optimus_kernels.cache import KernelError
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -62,6 +62,25 @@ def test_a_library_with_another_interface_is_refused(small_csrc):
     header.write_text("#define OPTIMUS_ABI 7\n#define ABI_OF_THIS_LIBRARY 6\n")
     found = backend.active("cpu")
     assert found.name == "torch" and "has interface 6, this package needs 7" in found.why_not
+
+
+@needs_gxx
+def test_a_library_without_a_function_is_refused(small_csrc, monkeypatch):
+    header = small_csrc / "include" / "interface.h"
+    declaration = '#define OPTIMUS_API extern "C"\nOPTIMUS_API int optimus_more(void);\n'
+    header.write_text(header.read_text() + declaration)
+    found = backend.active("cpu")
+    assert found.name == "torch" and "has no function optimus_more; remove " in found.why_not
+    monkeypatch.setenv("OPTIMUS_KERNELS", "cpu")
+    backend._active.clear()
+    with pytest.raises(KernelError, match="has no function optimus_more"):
+        backend.active("cpu")
+
+
+def test_the_interfaces_functions_are_those_that_are_called():
+    called = {"optimus_kernels_abi", "optimus_route_scratch"}
+    called |= {f"optimus_{name}" for name in library.SIGNATURES}
+    assert {*build.interface_functions()} == called
 
 
 @needs_gxx
