@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before the start
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if argv is None:  # a path need not be text in any encoding
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     if argv is None:
         _StopSignals().take_over()
     try:

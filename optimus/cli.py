@@ -161,6 +161,8 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):  # a path need not be text in any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr = _Stderr(sys.stderr)
 
 

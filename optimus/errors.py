@@ -6,6 +6,8 @@ command line prints that line and exits with `exit_code`. A bug of ours is an as
 
 from __future__ import annotations
 
+import unicodedata
+
 
 class OptimusError(Exception):
     """Base of all expected failures. The message is one line; `exit_code` is the process status."""
@@ -63,8 +65,22 @@ class LostPeerError(OptimusError):
 
 
 def one_line(text: object) -> str:
-    """`text` folded onto one line, for messages built from other libraries' errors."""
-    return " ".join(str(text).split())
+    """Return `text` folded onto one line and printable, for messages built from other libraries'
+    errors and from names and values in files."""
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, line ends and lone surrogates as escapes: a terminal
+    would obey the first, and no encoding has the last."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    # Cc: terminal escapes; Cf: among others what reverses the reading direction; Zl, Zp: line ends.
+    escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
+    return character if kept or not escaped else ascii(character)[1:-1]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -95,6 +95,17 @@ def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
 
 
+def test_a_path_that_is_no_text_is_printed_with_escapes():
+    process = run_process(r"print('\udcff') or 0", stdout=subprocess.PIPE)
+    assert process.communicate(timeout=30) == ("\\udcff\n", "") and process.returncode == 0
+    code = r"""
+import sys, data_prep.cli as cli
+cli._main = lambda argv: print("\udcff") or 0
+sys.exit(cli.main())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("\\udcff\n", "", 0)
+
+
 @pytest.mark.parametrize(
     ("number", "label", "status"),
     [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 3), (signal.SIGHUP, "SIGHUP", 3)],

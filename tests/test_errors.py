@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from optimus.errors import counted
+from optimus.errors import counted, one_line
 from tests.helpers.programs import ROOT
 
 COUNTED = (
@@ -27,6 +27,7 @@ ALWAYS_SEVERAL = {
     "{_MAX_FILES} files",
     "{_HISTORY} updates",  # constants of 20 and 10
     "{_UPDATES} updates",
+    "{_MOST_RANKS} ranks",
     "{self._model.experts_by_layer[layer]} experts",  # a single one cannot be unbalanced
     "{mesh.num_data_ranks} data ranks",  # above 1
     "{mesh.pp * parallel.virtual_stages} stages",  # above 1
@@ -70,3 +71,17 @@ def test_messages_count_by_the_one_helper(package):
         for place in by_hand(path.read_text())
     }
     assert not {place: path for place, path in found.items() if place not in ALWAYS_SEVERAL}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, déjà vu 漢字 \U0001f468\u200d\U0001f469", None),
+        ("\x1b]0;owned\x07", "\\x1b]0;owned\\x07"),
+        ("a\u202eb\x9bc\x7f", "a\\u202eb\\x9bc\\x7f"),
+        ("\udcff", "\\udcff"),
+    ],
+)
+def test_a_message_cannot_control_the_terminal(text, shown):
+    assert one_line(text) == (shown or text)
+    one_line(text).encode()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from optimus.errors import CheckpointError, ConfigError, counted
+from optimus.errors import CheckpointError, ConfigError, counted, printable
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -92,12 +92,16 @@ def _format_list(result: Mapping[str, Any]) -> str:
                 _size(one["bytes"]),
                 "-" if per_param is None else f"{per_param:.2f}",
                 "-" if one["age_s"] is None else _age(one["age_s"]),
-                one["layout"] or "-",
+                printable(one["layout"] or "-"),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [f"{one['name']}: {one['problem']}" for one in result["checkpoints"] if one["problem"]]
+    lines += [
+        printable(f"{one['name']}: {one['problem']}")
+        for one in result["checkpoints"]
+        if one["problem"]
+    ]
     if result["full_by_model"]:
         lines.append(
             f"a model-only checkpoint takes 1/{result['full_by_model']:.2f} of a full one (1/8 in "
@@ -116,7 +120,7 @@ def _format_verify(result: Mapping[str, Any]) -> str:
             f"{_size(one['bytes'])} in {one['s']:.2f} s, {one['bytes'] / one['s'] / 1e6:,.0f} MB/s"
         )
         lines.append(f"{one['name']}: " + ("DAMAGED" if one["problems"] else f"valid; {speed}"))
-        lines += [f"    {problem}" for problem in one["problems"]]
+        lines += [f"    {printable(problem)}" for problem in one["problems"]]
     return "\n".join(lines)
 
 
@@ -152,7 +156,7 @@ def _format_show(about: Mapping[str, Any]) -> str:
                 )
             )
     width = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+    return "\n".join(f"{name:<{width}}  {printable(str(value))}" for name, value in facts)
 
 
 def _number(value: int | None) -> str:

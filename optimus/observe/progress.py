@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
+
+from optimus.errors import printable
 
 
 class Progress:
@@ -41,14 +42,7 @@ class Progress:
 
 def indented(text: str) -> str:
     """`text` as lines to print on a terminal: indented, with control characters escaped."""
-    return "\n".join("    " + "".join(map(_printable, line)) for line in text.split("\n"))
-
-
-def _printable(character: str) -> str:
-    # Cc: terminal escapes; Cf: among others what reverses the reading direction; Zl, Zp: line ends.
-    escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
-    return character if kept or not escaped else ascii(character)[1:-1]
+    return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 
 def _figures(record: Mapping[str, Any]) -> str:

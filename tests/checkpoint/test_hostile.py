@@ -269,3 +269,10 @@ def test_rows_that_are_no_integers_are_refused(checkpoint, old, new):
     lines = {**index.lines, "embed.weight": table + key + rows.replace(old, new, 1)}
     with pytest.raises(CheckpointError, match=r"parameter embed\.weight: "):
         replace(index, lines=lines).stored("embed.weight")
+
+
+def test_show_escapes_what_would_control_the_terminal(checkpoint, capsys):
+    rewrite_manifest(checkpoint, origin="\x1b]0;owned\x07\nstate  valid")
+    assert main(["checkpoint", "show", str(checkpoint)]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\\x1b]0;owned\\x07\\nstate  valid" in printed
