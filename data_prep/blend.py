@@ -20,7 +20,13 @@ from data_prep import layout
 from data_prep.mixing import Mixing, integer_weights
 from data_prep.permutation import ALGORITHM, Permutation
 from data_prep.shuffle import FORM as ORDER_FORM
-from data_prep.shuffle import InShards, Order, order_from_json, rows_of_shard
+from data_prep.shuffle import (
+    InShards,
+    Order,
+    check_in_shards,
+    check_order_values,
+    rows_of_shard,
+)
 from optimus.errors import ConfigError
 
 FORM = "optimus-blend-order"
@@ -123,15 +129,31 @@ class BlendOrder(InShards):
 
 def read_any_order(dataset: Path) -> Order | BlendOrder:
     """The order of a data set, blended or not. Raises DataError."""
-    value = layout.read_checked_json(dataset / layout.ORDER, ORDER_FORM, FORM)
+    path = dataset / layout.ORDER
+    value = layout.read_checked_json(path, ORDER_FORM, FORM)
     if value["format"] == ORDER_FORM:
-        return order_from_json(value)
-    fields = {field.name: value[field.name] for field in dataclasses.fields(BlendOrder)}
-    fields["blended"] = tuple(
-        BlendSource(source["weight"], source["quota"], order_from_json(source["order"]))
-        for source in value["blended"]
+        order = layout.as_record(Order, value, path)
+        check_order_values(order, path)
+        return order
+    blend = layout.as_record(BlendOrder, value, path)
+    check_in_shards(blend, path)
+    for source in blend.blended:
+        check_order_values(source.order, path)
+    layout.require(
+        path,
+        (bool(blend.blended), "it has no sources"),
+        (
+            layout.are_counts([source.quota for source in blend.blended])
+            and all(s.order.num_instances or not s.quota for s in blend.blended)
+            and blend.num_instances < layout.MAX_COUNT,
+            "the quota of a source is negative, too large or of a source without instances",
+        ),
+        (
+            {(o.context, o.dtype) for o in blend.sources} == {(blend.context, blend.dtype)},
+            "its sources have another context or dtype",
+        ),
     )
-    return BlendOrder(**fields)
+    return blend
 
 
 def make_blend(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -40,6 +40,12 @@ def hash_of(value: Any) -> bytes:
     return hashlib.blake2b(content, digest_size=ID_BYTES).digest()
 
 
+class _Mark(TypedDict):
+    plan: str
+    count: int
+    xxh3: str
+
+
 @dataclass(frozen=True)
 class Duplicates:
     """Documents that are set aside because an earlier one has their id."""
@@ -63,7 +69,7 @@ def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
 
 def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     """What was found. Raises DataError where it is missing, damaged or of another plan."""
-    mark = layout.read_checked_json(tokens_dir / MARK, _FORM)
+    mark = layout.read_record(tokens_dir / MARK, _Mark, _FORM)
     if mark["plan"] != plan_xxh3:
         raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
     if not mark["count"]:
@@ -72,6 +78,8 @@ def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
     data = layout.read_bytes(path)
     if files.xxh3_bytes(data) != mark["xxh3"]:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
+    rows, rest = divmod(len(data) - layout.HEADER_BYTES, 4 * 8)
+    layout.require(path, (rows >= 0 and not rest, "it does not hold rows of four numbers"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     return Duplicates(table.reshape(-1, 4))
 

@@ -26,7 +26,7 @@ def removed(tokens_dir: Path) -> bool:
     """Whether the arrays of `tokens_dir` were removed on purpose."""
     try:
         mark = layout.read_checked_json(tokens_dir / MARK, FORM)
-        return mark["plan"] == files.xxh3_file(tokens_dir / layout.PLAN)
+        return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
     except (DataError, OSError):
         return False
 

@@ -13,9 +13,9 @@ from data_prep.manifest import read_manifest
 from data_prep.permutation import MAX_SEED, Permutation
 from data_prep.reader import ShardReader
 from data_prep.shuffle import Order
-from data_prep.token_arrays import read_docs
+from data_prep.token_arrays import docs_path, read_docs
 from data_prep.token_plan import read_plan
-from data_prep.tokenizer import open_tokenizer, sha256_of
+from data_prep.tokenizer import library_panics, open_tokenizer, sha256_of
 from optimus.errors import ConfigError, DamageError
 
 
@@ -29,6 +29,8 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
     manifest, order = read_manifest(dataset), read_any_order(dataset)
     if manifest.num_instances == 0:
         raise ConfigError(f"instance {number} does not exist; {dataset} has none")
+    if (order.num_instances, order.context) != (manifest.num_instances, manifest.context):
+        raise DamageError(f"{dataset / layout.ORDER}: is not the order of {layout.MANIFEST}")
     epoch, place = divmod(number, manifest.num_instances)
     if epoch > MAX_SEED:
         raise ConfigError(f"instance {number} lies beyond the last epoch, number {MAX_SEED}")
@@ -38,7 +40,9 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         row = int(permutation.apply(np.array([place]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0].tolist()
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    tokenizer = open_tokenizer(_whole_tokenizer(dataset, manifest.tokenizer_sha256))
+    tokenizer_path = _whole_tokenizer(dataset, manifest.tokenizer_sha256)
+    with library_panics(tokenizer_path):
+        text = open_tokenizer(tokenizer_path).decode(ids, skip_special_tokens=False)
     return {
         "instance": number,
         "epoch": epoch,
@@ -48,7 +52,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         "row": row % manifest.instances_per_shard,
         "sources": _segments(dataset, order, source),
         "ids": ids,
-        "text": tokenizer.decode(ids, skip_special_tokens=False),
+        "text": text,
     }
 
 
@@ -77,6 +81,8 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dic
         docs = read_docs(tokens_dir, unit, order.units[unit].docs_xxh3)
         offset = position - int(starts[unit])
         index = int(np.searchsorted(docs[:, 0], offset, side="right"))
+        if index == len(docs) or not 0 <= docs[index, 1] < len(plan.inputs):
+            raise DamageError(f"{docs_path(tokens_dir, unit)}: has no input for token {offset}")
         doc_end, source_file, line = (int(value) for value in docs[index])
         doc_start = int(docs[index - 1, 0]) if index else 0
         count = min(doc_end - offset, end - position, int(starts[unit + 1]) - position)

@@ -5,9 +5,14 @@ Which files there are: docs/formats/dataset.md.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
+import types
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from optimus import files
 from optimus.errors import DamageError, DataError
@@ -29,6 +34,15 @@ SET_ASIDE = "quarantine.jsonl"
 TOKENS_DIR = "tokens"
 SHARDS_DIR = "shards"
 EVAL_DIR = "eval"
+
+PARTS = ("train", "held-out")
+"""The parts of a data set, each of which is one by itself."""
+DTYPES = ("uint16", "uint32")
+"""The types that token ids are stored in."""
+MAX_CONTEXT = 1 << 31
+"""Tokens of an instance."""
+MAX_COUNT = 1 << 56
+"""Above every count of tokens, bytes or instances, so that products with 64 do not wrap."""
 
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
@@ -83,7 +97,7 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
 def read_bytes(path: str | os.PathLike) -> bytes:
     """The content of a file. Raises DataError where it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return files.read_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -106,9 +120,146 @@ def read_checked_json(
         value = files.parse_checked_json(data)
     except ValueError as error:
         raise DamageError(f"{path}: {error}") from None
+    except RecursionError:
+        raise _not_ours(path, "its objects are nested too deep") from None
     if value.get("format") not in forms or value.get("version") not in range(1, newest + 1):
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "
             f"this program reads {forms[0]} version {newest}"
         )
     return value
+
+
+class FileRecord(TypedDict):
+    """A file in a sidecar."""
+
+    size: int
+    xxh3: str
+
+
+_Record = TypeVar("_Record")
+_CALLED = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+_LARGEST = 1 << 64
+
+
+def read_record(
+    path: str | os.PathLike, kind: type[_Record], *forms: str, newest: int = VERSION
+) -> _Record:
+    """Return the content of a file that `write_checked_json` wrote as `kind`, which says its keys.
+
+    Raises DataError and DamageError as `read_checked_json` and `as_record`.
+    """
+    return as_record(kind, read_checked_json(path, *forms, newest=newest), path)
+
+
+def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLike) -> _Record:
+    """Return the object `value` of a JSON file as `kind`, each key of the type annotated there.
+
+    Args:
+        kind: A dataclass, or a TypedDict, of str, int, float, bool, lists, tuples and such classes.
+            A field with a default may be missing. Keys that it lacks are ignored.
+        value: What `read_checked_json` gave.
+        path: The file, for the message.
+
+    Raises:
+        DataError: a key is missing or of another type: the hash in a file guards against accidents,
+            not against who writes another.
+    """
+    try:
+        return _column(kind, [value], "")[0]
+    except ValueError as error:
+        raise _not_ours(path, error) from None
+
+
+def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
+    """Raise DataError with the text of the first of `checks` that does not hold."""
+    for holds, problem in checks:
+        if not holds:
+            raise _not_ours(path, problem)
+
+
+def are_hashes(texts: Sequence[str]) -> bool:
+    """Return whether all texts are xxh3-64 as we write them."""
+    return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
+
+
+def are_counts(numbers: Sequence[int]) -> bool:
+    """Return whether all numbers are counts."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) < MAX_COUNT)
+
+
+def are_paths(texts: Iterable[str]) -> bool:
+    """Return whether the system takes all texts as paths."""
+    try:
+        return b"\0" not in os.fsencode("".join(texts))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
+    return DataError(f"{path}: {problem}; optimus-data did not write this, copy or make it again")
+
+
+def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
+    """Return what all objects of a list have under `key`, checked and made `kind`.
+
+    By columns, because a data set may list a million files. Raises ValueError.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:  # of a scalar and None
+        _column(arguments[0], [value for value in values if value is not None], key)
+    elif kind in _CALLED:
+        _check_scalars(kind, values, key)
+    elif origin is None:
+        return _objects(kind, values, key)
+    elif not set(map(type, values)) <= {list}:
+        raise ValueError(f"{key} is not a list")
+    elif origin is list or arguments[-1] is Ellipsis:
+        items = iter(_column(arguments[0], list(chain.from_iterable(values)), key))
+        return [origin(islice(items, len(value))) for value in values]
+    else:
+        if any(len(value) != len(arguments) for value in values):
+            raise ValueError(f"{key} is not a list of {len(arguments)}")
+        columns = zip(*values, strict=True)
+        checked = [_column(a, list(c), key) for a, c in zip(arguments, columns, strict=False)]
+        return list(zip(*checked, strict=True))
+    return values
+
+
+def _check_scalars(kind: type, values: list[Any], key: str) -> None:
+    if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
+        raise ValueError(f"{key} is not {_CALLED[kind]}")
+    # A NaN is refused, too: it is not within any bounds.
+    ends = (min(values), max(values)) if values and kind is int else values
+    if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
+        raise ValueError(f"{key} is not a number within 2^64")
+
+
+def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:
+    if not set(map(type, values)) <= {dict}:
+        raise ValueError(f"{key} is not an object")
+    columns = []
+    for name, hint, default in _fields(kind):
+        inner = f"{key}.{name}" if key else name
+        try:
+            columns.append(_column(hint, [value[name] for value in values], inner))
+        except KeyError:
+            if default is dataclasses.MISSING:
+                raise ValueError(f"{inner} is missing") from None
+            items = iter(_column(hint, [v[name] for v in values if name in v], inner))
+            columns.append([next(items) if name in v else default for v in values])
+    if not dataclasses.is_dataclass(kind):
+        return values
+    return list(map(kind, *columns))
+
+
+@functools.cache
+def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Return name, type and default (or MISSING) of each field of a dataclass or TypedDict."""
+    hints = get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        return [
+            (field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)
+        ]
+    optional = kind.__optional_keys__
+    return [(n, hint, None if n in optional else dataclasses.MISSING) for n, hint in hints.items()]

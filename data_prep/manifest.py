@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep import layout
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 
 FORM = "optimus-dataset"
 
@@ -110,19 +111,109 @@ class Manifest:
 def read_manifest(dataset: str | os.PathLike) -> Manifest:
     """The manifest of the data set in directory `dataset`.
 
-    Raises DataError where there is none, or it is damaged or of another version.
+    Raises DataError where there is none, or it is damaged, of another version or not one that
+    optimus-data writes.
     """
     dataset = Path(dataset)
     path = dataset / layout.MANIFEST
     if not path.exists():
         what = "not finished" if (dataset / layout.TOKENS_DIR).exists() else "not a data set"
         raise DataError(f"{path} is missing: {dataset} is {what}; make it with optimus-data run")
-    value = layout.read_checked_json(path, FORM)
-    names = {field.name for field in dataclasses.fields(Manifest)} - {"blend"}
-    fields = {name: value[name] for name in names}
-    fields["blend"] = tuple(BlendEntry(**source) for source in value.get("blend", ()))
-    fields["tails"] = tuple(value["tails"])
-    fields["quarantined"] = SetAside(**value["quarantined"])
-    fields["shards"] = tuple(ShardEntry(**shard) for shard in value["shards"])
-    fields["inputs"] = tuple(InputEntry(**file) for file in value["inputs"])
-    return Manifest(**fields)
+    manifest = layout.read_record(path, Manifest, FORM)
+    _check(manifest, path)
+    return manifest
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    """Raise DataError where the values cannot be those of a data set: readers rely on them."""
+    layout.require(
+        path,
+        (manifest.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
+        (
+            1 <= manifest.context <= layout.MAX_CONTEXT,
+            f"context = {manifest.context} is not from 1 to {layout.MAX_CONTEXT}",
+        ),
+        (
+            1 <= manifest.vocab_size <= 1 << 32,
+            f"vocab_size = {manifest.vocab_size} is not from 1 to 2^32",
+        ),
+    )
+    dtype = layout.dtype_name(manifest.vocab_size)
+    layout.require(
+        path,
+        (
+            manifest.dtype == dtype,
+            f"dtype = {manifest.dtype!r:.80}, a vocabulary of {manifest.vocab_size} has {dtype}",
+        ),
+        (
+            0 <= manifest.eos_id < manifest.vocab_size,
+            f"eos_id = {manifest.eos_id} is outside the vocabulary of {manifest.vocab_size}",
+        ),
+        (
+            re.fullmatch("[0-9a-f]{64}", manifest.tokenizer_sha256) is not None,
+            "tokenizer_sha256 is not 64 hexadecimal digits",
+        ),
+        (0 <= manifest.seed < 1 << 64, f"seed = {manifest.seed} is not below 2^64"),
+        (
+            0 <= manifest.eval_fraction < 1,
+            f"eval_fraction = {manifest.eval_fraction} is not from 0 to below 1",
+        ),
+    )
+    aside, inputs, blend = manifest.quarantined, manifest.inputs, manifest.blend
+    counts = [manifest.num_instances, manifest.documents, manifest.tokens, manifest.tail_tokens]
+    counts += [*manifest.tails, aside.count, aside.size, *[file.size for file in inputs]]
+    counts += [count for source in blend for count in (source.quota, source.instances)]
+    hashes = [manifest.order_xxh3, *[file.xxh3 for file in inputs]]
+    hashes += [shard.xxh3 for shard in manifest.shards] + [aside.xxh3] * (aside.count > 0)
+    paths = [manifest.tokens_dir, *[file.name for file in inputs]]
+    layout.require(
+        path,
+        (layout.are_counts(counts), "a count or size is negative or too large"),
+        (layout.are_hashes(hashes), "an xxh3 is not 16 hexadecimal digits"),
+        (
+            layout.are_paths([*paths, *(source.tokens_dir for source in blend)]),
+            "the name of an input or of a folder of token arrays is no path",
+        ),
+        (sum(manifest.tails) == manifest.tail_tokens, "tail_tokens is not the sum of tails"),
+        (
+            not blend or sum(source.quota for source in blend) == manifest.num_instances,
+            "num_instances is not the sum of the quotas of blend",
+        ),
+    )
+    _check_shards(manifest, path)
+
+
+def _check_shards(manifest: Manifest, path: Path) -> None:
+    """Raise DataError where the list of shards is not the one that the counts lead to."""
+    shards, full = manifest.shards, manifest.instances_per_shard
+    layout.require(
+        path, (0 < full < layout.MAX_COUNT, f"instances_per_shard = {full} is not above 0")
+    )
+    number = -(-manifest.num_instances // full)
+    layout.require(
+        path,
+        (
+            len(shards) == number,
+            f"lists {counted(len(shards), 'shard')}, and num_instances = "
+            f"{manifest.num_instances} by instances_per_shard = {full} are {number:,}",
+        ),
+    )
+    instances = [full] * number
+    if number:
+        instances[-1] = manifest.num_instances - (number - 1) * full
+    row_bytes = manifest.context * layout.little_endian(manifest.dtype).itemsize
+    expected = (
+        ("name", [f"{layout.SHARDS_DIR}/{layout.shard_name(n)}.npy" for n in range(number)]),
+        ("instances", instances),
+        ("size", [layout.HEADER_BYTES + count * row_bytes for count in instances]),
+    )
+    for key, values in expected:
+        given = [getattr(shard, key) for shard in shards]
+        if given != values:
+            found, value = next(
+                pair for pair in zip(given, values, strict=True) if len(set(pair)) > 1
+            )
+            problem = (
+                f"shard with {key} = {found!r:.80} where num_instances and context give {value!r}"
+            )
+            layout.require(path, (False, problem))

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
+from optimus import files
 from optimus.errors import ConfigError, DamageError, DataError
 
 BLOCK_TOKENS = 8192
@@ -57,11 +58,13 @@ def _pack(ids: np.ndarray) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(ids.tobytes())
 
 
-def _unpack(data: bytes, dtype: np.dtype) -> np.ndarray:
-    """Raises ValueError for a frame that is damaged."""
+def _unpack(data: bytes, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
+    """Raises ValueError for a frame that is damaged or does not hold `tokens` tokens."""
     import zstandard
 
     try:
+        if tokens is not None and zstandard.frame_content_size(data) != tokens * dtype.itemsize:
+            raise ValueError("a frame does not hold the tokens that its index says")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
@@ -147,7 +150,8 @@ class PackedArray:
     def __init__(self, path: Path, dtype: str):
         """Raises DamageError for a file that is damaged, OSError for one that is not there."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
-        self._fd = os.open(path, os.O_RDONLY)
+        self._file = files.open_regular(path)
+        self._fd = self._file.fileno()
         try:
             end = os.fstat(self._fd).st_size - _FOOT.size
             foot = os.pread(self._fd, _FOOT.size, max(end, 0))
@@ -155,20 +159,24 @@ class PackedArray:
                 raise self._damaged("has no end")
             _, frames, self.tokens, xxh3 = _FOOT.unpack(foot)
             size = 16 * (frames + 1)
-            index = os.pread(self._fd, size, max(end - size, 0))
-            if xxhash.xxh3_64_hexdigest(index).encode() != xxh3:
+            index = os.pread(self._fd, min(size, end), max(end - size, 0))
+            if xxhash.xxh3_64_hexdigest(index).encode() != xxh3 or len(index) != size:
                 raise self._damaged("its index does not match its hash")
+            self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
+            edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
+            ascending = (np.diff(self._starts) > 0).all() and (np.diff(self._offsets) > 0).all()
+            if edges != (0, self.tokens, 0, end - size) or not ascending:
+                raise self._damaged("its index does not describe it")
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
-        self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
         self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))  # unpacked
 
     def __enter__(self) -> PackedArray:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _damaged(self, why: str) -> DamageError:
         return DamageError(f"{self._path}: {why}; remove it and give the command again")
@@ -189,8 +197,10 @@ class PackedArray:
             if frame + 1 >= len(self._starts):
                 raise self._damaged("is shorter than its sidecar says")
             first, stop = self._offsets[frame : frame + 2].tolist()
+            tokens = int(self._starts[frame + 1] - self._starts[frame])
             try:
-                self._last = frame, _unpack(os.pread(self._fd, stop - first, first), self._dtype)
+                data = os.pread(self._fd, stop - first, first)
+                self._last = frame, _unpack(data, self._dtype, tokens)
             except ValueError as error:
                 raise self._damaged(str(error)) from None
         return self._last[1]

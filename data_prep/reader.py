@@ -12,6 +12,7 @@ import numpy as np
 
 from data_prep import layout
 from data_prep.manifest import Manifest
+from optimus import files
 from optimus.errors import DamageError, DataError
 
 _OPEN_SHARDS = 64
@@ -78,7 +79,7 @@ class ShardReader:
         entry = self._manifest.shards[shard]
         path = self._dataset / entry.name
         try:
-            with open(path, "rb") as file:
+            with files.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != entry.size:
                     raise DamageError(

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
+from optimus import files
 from optimus.errors import DataError, one_line
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
     """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
     try:
-        with open(path, "rb") as file:
-            return file.read(1) == b"\n" and file.read(64).lstrip()[:1] not in (b"{", b"[", b"")
+        with files.open_regular(path) as file:
+            head = file.read(65)
     except OSError:
-        return False  # whoever reads it as JSON says so
+        return False  # who reads it as JSON reports it
+    return head[:1] == b"\n" and head[1:].lstrip()[:1] not in (b"{", b"[", b"")
 
 
 class SentencePieceTokenizer:
@@ -36,7 +37,7 @@ class SentencePieceTokenizer:
                 f"{path}: sentencepiece models need its package: pip install sentencepiece"
             ) from None
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=files.read_regular(path))
         except (RuntimeError, ValueError, OSError) as error:
             raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
 

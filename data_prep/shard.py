@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import xxhash
@@ -66,6 +66,16 @@ class ShardWork:
     """The sorted runs to read from; None: from the token arrays themselves."""
     sample: frozenset[int] = frozenset()
     """Shards of an earlier run whose hashes are compared (data_prep.start_check)."""
+
+
+class ShardRecord(TypedDict):
+    """A sidecar of a shard."""
+
+    order: str
+    first: int
+    instances: int
+    size: int
+    xxh3: str
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
@@ -203,9 +213,9 @@ def _is_complete(work: ShardWork, shard: int) -> bool:
 
 def read_shard_record(
     dataset: Path, order: Order | BlendOrder, order_xxh3: str, shard: int
-) -> dict[str, Any]:
+) -> ShardRecord:
     """A shard's sidecar, if it follows this order and its file has its size, else DataError."""
-    record = layout.read_checked_json(sidecar_path(dataset, shard), FORM)
+    record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     path = shard_path(dataset, shard)
     first, stop = order.shard_rows(shard)
     if record["order"] != order_xxh3 or (record["first"], record["instances"]) != (
@@ -222,14 +232,14 @@ def read_shard_record(
 
 def is_whole(dataset: Path, shard: int) -> bool:
     """Whether a complete shard has the hash of its sidecar."""
-    record = layout.read_checked_json(sidecar_path(dataset, shard), FORM)
+    record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     return are_whole([Promise(shard_path(dataset, shard), record["xxh3"])])
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
     """The hash that an earlier run gave this shard, by its sidecar or by the manifest, if any."""
     with contextlib.suppress(DataError):
-        record = layout.read_checked_json(sidecar_path(work.dataset, shard), FORM)
+        record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
         if record["order"] == work.order_xxh3:
             return record["xxh3"]
     with contextlib.suppress(DataError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Unit:
 class InShards:
     """What follows from a number of instances, a seed and the length of a shard."""
 
+    part: str
     context: int
     dtype: str
     num_instances: int
@@ -113,14 +115,51 @@ class Order(InShards):
 
 def read_order(dataset: Path) -> Order:
     """The order of a data set. Raises DataError."""
-    return order_from_json(layout.read_checked_json(dataset / layout.ORDER, FORM))
+    path = dataset / layout.ORDER
+    order = layout.read_record(path, Order, FORM)
+    check_order_values(order, path)
+    return order
 
 
-def order_from_json(value: dict[str, Any]) -> Order:
-    """What `Order.to_json` made."""
-    fields = {field.name: value[field.name] for field in dataclasses.fields(Order)}
-    fields["units"] = tuple(Unit(**unit) for unit in value["units"])
-    return Order(**fields)
+def check_order_values(order: Order, path: Path) -> None:
+    """Raise DataError where the values of an order read from `path` cannot be those of one."""
+    check_in_shards(order, path)
+    units = order.units
+    kept, tokens = ([getattr(unit, key) for unit in units] for key in ("kept", "tokens"))
+    hashes = [text for unit in units for text in (unit.xxh3, unit.docs_xxh3)]
+    layout.require(
+        path,
+        (bool(units), "it has no units"),
+        (
+            layout.are_counts([*tokens, *kept, *(unit.documents for unit in units)])
+            and sum(tokens) < layout.MAX_COUNT
+            and all(map(operator.le, kept, tokens)),
+            "a count of units is negative, too large or above the tokens of its unit",
+        ),
+        (layout.are_hashes([order.plan, *hashes]), "a hash is not 16 hexadecimal digits"),
+        (
+            bool(order.tokens_dir) and layout.are_paths([order.tokens_dir]),
+            "tokens_dir is no path",
+        ),
+    )
+
+
+def check_in_shards(order: InShards, path: Path) -> None:
+    """Raise DataError where context, type, seed or the length of shards cannot be."""
+    layout.require(
+        path,
+        (order.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
+        (order.dtype in layout.DTYPES, f"dtype is none of {', '.join(layout.DTYPES)}"),
+        (
+            1 <= order.context <= layout.MAX_CONTEXT,
+            f"context = {order.context} is not from 1 to {layout.MAX_CONTEXT}",
+        ),
+        (0 <= order.seed < 1 << 64, f"seed = {order.seed} is not below 2^64"),
+        (
+            0 < order.instances_per_shard < layout.MAX_COUNT,
+            f"instances_per_shard = {order.instances_per_shard} is not above 0",
+        ),
+    )
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:

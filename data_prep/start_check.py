@@ -33,7 +33,7 @@ class Promise:
 
 def require_header(path: Path, *headers: bytes) -> None:
     """Raises DamageError where an array does not begin with one of these headers."""
-    with open(path, "rb", buffering=0) as file:
+    with files.open_regular(path) as file:
         if file.read(layout.HEADER_BYTES) not in headers:
             raise DamageError(f"{path}: its header is damaged")
 

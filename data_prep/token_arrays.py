@@ -212,13 +212,16 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
         raise DamageError(f"{path}: is damaged; optimus-data verify names the repair")
-    return np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
+    table = np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
+    if (np.diff(table[:, 0], prepend=0) <= 0).any():  # a document has its EOS at least
+        raise DamageError(f"{path}: its documents do not follow one another")
+    return table
 
 
 def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
     """The hashes of the ids of a unit's documents, uint8 [D, 16]; None where none has an id."""
     try:
-        data = ids_path(tokens_dir, unit).read_bytes()
+        data = files.read_regular(ids_path(tokens_dir, unit))
     except FileNotFoundError:
         return None
     return np.frombuffer(data, np.uint8, offset=HEADER_BYTES).reshape(-1, ID_BYTES)
@@ -282,7 +285,8 @@ class TokenArrayReader:
     def _open_unit(self, unit: int) -> int | PackedArray:
         packed = packed_path(self._dir, unit)
         try:
-            return os.open(array_path(self._dir, unit), os.O_RDONLY)
+            with files.open_regular(array_path(self._dir, unit)) as file:
+                return os.dup(file.fileno())
         except FileNotFoundError:
             if not packed.exists():
                 raise

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import layout
+from data_prep.layout import PARTS
 from data_prep.sources import InputFile
 from data_prep.tokenizer import TokenizerFacts
 
-PARTS = ("train", "held-out")
 _FORM_PLAN = "optimus-token-plan"
 IMPORT_FIELD = "import "
 """In a plan of import, stands in the place of a field of text before the way ids were read."""
@@ -62,15 +62,37 @@ class TokenPlan:
 def read_plan(tokens_dir: Path) -> TokenPlan:
     """The plan under `tokens_dir`. Raises DataError."""
     path = tokens_dir / layout.PLAN
-    value = layout.read_checked_json(path, _FORM_PLAN, newest=layout.PLAN_VERSION)
-    return TokenPlan(
-        tokenizer=TokenizerFacts(**value["tokenizer"]),
-        text_field=value["text_field"],
-        eval_fraction=value["eval_fraction"],
-        inputs=tuple(InputFile(**file) for file in value["inputs"]),
-        units=tuple((first, stop) for first, stop in value["units"]),
-        **{key: value[key] for key in _SINCE_2 if key in value},
+    plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION)
+    tokenizer, edges = plan.tokenizer, [edge for unit in plan.units for edge in unit]
+    layout.require(
+        path,
+        (
+            1 <= tokenizer.vocab_size <= 1 << 32,
+            f"vocab_size = {tokenizer.vocab_size} is not from 1 to 2^32",
+        ),
+        (
+            0 <= tokenizer.eos_id < tokenizer.vocab_size,
+            f"eos_id = {tokenizer.eos_id} is outside the vocabulary of {tokenizer.vocab_size}",
+        ),
+        (
+            0 <= plan.eval_fraction < 1,
+            f"eval_fraction = {plan.eval_fraction} is not from 0 to below 1",
+        ),
+        (
+            layout.are_counts([file.size for file in plan.inputs]),
+            "the size of an input is negative or too large",
+        ),
+        (layout.are_paths([file.name for file in plan.inputs]), "the name of an input is no path"),
+        (
+            bool(edges)
+            and edges == sorted(edges)
+            and edges[1:-1:2] == edges[2::2]
+            and (edges[0], edges[-1]) == (0, len(plan.inputs)),
+            "units do not divide the inputs",
+        ),
+        (plan.max_document is None or plan.max_document > 0, "max_document is not above 0"),
     )
+    return plan
 
 
 def is_import(text_field: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from data_prep import layout
 from data_prep.packed import is_packed
@@ -26,6 +26,39 @@ from optimus import files
 from optimus.errors import DamageError, DataError
 
 _FORM = "optimus-token-array"
+
+
+class _SetAside(TypedDict):
+    input: int
+    line: int
+    reason: str
+
+
+class _Mended(TypedDict, total=False):
+    eos_added: int
+    empty_documents: int
+
+
+class _EveryUnit(TypedDict):
+    """The keys of every sidecar of a unit that are read again."""
+
+    plan: str
+    part: str
+    unit: int
+    tokens: int
+    documents: int
+    array: layout.FileRecord
+    docs: layout.FileRecord
+    inputs: list[str]
+    set_aside: list[_SetAside]
+
+
+class _UnitRecord(_EveryUnit, total=False):
+    """A sidecar of a unit, with the keys that only some have."""
+
+    ids: layout.FileRecord
+    dropped: int
+    mended: _Mended
 
 
 def write_unit(
@@ -73,16 +106,22 @@ def _described(data: bytes) -> dict[str, Any]:
     return {"size": len(data), "xxh3": files.xxh3_bytes(data)}
 
 
-def read_unit(
-    tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True
-) -> dict[str, Any]:
+def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True) -> _UnitRecord:
     """A unit's sidecar, if it is of the plan and its files have their sizes.
 
     Raises DataError where one is missing or of other work, DamageError where one is damaged.
     `has_array` False: the array itself may be gone, for `--fused` removed it.
     """
     path = sidecar_path(tokens_dir, unit)
-    record = layout.read_checked_json(path, _FORM, newest=layout.PLAN_VERSION)
+    record = layout.read_record(path, _UnitRecord, _FORM, newest=layout.PLAN_VERSION)
+    layout.require(
+        path,
+        (
+            layout.are_counts([record["tokens"], record["documents"]]),
+            "a count is negative or too large",
+        ),
+        (record["part"] in PARTS, f"part is none of {', '.join(PARTS)}"),
+    )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
         raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
     for key, file in (
@@ -128,9 +167,18 @@ def part_of(tokens_dir: Path) -> str:
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 
 
-def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[dict[str, Any]]]:
+def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]:
     """Plan, hash of the plan and sidecars of a complete set of token arrays, else DataError."""
     plan = read_plan(tokens_dir)
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
+    for unit, ((first, stop), record) in enumerate(zip(plan.units, records, strict=True)):
+        layout.require(
+            sidecar_path(tokens_dir, unit),
+            (
+                len(record["inputs"]) == stop - first
+                and all(first <= item["input"] < stop for item in record["set_aside"]),
+                "its inputs are not those of its unit",
+            ),
+        )
     return plan, plan_xxh3, records

@@ -6,18 +6,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.layout import read_bytes
 from data_prep.pretokenize import recognise
 from data_prep.sections import Cutter
 from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
@@ -51,14 +52,36 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
         return SentencePieceTokenizer(path)
     from tokenizers import Tokenizer
 
+    content = read_bytes(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        with library_panics(path):
+            tokenizer = Tokenizer.from_buffer(content)
+    except DataError:
+        raise
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextlib.contextmanager
+def library_panics(path: str | os.PathLike) -> Iterator[None]:
+    """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
+
+    A damaged table of a normalizer and a pattern that needs too many steps do. The exception of a
+    panic derives from BaseException, and its class cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
+            "another tokenizer"
+        ) from None
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
@@ -102,7 +125,7 @@ def _sentencepiece_facts(
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Of a tokenizer's file, as data sets record it."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 class Encoder:
@@ -110,7 +133,7 @@ class Encoder:
 
     def __init__(self, path: str | os.PathLike):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._tokenizer = open_tokenizer(path)
+        self._path, self._tokenizer = path, open_tokenizer(path)
         self._memo: MemoEncoder | None = None
         self.cutter: Cutter | None = None
         """Divides a long text into sections that may be encoded one by one, where that is known."""
@@ -119,20 +142,22 @@ class Encoder:
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
-        recipe = recognise(json.loads(Path(path).read_text("utf-8")))
+        recipe = recognise(json.loads(read_bytes(path)))
         if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
-            memo = MemoEncoder(self._tokenizer, recipe)
-            self._memo = memo if memo.agrees() else None
+            with library_panics(path):
+                memo = MemoEncoder(self._tokenizer, recipe)
+                self._memo = memo if memo.agrees() else None
             if self._memo:  # what is special is plain text, but may cover an added token
                 self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32 [T], without any special token."""
-        if self._memo is not None:
-            return self._memo.encode(texts)
+        """The ids of each text, uint32 [T], without any special token. Raises DataError."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode(texts)
-        return reference_encode(self._tokenizer, texts)
+        with library_panics(self._path):
+            if self._memo is not None:
+                return self._memo.encode(texts)
+            return reference_encode(self._tokenizer, texts)
 
 
 @functools.lru_cache(maxsize=1)

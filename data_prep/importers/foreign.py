@@ -21,6 +21,8 @@ _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices
 _IDX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NPY_MAGIC = b"\x93NUMPY"
+_NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError)
+"""What numpy raises for headers: it parses them as Python, and multiplies the shape unchecked."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), nothing)
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+        with np.errstate(over="ignore"):  # refused a moment later
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _NPY_ERRORS as error:
         raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(f"{path}: is {ids.dtype} {list(ids.shape)}, not one row of whole numbers")

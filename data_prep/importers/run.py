@@ -66,8 +66,9 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
         make_units(work, request.workers, team, "import", _do_unit)
         units = range(len(plan.units))
         records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
-    mended = [record["mended"] for record in records]
-    return {key: sum(one[key] for one in mended) for key in ("eos_added", "empty_documents")}
+    mended = [record.get("mended", {}) for record in records]
+    keys = ("eos_added", "empty_documents")
+    return {key: sum(counts.get(key, 0) for counts in mended) for key in keys}
 
 
 def _make_plan(

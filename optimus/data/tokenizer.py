@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from data_prep import layout
 from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
-from data_prep.tokenizer import open_tokenizer, read_facts
+from data_prep.tokenizer import library_panics, open_tokenizer, read_facts
 from optimus.data.sentencepiece_json import sentencepiece_as_json
 from optimus.errors import DataError
 
@@ -30,13 +30,14 @@ class TextTokenizer:
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Raises DataError where the file is neither."""
-        self._tokenizer = open_tokenizer(path)
+        self._path, self._tokenizer = path, open_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """All ids of a text; what spells a special token is plain text."""
+        """All ids of a text; what spells a special token is plain text. Raises DataError."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode([text])[0].tolist()
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_panics(self._path):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
         """The id of a token by its text, of a sentencepiece model a control symbol."""
@@ -45,8 +46,9 @@ class TextTokenizer:
         return self._tokenizer.token_to_id(name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by their names."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        """The text of these ids, special tokens by their names. Raises DataError."""
+        with library_panics(self._path):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def eos_from_names(file: Path) -> int | None:

@@ -112,22 +112,23 @@ def open_many(folder: Path) -> float:
     """CPU-seconds to open a data set of SHARDS shards; the median of five."""
     from dataclasses import replace
 
-    from data_prep.layout import write_checked_json
+    from data_prep import layout
     from data_prep.manifest import ShardEntry, read_manifest
     from optimus.data.dataset import TokenDataset
 
     few = read_manifest(folder / "ours")
-    entry = few.shards[0]
+    row_bytes = few.context * layout.little_endian(few.dtype).itemsize
+    size = layout.HEADER_BYTES + few.instances_per_shard * row_bytes
     shards = tuple(
         ShardEntry(
-            f"shards/shard-{number:05d}.npy", few.instances_per_shard, entry.size, entry.xxh3
+            f"shards/shard-{number:05d}.npy", few.instances_per_shard, size, few.shards[0].xxh3
         )
         for number in range(SHARDS)
     )
     many = folder / "many"
     many.mkdir(exist_ok=True)
     count = few.instances_per_shard * SHARDS
-    write_checked_json(
+    layout.write_checked_json(
         many / "manifest.json", replace(few, num_instances=count, shards=shards).to_json()
     )
     seconds = []

@@ -1,0 +1,294 @@
+"""Files of a data set with right hashes and wrong content, as who edits one can make them.
+
+Each ends in one line that names the file, and `verify` calls none of them whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from data_prep.cli import main
+from data_prep.importers.foreign import open_foreign
+from data_prep.inspect import inspect
+from data_prep.manifest import read_manifest
+from data_prep.shuffle import read_order
+from data_prep.token_plan import read_plan
+from data_prep.token_set import read_unit
+from data_prep.tokenizer import Encoder, open_tokenizer
+from data_prep.verify import verify
+from optimus import files
+from optimus.data.dataset import TokenDataset
+from optimus.data.tokenizer import TextTokenizer
+from optimus.errors import DataError
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.fixture(scope="module")
+def copied(made, tmp_path_factory):
+    """A copy of the data set that tests change and restore."""
+    out = tmp_path_factory.mktemp("hostile") / "data"
+    shutil.copytree(made.data, out)
+    return out
+
+
+@pytest.fixture
+def restored(copied):
+    """The copy; the files that a test changed are restored after it."""
+    names = ("manifest.json", "order.json", "tokens/plan.json", "tokens/unit-00000.json")
+    before = {copied / name: (copied / name).read_bytes() for name in names}
+    before |= {path: path.read_bytes() for path in (copied / "shards").iterdir()}
+    yield copied
+    for path, content in before.items():
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
+
+def write(path: Path, changes: dict) -> None:
+    """Change keys of a checked JSON file, each `a.0.b` a path; None removes it. The hash is right.
+
+    A string that begins with `raw:` is written as it is.
+    """
+    value = json.loads(path.read_text())
+    del value["self_xxh3"]
+    raw = {}
+    for place, new in changes.items():
+        inner = value
+        *above, last = place.split(".")
+        for key in above:
+            inner = inner[int(key) if isinstance(inner, list) else key]
+        if new is None:
+            del inner[last]
+            continue
+        if isinstance(new, str) and new.startswith("raw:"):
+            raw[json.dumps(new[:8])] = new[4:]
+            new = new[:8]
+        inner[int(last) if isinstance(inner, list) else last] = new
+    body = json.dumps(value, indent=1).encode()[:-2]
+    for name, text in raw.items():
+        body = body.replace(name.encode(), text.encode())
+    tail = f',\n "self_xxh3": "{files.xxh3_bytes(body)}"\n}}\n'
+    path.write_bytes(body + tail.encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"context": None}, "context is missing"),
+        ({"context": 0}, "context = 0 is not from 1 to"),
+        ({"context": -64}, "context = -64 is not from 1 to"),
+        ({"context": 1 << 50}, "context = 1125899906842624 is not from 1 to"),
+        ({"context": 32}, "shard with size = "),
+        ({"context": "raw:NaN"}, "context is not a whole number"),
+        ({"context": "64"}, "context is not a whole number"),
+        ({"context": True}, "context is not a whole number"),
+        ({"eval_fraction": "raw:NaN"}, "eval_fraction is not a number within 2^64"),
+        ({"eval_fraction": "raw:1e400"}, "eval_fraction is not a number within 2^64"),
+        ({"eval_fraction": 1}, "eval_fraction = 1 is not from 0 to below 1"),
+        ({"documents": f"raw:{DEEP}"}, "its objects are nested too deep"),
+        ({"documents": f"raw:{'9' * 5000}"}, "Exceeds the limit"),
+        ({"documents": -1}, "a count or size is negative or too large"),
+        ({"tokens": 1 << 63}, "a count or size is negative or too large"),
+        ({"tokens": 1 << 200}, "tokens is not a number within 2^64"),
+        ({"dtype": "int16"}, "dtype = 'int16', a vocabulary of 400 has uint16"),
+        ({"dtype": "uint32"}, "dtype = 'uint32', a vocabulary of 400 has uint16"),
+        ({"dtype": "object"}, "dtype = 'object'"),
+        ({"vocab_size": 0}, "vocab_size = 0 is not from 1 to 2^32"),
+        ({"vocab_size": 1 << 40}, "is not from 1 to 2^32"),
+        ({"eos_id": -1}, "eos_id = -1 is outside the vocabulary of 400"),
+        ({"eos_id": 400}, "eos_id = 400 is outside the vocabulary of 400"),
+        ({"tokenizer_sha256": "x" * 64}, "tokenizer_sha256 is not 64 hexadecimal digits"),
+        ({"seed": -1}, "seed = -1 is not below 2^64"),
+        ({"part": "evil"}, "part is none of train, held-out"),
+        ({"order_xxh3": "0" * 15}, "an xxh3 is not 16 hexadecimal digits"),
+        ({"tails": {}}, "tails is not a list"),
+        ({"tails.0": 10**6}, "tail_tokens is not the sum of tails"),
+        ({"tokens_dir": "a\0b"}, "the name of an input or of a folder of token arrays is no path"),
+        ({"inputs.0.name": "\ud800"}, "the name of an input or of a folder"),
+        ({"inputs.0.size": None}, "inputs.size is missing"),
+        ({"inputs.0": []}, "inputs is not an object"),
+        ({"quarantined": 5}, "quarantined is not an object"),
+        ({"quarantined.size": -1}, "a count or size is negative or too large"),
+        ({"blend": 5}, "blend is not a list"),
+        ({"instances_per_shard": 0}, "instances_per_shard = 0 is not above 0"),
+        ({"instances_per_shard": -2}, "instances_per_shard = -2 is not above 0"),
+        ({"instances_per_shard": 1}, "lists 7 shards, and num_instances = "),
+        ({"num_instances": 1 << 50}, "lists 7 shards, and num_instances = "),
+        ({"shards": []}, "lists 0 shards, and num_instances = "),
+        ({"shards.0.name": 7}, "shards.name is not a string"),
+        ({"shards.0.name": "/etc/shard-00000.npy"}, "shard with name = '/etc/shard-00000.npy'"),
+        ({"shards.0.name": "shards/../x.npy"}, "shard with name = 'shards/../x.npy'"),
+        ({"shards.1.name": "shards/shard-00000.npy"}, "shard with name = "),
+        ({"shards.0.instances": 0}, "shard with instances = 0"),
+        ({"shards.0.instances": 1 << 50}, "shard with instances = "),
+        ({"shards.0.size": 129}, "shard with size = 129"),
+        ({"shards.0.xxh3": "X" * 16}, "an xxh3 is not 16 hexadecimal digits"),
+        ({"shards.0.xxh3": None}, "shards.xxh3 is missing"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_manifest_that_we_do_not_write_is_refused_in_one_line(restored, changes, problem):
+    write(restored / "manifest.json", changes)
+    with pytest.raises(DataError) as error:
+        TokenDataset(restored)
+    line = str(error.value)
+    assert line.startswith(f"{restored / 'manifest.json'}: ") and problem in line
+    assert "\n" not in line and len(line) < 500
+    found = list(verify(restored))
+    assert any(problem in line and "; repair: rm -f " in line for line in found)
+
+
+def test_keys_of_a_later_program_are_ignored(restored):
+    before = read_manifest(restored)
+    write(restored / "manifest.json", {"shards.0.note": [1], "later": {"a": 1}})
+    assert read_manifest(restored) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 1},
+        {"documents": 1},
+        {"carry_tails": True},
+        {"part": "held-out"},
+        {"permutation": "evil"},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_verify_compares_the_manifest_with_its_order(restored, changes):
+    write(restored / "manifest.json", changes)
+    (key,) = changes
+    assert any(f"manifest.json: {key} = " in line for line in verify(restored))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("order.json", {"context": 0}, "context = 0 is not from 1 to"),
+        ("order.json", {"instances_per_shard": 0}, "instances_per_shard = 0 is not above 0"),
+        ("order.json", {"dtype": "zzz"}, "dtype is none of uint16, uint32"),
+        ("order.json", {"seed": 1 << 64}, "seed is not a number within 2^64"),
+        ("order.json", {"units": []}, "it has no units"),
+        ("order.json", {"units.0.kept": 1 << 40}, "a count of units is negative, too large or"),
+        ("order.json", {"units.0.tokens": "x"}, "units.tokens is not a whole number"),
+        ("order.json", {"units.0.xxh3": None}, "units.xxh3 is missing"),
+        ("order.json", {"units": f"raw:{DEEP}"}, "its objects are nested too deep"),
+        ("order.json", {"tokens_dir": "\0"}, "tokens_dir is no path"),
+        ("tokens/plan.json", {"units.0": [0]}, "units is not a list of 2"),
+        ("tokens/plan.json", {"units.0": [0, 1 << 40]}, "units do not divide the inputs"),
+        ("tokens/plan.json", {"tokenizer.vocab_size": 0}, "vocab_size = 0 is not from 1"),
+        ("tokens/plan.json", {"inputs.0.size": "x"}, "inputs.size is not a whole number"),
+        ("tokens/plan.json", {"max_document": "x"}, "max_document is not a whole number"),
+        ("tokens/unit-00000.json", {"array": []}, "array is not an object"),
+        ("tokens/unit-00000.json", {"array.size": "x"}, "array.size is not a whole number"),
+        ("tokens/unit-00000.json", {"tokens": -1}, "a count is negative or too large"),
+        ("tokens/unit-00000.json", {"inputs": 5}, "inputs is not a list"),
+        ("shards/shard-00000.json", {"xxh3": None}, "xxh3 is missing"),
+        ("shards/shard-00000.json", {"size": []}, "size is not a whole number"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_json_that_we_do_not_write_is_damage(restored, name, changes, problem):
+    write(restored / name, changes)
+    if name == "order.json":
+        with pytest.raises(DataError, match="order.json: "):
+            read_order(restored)
+    elif name == "tokens/plan.json":
+        with pytest.raises(DataError, match="plan.json: "):
+            read_plan(restored / "tokens")
+    elif name == "tokens/unit-00000.json":
+        plan = files.xxh3_file(restored / "tokens" / "plan.json")
+        with pytest.raises(DataError, match="unit-00000.json: "):
+            read_unit(restored / "tokens", 0, plan)
+    found = list(verify(restored))
+    assert any(line.startswith(f"{restored / name}: ") and problem in line for line in found)
+
+
+def test_an_order_of_another_length_is_refused_by_inspect(restored):
+    """A place outside the permutation's range would be walked for ever."""
+    write(restored / "order.json", {"units.0.kept": 0})
+    with pytest.raises(DataError, match=r"order.json: is not the order of manifest.json"):
+        inspect(restored, 0)
+
+
+def test_special_files_are_refused(restored, capsys):
+    fifo = restored / "shards" / "shard-00000.npy"
+    fifo.unlink()
+    os.mkfifo(fifo)
+    with pytest.raises(DataError, match="shard-00000.npy: cannot be read: not a regular file"):
+        TokenDataset(restored).read(0, 1)
+    assert any(line.startswith(f"{fifo}: has 0 bytes") for line in verify(restored))
+    manifest = restored / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(DataError, match="manifest.json: cannot be read: not a regular file"):
+        TokenDataset(restored)
+
+
+def test_a_fifo_is_no_tokenizer(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="tokenizer.json: cannot be read: not a regular file"):
+        open_tokenizer(tmp_path / "tokenizer.json")
+
+
+def a_tokenizer(path: Path, **changes: object) -> Path:
+    """A tokenizer.json of two letters."""
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    for key, value in changes.items():
+        setattr(tokenizer, key, value)
+    path.write_text(tokenizer.to_str())
+    return path
+
+
+def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
+    """A pattern that needs too many steps, and a normalizer with a damaged table."""
+    pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    slow = a_tokenizer(tmp_path / "slow.json", pre_tokenizer=pattern)
+    text = "a" * 40 + "b"
+    for encode in (Encoder(slow).encode, TextTokenizer(slow).encode):
+        with pytest.raises(DataError, match="slow.json: the tokenizers library fails .* search"):
+            encode([text] if encode.__self__.__class__ is Encoder else text)
+    path = a_tokenizer(tmp_path / "table.json", normalizer=normalizers.NFC())
+    tree = json.loads(path.read_text())
+    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
+    path.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="table.json: the tokenizers library fails"):
+        Encoder(path).encode([text])
+    tree["normalizer"]["precompiled_charsmap"] = "AAAA"
+    path.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"table.json: "):
+        Encoder(path).encode([text])
+
+
+@pytest.mark.parametrize(
+    "shape", [f"({1 << 62},)", "(-5,)", "(" * 300 + ")" * 300, "(1, 'a')", "[]", "(1 << 9,)"]
+)
+def test_a_damaged_npy_header_is_one_line(tmp_path, shape):
+    text = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    path = tmp_path / "ids.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+    with pytest.raises(DataError, match=r"ids.npy: is a damaged .npy file: "):
+        open_foreign(str(path), None)
+
+
+def test_documents_that_do_not_follow_one_another_are_damage(made, tmp_path, capsys):
+    """A table of documents with the hash that its order names."""
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    docs = out / "tokens" / "unit-00000.docs.npy"
+    content = bytearray(docs.read_bytes())
+    content[128:136] = np.array(-1, "<i8").tobytes()
+    docs.write_bytes(content)
+    write(out / "order.json", {"units.0.docs_xxh3": files.xxh3_file(docs)})
+    number = json.loads((out / "manifest.json").read_text())["num_instances"]
+    codes = {main(["inspect", str(out), str(k)]) for k in range(min(number, 20))}
+    assert codes <= {0, 1} and 1 in codes
+    assert "its documents do not follow one another" in capsys.readouterr().err
