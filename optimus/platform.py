@@ -72,6 +72,12 @@ def collective_backend(device: torch.device) -> str:
     return "gloo"
 
 
+def device_of_backend(backend: str) -> torch.device:
+    """Return where a backend's collectives take tensors: on this process's device, or the CPU."""
+    kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
+    return torch.device(kinds.get(backend, "cpu"))
+
+
 def import_ipex() -> str:
     """Import Intel's extension for PyTorch where it is installed (docs/intel.md says what that
     changes); its version, "absent", or why it is left out. OPTIMUS_IPEX=0 leaves it out.

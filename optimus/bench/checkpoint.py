@@ -70,7 +70,7 @@ def measure_checkpoint(world: World, hidden: int, rounds: int, scratch: Path) ->
     own = sum(flat.nbytes for flat in flats_of(states))
     return {
         "ranks": world.size,
-        "bytes": sum(all_gather_objects(own, world.everyone)),
+        "bytes": sum(all_gather_objects(own, world.everyone, int)),
         "save": save_s,
         "load": load_s,
         "verify": _verify(places, rounds, world),
@@ -164,7 +164,7 @@ def _peaks(way: Way, place: Place, world: World) -> dict[str, int]:
     found = {}
     for what, run in (("save", way.save), ("load", way.load)):
         peak = peak_above(functools.partial(run, place.now))
-        found[what] = max(all_gather_objects(peak, world.everyone))
+        found[what] = max(all_gather_objects(peak, world.everyone, int))
     return found
 
 

@@ -60,14 +60,14 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         taken = time.perf_counter() - start
         if step <= _WARMUP:
             continue
-        seconds.append(max(all_gather_objects(taken, world.everyone)))
+        seconds.append(max(all_gather_objects(taken, world.everyone, float)))
         bubbles.append(_measured_bubble(part.executor.trace, groups))
         for event in part.executor.trace:
             costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
-    counted = all_gather_objects(_by_axes(traffic), groups.everyone)
-    means = {key: statistics.fmean(values) for key, values in costs.items()}
-    by_stage = all_gather_objects(means, groups.over("pp"))
-    everywhere = {k: v for part in by_stage for k, v in part.items()}
+    counted = all_gather_objects(_by_axes(traffic), groups.everyone, Traffic)
+    means = [(*key, statistics.fmean(values)) for key, values in costs.items()]
+    by_stage = all_gather_objects(means, groups.over("pp"), list[tuple[int, int, float]])
+    everywhere = {(kind, stage): mean for part in by_stage for kind, stage, mean in part}
     end_world()
     if not launch.is_first:
         return None
@@ -110,7 +110,8 @@ def _measured_bubble(trace: list[Event], groups: Groups) -> float:
     last = max(event.end_ns for event in trace if event.action.kind not in others)
     within = (event for event in trace if event.end_ns <= last)
     reducing = sum(event.busy_ns for event in within if event.action.kind is Kind.REDUCE_GRAD)
-    every = all_gather_objects((last - trace[0].start_ns - reducing, busy), groups.over("pp"))
+    times = (last - trace[0].start_ns - reducing, busy)
+    every = all_gather_objects(times, groups.over("pp"), tuple[int, int])
     span = max(span for span, _ in every)
     return span / statistics.fmean([busy for _, busy in every]) - 1
 

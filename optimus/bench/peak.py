@@ -33,7 +33,7 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
     libc.malloc_trim(0)
     before = _status("VmRSS")
     peak, parts = _train(config, world)
-    worst = max(all_gather_objects(peak - before, world.everyone))
+    worst = max(all_gather_objects(peak - before, world.everyone, int))
     return {"measured": worst, "formula": sum(parts.values()), "parts": parts}
 
 

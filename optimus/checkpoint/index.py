@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy
 
-from optimus.checkpoint.pieces import Box, Piece
+from optimus.checkpoint.pieces import Box
 from optimus.checkpoint.reshard import Stored
 from optimus.checkpoint.shards import (
     BLOCK_BYTES,
@@ -46,11 +46,14 @@ _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, Over
 
 
 class Written(NamedTuple):
-    """What one writer put where."""
+    """What one writer put where, in a form that is short as JSON."""
 
     shard: ShardFile
-    pieces: list[tuple[Piece, tuple[int, ...]]]
-    """Each with the byte where each of STATES begins, -1 where it has none."""
+    boxes: list[tuple[str, Box]]
+    """Parameters and their boxes, each once."""
+    rows: list[tuple[int, ...]]
+    """A row for each piece: its index in `boxes`, its start and stop, and the byte where each of
+    STATES begins, -1 where it has none."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,14 @@ def encode(
     rows: dict[str, list[tuple[int, int, str]]] = {}
     boxes: dict[str, dict[Box, int]] = {}
     for number, one in enumerate(writers):
-        for (name, box, start, stop), offsets in one.pieces:
+        numbered = []
+        for name, box in one.boxes:
             known = boxes.setdefault(name, {})
-            at = known.setdefault(box, len(known))
+            numbered.append((name, known.setdefault(box, len(known))))
+        for in_boxes, start, *rest in one.rows:
+            name, at = numbered[in_boxes]
             # As text, of which the collector of garbage has nothing to follow: there are 400,000.
-            row = _ROW % (number, at, start, stop, *offsets)
+            row = _ROW % (number, at, start, *rest)
             rows.setdefault(name, []).append((at, start, row))
     lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
     for name, found in rows.items():

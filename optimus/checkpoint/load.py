@@ -12,7 +12,12 @@ from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Span, first_nonfinite, spans_to_read
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.transfer import Readers, Want
-from optimus.dist.collectives import all_gather_objects, broadcast_object, greatest
+from optimus.dist.collectives import (
+    all_gather_objects,
+    broadcast_bytes,
+    broadcast_object,
+    greatest,
+)
 from optimus.errors import CheckpointError
 from optimus.model.tensor_files import as_bytes, check_shapes
 
@@ -34,9 +39,10 @@ def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
             data = manifest.index_bytes()
         except CheckpointError as error:
             problem = str(error)
-    problem, data = broadcast_object((problem, data), everyone)
+    problem = broadcast_object(problem, everyone, str)
     if problem:
         return problem
+    data = broadcast_bytes(data, everyone)
     try:
         _read(states, manifest, data)
     except CheckpointError as error:
@@ -56,7 +62,8 @@ def _first_told(problem: str, states: RankStates) -> str:
     everyone = states.groups.everyone
     if not greatest(int(bool(problem)), everyone, states.device):
         return ""
-    return next(one for one in all_gather_objects(problem, everyone) if one)
+    problems = all_gather_objects(problem, everyone, str)
+    return next(text for text in problems if text)
 
 
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:

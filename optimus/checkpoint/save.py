@@ -26,7 +26,7 @@ from optimus.checkpoint.staging import Staging, share_of
 from optimus.checkpoint.threads import Stop, Task
 from optimus.checkpoint.transfer import shard_size, write_shard
 from optimus.checkpoint.underway import Underway
-from optimus.dist.collectives import all_reduce_sum, broadcast_object
+from optimus.dist.collectives import all_reduce_sum, broadcast_object, decode_object, encode_object
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.model.tensor_files import as_bytes
 
@@ -46,6 +46,8 @@ class Saver(ABC):
 
     bytes: int
     """Of all files of states together."""
+    _report: Any
+    """The type that `_write` returns."""
 
     def __init__(
         self,
@@ -93,20 +95,23 @@ class Saver(ABC):
         else:
             platform.synchronize(device)  # threads have streams of their own
         opened = self._opened(opening, final) if opening is not None else None
-        opened = broadcast_object(opened, everyone)
+        opened = broadcast_object(opened, everyone, Generation | str)
         if isinstance(opened, str):
             raise OptimusError(opened, on_every_rank=True)
 
-        def write(stop: Stop) -> Any:
+        def write(stop: Stop) -> bytes:
             try:
-                return self._write(states, opened, step, stop) if self._parts else None
+                return encode_object(
+                    self._write(states, opened, step, stop) if self._parts else None
+                )
             except OSError as error:
                 what = f"{final.name}/{self._name_of(everyone.rank)}"
                 raise OptimusError(f"{what} not written: {error.strerror}") from None
 
-        def seal(stop: Stop, reports: list[Any]) -> None:
+        def seal(stop: Stop, reports: list[bytes]) -> None:
             try:
-                shown = self._describe(states, opened, step, stop, reports)
+                found = [decode_object(data, self._report | None) for data in reports]
+                shown = self._describe(states, opened, step, stop, found)
                 write_companions(opened.directory)
                 manifests.finish(opened.directory, final, step=step, stop=stop, **shown, **facts)
             except OSError as error:
@@ -179,6 +184,8 @@ class Saver(ABC):
 
 class FullSaver(Saver):
     """Writes full checkpoints: a file of its own of every rank that has a part."""
+
+    _report = Written
 
     def __init__(
         self, states: RankStates, scatter: Scatter, *, direct: bool = True, **how: Any

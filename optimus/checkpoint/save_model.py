@@ -42,6 +42,8 @@ def model_parts(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
 class ModelSaver(Saver):
     """Writes models alone, as Hugging Face directories."""
 
+    _report = dict[str, Tally]
+
     def __init__(
         self, states: RankStates, config: ModelConfig, scatter: Scatter, **how: Any
     ) -> None:

@@ -14,7 +14,7 @@ import numpy
 
 from optimus import files
 from optimus.checkpoint.index import ITEMSIZE, Index, Written
-from optimus.checkpoint.pieces import Piece, Span
+from optimus.checkpoint.pieces import Box, Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardReader, ShardWriter, aligned
 from optimus.checkpoint.threads import Stop
 from optimus.chunks.layout import STATES
@@ -50,12 +50,13 @@ def write_shard(
         for state, span in parts:
             begins.setdefault(span, {})[state] = file.write(bytes_of(state, span))
         shard = file.finish()
-    pieces = []
+    boxes: dict[tuple[str, Box], int] = {}
+    rows: list[tuple[int, ...]] = []
     for span, of_state in begins.items():
-        for piece, at in span.pieces:
-            begun = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
-            pieces.append((piece, tuple(begun)))
-    return Written(shard, pieces)
+        for (name, box, start, stop), at in span.pieces:
+            offsets = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
+            rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
+    return Written(shard, list(boxes), rows)
 
 
 class Readers(files.Closing):

@@ -9,15 +9,14 @@ told of one later.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from optimus.checkpoint.threads import Stop, Task
-from optimus.dist.collectives import Group, all_gather_objects, gather_objects, greatest
+from optimus.dist.collectives import Group, all_gather_objects, gather_bytes, greatest
 from optimus.errors import NonFiniteError, OptimusError
 
 _DONE, _SEALED, _BUSY, _FAILED = range(4)
@@ -47,7 +46,7 @@ class Underway:
     """One save on all ranks, from its beginning to its seal, or to its end without one.
 
     In a thread each, all ranks `write(stop)`; once all have, the first rank's `seal(stop, reports)`
-    is given what they returned (pickled on the way), and `after_seal` follows. What the first two
+    takes the bytes that they returned, in rank order, and `after_seal` follows. What the first two
     raise as OptimusError on one rank fails the save on all; any other exception is raised where it
     happened. After a failure `stop` is set and, when no thread works any more, the first rank calls
     `clean` in one. `seal` claims `stop` before it gives the checkpoint its name: one that stands
@@ -62,8 +61,8 @@ class Underway:
         device: torch.device,
         limit_s: float,
         *,
-        write: Callable[[Stop], Any],
-        seal: Callable[[Stop, list[Any]], None],
+        write: Callable[[Stop], bytes],
+        seal: Callable[[Stop, list[bytes]], None],
         clean: Callable[[], None],
         after_seal: Callable[[], None] = lambda: None,
     ) -> None:
@@ -75,7 +74,7 @@ class Underway:
         self._since, self._sealed = time.monotonic(), False
         self._phase, self._worst = "writing", _BUSY
         self._found: Failure | None = None
-        self._task: Task | None = Task(lambda: pickle.dumps(write(self._stop)))
+        self._task: Task | None = Task(lambda: write(self._stop))
 
     @property
     def is_over(self) -> bool:
@@ -100,7 +99,7 @@ class Underway:
         if worst == _BUSY:
             return None
         if self._phase == "writing":
-            self._begin_seal(gather_objects(self._task.value(), self._group))
+            self._begin_seal(gather_bytes(self._task.value(), self._group))
             return None
         self._phase = "over"
         return Outcome(self.step, None)
@@ -164,16 +163,16 @@ class Underway:
     def _begin_seal(self, reports: list[bytes]) -> None:
         self._phase, self._task, self._since = "sealing", None, time.monotonic()
         if self._group.rank == 0:
-            self._task = Task(lambda: self._run_seal([pickle.loads(one) for one in reports]))
+            self._task = Task(lambda: self._run_seal(reports))
 
-    def _run_seal(self, reports: list[Any]) -> None:
+    def _run_seal(self, reports: list[bytes]) -> None:
         self._seal(self._stop, reports)
         self._sealed = True
         self._after_seal()
 
     def _fail(self) -> Outcome:
         """All ranks take the first rank's failure of those that have one; a NaN goes before all."""
-        found = all_gather_objects(self._found, self._group)
+        found = all_gather_objects(self._found, self._group, Failure | None)
         told = [(rank, one) for rank, one in enumerate(found) if one is not None]
         rank, first = next((one for one in told if one[1].nonfinite), told[0])
         self._stop.set()

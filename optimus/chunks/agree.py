@@ -42,10 +42,10 @@ def check_alike(named: Mapping[str, Tensor], homes: Mapping[str, Home], everyone
             classes.setdefault(label, []).append(_line(name, named[name], home))
             sizes[label] = home.adders.size
     mine = {label: (sizes[label], _digest(lines)) for label, lines in classes.items()}
-    every = all_gather_objects(mine, everyone)
+    every = all_gather_objects(mine, everyone, dict[str, tuple[int, str]])
     odd = next((label for label in _labels(every) if _differ(label, every)), None)
     if odd is not None:
-        _refuse(odd, all_gather_objects(classes.get(odd), everyone))
+        _refuse(odd, all_gather_objects(classes.get(odd), everyone, list[str] | None))
 
 
 def _line(name: str, parameter: Tensor, home: Home) -> str:

@@ -9,17 +9,22 @@ what else goes wrong is raised as it is, with a note of where. What tensors trav
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as distributed
+from pydantic import TypeAdapter, ValidationError
 
-from optimus.errors import LostPeerError
+from optimus import platform
+from optimus.errors import ConfigError, LostPeerError, one_line
 
 Value = TypeVar("Value")
 
@@ -202,6 +207,12 @@ def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: 
             out.copy_(shard)
         return None
     _count("all_gather", group, out, shard)
+    return _gather_into(out, shard, group, async_op)
+
+
+def _gather_into(
+    out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False
+) -> Any:
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     return gather(out, shard, group=group.handle(), async_op=async_op)
 
@@ -274,37 +285,126 @@ def ranks_of(group: Group) -> list[int]:
 
 
 @_collective
-def broadcast_object(value: Value, group: Group) -> Value:
-    """The first rank's small picklable `value`, on every rank."""
+def broadcast_bytes(data: bytes, group: Group) -> bytes:
+    """Return the first rank's `data` on every rank; that of other ranks does not count."""
+    if group.size == 1:
+        return data
+    process_group = group.handle()
+    source = distributed.get_global_rank(process_group, 0)
+    size = torch.tensor([len(data)], device=_device_of(process_group))
+    distributed.broadcast(size, source, group=process_group)
+    content = _padded(data if group.rank == 0 else b"", int(size), size.device)
+    if len(content):
+        distributed.broadcast(content, source, group=process_group)
+    return content.cpu().numpy().tobytes()
+
+
+@_collective
+def gather_bytes(data: bytes, group: Group) -> list[bytes]:
+    """Return every rank's `data` in rank order on the group's first rank, an empty list on others.
+
+    Ranks should have about equally many bytes: the first one receives as many of each as the
+    longest has."""
+    if group.size == 1:
+        return [data]
+    process_group = group.handle()
+    sizes = _all_sizes(data, group)
+    content = _padded(data, max(sizes), _device_of(process_group))
+    received = [torch.empty_like(content) for _ in sizes] if group.rank == 0 else None
+    if len(content):
+        target = distributed.get_global_rank(process_group, 0)
+        distributed.gather(content, received, target, group=process_group)
+    return _unpadded(received or [], sizes)
+
+
+@_collective
+def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
+    """Return the first rank's `value` on every rank, as a value of the type `kind`; those of other
+    ranks do not count.
+
+    Values are None, bool, int, float, str, Path and, of such, lists, tuples, mappings with strings
+    as keys, NamedTuples and dataclasses. They travel as JSON: nothing that a rank receives is run.
+    Raises ConfigError for what is no `kind`.
+    """
     if group.size == 1:
         return value
-    box = [value]
-    distributed.broadcast_object_list(
-        box, distributed.get_global_rank(group.handle(), 0), group=group.handle()
-    )
-    return box[0]
+    data = broadcast_bytes(encode_object(value) if group.rank == 0 else b"", group)
+    return _received(data, kind, 0, group)
 
 
 @_collective
-def all_gather_objects(value: Value, group: Group) -> list[Value]:
-    """Every rank's small picklable `value`, in rank order."""
+def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
+    """Return every rank's `value` in rank order; values and `kind` as for `broadcast_object`."""
     if group.size == 1:
         return [value]
-    values: list[Any] = [None] * group.size
-    distributed.all_gather_object(values, value, group=group.handle())
-    return values
+    data = encode_object(value)
+    sizes = _all_sizes(data, group)
+    content = _padded(data, max(sizes), _device_of(group.handle()))
+    received = content.new_empty(len(sizes) * len(content))
+    _gather_into(received, content, group)
+    values = _unpadded(received.view(len(sizes), -1), sizes)
+    return [_received(data, kind, rank, group) for rank, data in enumerate(values)]
 
 
-@_collective
-def gather_objects(value: Value, group: Group) -> list[Value]:
-    """Every rank's small picklable `value`, in rank order, on the group's first rank; else []."""
-    if group.size == 1:
-        return [value]
-    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
-    distributed.gather_object(
-        value, values, distributed.get_global_rank(group.handle(), 0), group=group.handle()
-    )
-    return values or []
+def encode_object(value: object) -> bytes:
+    """Return the JSON of a value, in which NaN and the infinities are constants."""
+    text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="replace")  # names of files need not be UTF-8
+
+
+def decode_object(data: bytes, kind: Any) -> Any:
+    """Return the value of type `kind` that `encode_object` made `data` of. Raises ValueError for
+    another one: no type is converted, and none but `kind` is made."""
+    return _adapter(kind).validate_json(data, strict=True)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has of a value that it does not know."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    assert dataclasses.is_dataclass(value), f"{type(value).__name__} is not sent between ranks"
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _received(data: bytes, kind: Any, rank: int, group: Group) -> Any:
+    try:
+        return decode_object(data, kind)
+    except ValidationError as error:
+        raise ConfigError(
+            f"rank {rank} of {group.axes} sent what is no {getattr(kind, '__name__', kind)}: ranks "
+            "have different versions of Optimus, or a foreign process has joined them; give all "
+            f"machines one version ({one_line(error)[:200]})"
+        ) from None
+
+
+def _device_of(process_group: distributed.ProcessGroup) -> torch.device:
+    return platform.device_of_backend(distributed.get_backend(process_group))
+
+
+def _all_sizes(data: bytes, group: Group) -> list[int]:
+    """Return how many bytes each rank has."""
+    size = torch.tensor([len(data)], device=_device_of(group.handle()))
+    sizes = size.new_empty(group.size)
+    _gather_into(sizes, size, group)
+    return sizes.tolist()
+
+
+def _padded(data: bytes, size: int, device: torch.device) -> torch.Tensor:
+    content = torch.zeros(size, dtype=torch.uint8)
+    if data:
+        content[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return content.to(device)
+
+
+def _unpadded(rows: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[bytes]:
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=False)]
 
 
 @_collective

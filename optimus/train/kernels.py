@@ -50,7 +50,7 @@ def take_kernels(
     """
     sparse = any(config.model.experts_by_layer)
     backend.choose(config.kernels.backend)
-    choices = all_gather_objects(_choice(), world.everyone)  # environments may differ
+    choices = all_gather_objects(_choice(), world.everyone, Answer)  # environments may differ
     if trouble := _failure(choices):
         raise ConfigError(trouble, on_every_rank=True)
     if not sparse and all(choice.name == "auto" for choice in choices):
@@ -71,10 +71,10 @@ def _agree_on_backend(world: World) -> Backend:
     found, answer = Backend("torch"), Answer()
     if builds:
         found, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
-    key = all_gather_objects(answer.key, world.everyone)[0]
+    key = all_gather_objects(answer.key, world.everyone, str)[0]
     if not builds:
         found, answer = _find(kind, False, key)
-    answers = all_gather_objects(answer, world.everyone)
+    answers = all_gather_objects(answer, world.everyone, Answer)
     if trouble := disagreement(answers):
         raise ConfigError(trouble, on_every_rank=True)
     if world.is_first and found.why_not:
@@ -148,7 +148,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
     """Given, kept from the checkpoint, or measured by the first rank: one form on all ranks."""
-    wanted = all_gather_objects(config.kernels.grouped_gemm, world.everyone)
+    wanted = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(wanted) if form != wanted[0]]
     if others:
         raise ConfigError(
@@ -161,9 +161,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
         form = stored.get("kernels.grouped_gemm", "auto")
         form = "auto" if _cannot_have(form, config, world) else form  # from another machine
     if form == "auto":
-        form = broadcast_object(
-            measure_grouped_gemm(config, world.device) if world.is_first else "", world.everyone
-        )
+        measured = measure_grouped_gemm(config, world.device) if world.is_first else ""
+        form = broadcast_object(measured, world.everyone, str)
     if trouble := _cannot_have(form, config, world):
         raise ConfigError(f"kernels.{trouble}", on_every_rank=True)
     set_form(form)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from optimus.checkpoint.load import load_full
+from optimus.checkpoint.manager import Start
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.weights import open_weights
 from optimus.chunks.engine import ChunkEngine
@@ -76,7 +77,7 @@ def _fall_back(
             print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
         except CheckpointError as error:
             refused = str(error)
-    start, refused = broadcast_object((flight.start, refused), world.everyone)
+    start, refused = broadcast_object((flight.start, refused), world.everyone, tuple[Start, str])
     if refused:
         raise CheckpointError(refused, on_every_rank=True)
     assert start.path is not None, "nothing has initialised the parameters"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.checkpoint.manager import full_path
+from optimus.checkpoint.manager import Start, full_path
 from optimus.config import Config
 from optimus.data.loader import Loader
 from optimus.dist.collectives import broadcast_object
@@ -69,7 +69,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         directory = None  # free for whoever gives the right command meanwhile
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
     try:
-        flight = replace(flight, start=broadcast_object(flight.start, world.everyone))
+        start = broadcast_object(flight.start, world.everyone, Start)
+        flight = replace(flight, start=start)
         start_up.done("meeting")
         fix_arithmetic(config, world)
         config, flight = settle_kernels(config, world, flight)

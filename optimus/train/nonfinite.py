@@ -76,7 +76,8 @@ def refuse_bad_states(
     bad = find_bad_state(states, everyone.rank)
     if not greatest(int(bad is not None), everyone, states.device):
         return
-    found = [one for one in all_gather_objects(bad, everyone) if one is not None]
+    of_ranks = all_gather_objects(bad, everyone, BadState | None)
+    found = [state for state in of_ranks if state is not None]
     found.sort(key=lambda one: (list(_LABELS).index(one.state), one.rank))
     first = found[0]
     text, advice = _explanation(first, config, updated)
@@ -202,9 +203,11 @@ class Watch:
     def _findings(self, microbatches: list[Microbatch], trouble: bool) -> list[Finding]:
         """What all ranks know, the nearest to the cause first. A collective of all ranks."""
         everyone = self._groups.everyone
-        found = all_gather_objects(self._find_in_forward(microbatches), everyone)
+        finding = self._find_in_forward(microbatches)
+        found = all_gather_objects(finding, everyone, Finding | None)
         if not any(found):
-            found = all_gather_objects(self._find_in_backward(microbatches, trouble), everyone)
+            finding = self._find_in_backward(microbatches, trouble)
+            found = all_gather_objects(finding, everyone, Finding | None)
         return sorted(one for one in found if one is not None)
 
     def _finding(self, distance: int, stage: int, when: float, layer: int, what: str) -> Finding:

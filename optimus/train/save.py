@@ -114,7 +114,7 @@ class Saves:
         missing = self._world.is_first and not manifests.is_checkpoint(
             manager.model_path(run_dir, start.step)
         )
-        if broadcast_object(missing, self._world.everyone):
+        if broadcast_object(missing, self._world.everyone, bool):
             self._begin(self._models, start.step, self._begin_model)
             self._take(self._models, self._models.poll(wait=True))
 

@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from optimus import errors
 from optimus.checkpoint.distribute import Distribute, give
 from optimus.checkpoint.pieces import Piece
 from optimus.checkpoint.reshard import runs_between
@@ -47,7 +48,10 @@ def spread(
                 problem = error
         pieces = weights.pieces if weights else []
         _refuse(problem, everyone)
-        batches = [*_batches(broadcast_object(pieces, everyone)), []]  # [] ends the reading
+        batches = [
+            *_batches(broadcast_object(pieces, everyone, list[Piece])),
+            [],
+        ]  # [] ends the reading
         given, memory = iter(weights or ()), torch.empty(PIECE + 1, device=world.device)
         for batch in batches:
             flat = memory[: sum(map(_size, batch)) + 1].zero_()
@@ -124,5 +128,6 @@ def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> Checkpoi
 
 def _refuse(problem: OptimusError | None, everyone: Group) -> None:
     """Raise the first rank's problem, if it has one, on all."""
-    if told := broadcast_object(problem and (type(problem), str(problem)), everyone):
-        raise told[0](told[1], on_every_rank=True)
+    words = (type(problem).__name__, str(problem)) if problem else None
+    if found := broadcast_object(words, everyone, tuple[str, str] | None):
+        raise getattr(errors, found[0])(found[1], on_every_rank=True)

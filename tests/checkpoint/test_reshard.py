@@ -139,15 +139,14 @@ def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
 
 def simulated_report(holdings: Holdings, rank: int, spans: list[Span]) -> Written:
     """What the writer of these spans would report, without its file."""
-    at, pieces, size = 4096, [], sum(span.stop - span.start for span in spans) * 4
+    at, boxes, rows, size = 4096, {}, [], sum(span.stop - span.start for span in spans) * 4
     for span in spans:
-        pieces += [
-            (piece, tuple(at + place * 4 + state * size for state in range(len(STATES))))
-            for piece, place in span.pieces
-        ]
+        for (name, box, start, stop), place in span.pieces:
+            offsets = [at + place * 4 + state * size for state in range(len(STATES))]
+            rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
         at += (span.stop - span.start) * 4
     blocks = -(-(3 * size + 4096) // shards.BLOCK_BYTES)
-    return Written(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), pieces)
+    return Written(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
 
 
 def processor_s(function, *arguments):
@@ -179,7 +178,7 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
         written.append(simulated_report(saved, rank, spans))
     gc.enable()
     of_index, data = processor_s(encode, "g", 1, written, shapes)
-    rows = sum(len(one.pieces) for one in written)
+    rows = sum(len(one.rows) for one in written)
     del written
     other = holdings(Mesh(pp=4, dp=312, ep=4, tp=2), "so")
     of_readers, opened = [], []

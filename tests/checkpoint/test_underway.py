@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ class Save:
         self.behind, self.clean = threading.Event(), threading.Event()
         self.behind.set()
         self.clean.set()
-        self.reports: list[Any] = []
+        self.reports: list[bytes] = []
         self.stop: Stop | None = None
         self._claims = claims
         self.cleaned = False
@@ -43,12 +42,12 @@ class Save:
             after_seal=lambda: self._go("behind"),
         )
 
-    def _write(self, stop: Stop) -> str:
+    def _write(self, stop: Stop) -> bytes:
         self.stop = stop
         self._go("write")
-        return "written"
+        return b"written"
 
-    def _seal(self, stop: Stop, reports: list[Any]) -> None:
+    def _seal(self, stop: Stop, reports: list[bytes]) -> None:
         self.reports = reports
         assert not self._claims or stop.claim()
         self._go("seal")
@@ -79,7 +78,7 @@ def test_training_goes_on_until_it_is_sealed():
     save.seal.set()
     outcome = poll(save)
     assert (outcome.step, outcome.failure) == (7, None) and save.under_way.is_over
-    assert save.reports == ["written"]
+    assert save.reports == [b"written"]
     assert not save.cleaned
 
 

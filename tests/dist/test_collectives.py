@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from optimus.dist import collectives
 from optimus.dist.collectives import Group
-from optimus.errors import LostPeerError
+from optimus.errors import ConfigError, LostPeerError
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.worlds import everyone
 
@@ -25,8 +30,8 @@ def run_all(dtype: torch.dtype) -> dict:
     pieces = torch.arange(group.size, dtype=dtype) + 10 * group.rank
     collectives.all_to_all(exchanged, pieces, group)
     collectives.reduce_scatter_sum(part, pieces, group)
-    objects = collectives.all_gather_objects(f"rank {group.rank}", group)
-    told = collectives.broadcast_object(objects[-1] if group.rank == 0 else None, group)
+    objects = collectives.all_gather_objects(f"rank {group.rank}", group, str)
+    told = collectives.broadcast_object(objects[-1] if group.rank == 0 else "", group, str)
     collectives.barrier(group)
     return {
         "sum": summed.item(),
@@ -51,6 +56,86 @@ def test_collectives_over_three_ranks(ranks, dtype):
         assert seen["told"] == "rank 2"
 
 
+class Place(NamedTuple):
+    name: str
+    weight: float
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    places: list[Place]
+    settings: Mapping[str, Any]
+    pair: tuple[int, str]
+
+
+REPORT = Report(
+    [Place("a\x00\u2028\N{GRINNING FACE}", float("-inf"), Path("x/y")), Place("", 5e-324)],
+    {"lr": 0.1, "none": None, "nested": {"flags": [True, False], "inf": float("inf")}},
+    (1 << 70, "b"),
+)
+
+
+def exchange() -> tuple:
+    """Ranks send values of unequal lengths."""
+    group = everyone()
+    mine = replace(REPORT, places=REPORT.places * group.rank)
+    first = collectives.broadcast_object(REPORT if group.rank == 0 else None, group, Report)
+    every = collectives.all_gather_objects(mine, group, Report)
+    numbers = collectives.all_gather_objects(float("nan"), group, float | None)
+    texts = [collectives.broadcast_bytes(text, group) for text in (b"", bytes(range(256)))]
+    data = collectives.gather_bytes(b"\xff" * group.rank, group)
+    return first, every, all(math.isnan(number) for number in numbers), texts, data
+
+
+def test_values_and_bytes_of_ranks_arrive_as_they_were(ranks):
+    wanted = [replace(REPORT, places=REPORT.places * rank) for rank in range(3)]
+    for rank, (first, every, are_nan, texts, data) in enumerate(ranks(3, exchange)):
+        assert first == REPORT and every == wanted and are_nan
+        assert type(first.places[0]) is Place and type(first.places[0].path) is type(Path())
+        assert texts == [b"", bytes(range(256))]
+        assert data == ([b"", b"\xff", b"\xff\xff"] if rank == 0 else [])
+
+
+def send_another_type() -> str:
+    group = everyone()
+    with pytest.raises(ConfigError) as raised:
+        collectives.broadcast_object("12", group, int)
+    return str(raised.value)
+
+
+def test_a_value_of_another_type_is_refused_on_all_ranks(ranks):
+    for words in ranks(2, send_another_type):
+        assert words.startswith("rank 0 of all ranks sent what is no int: ranks have different")
+        assert "\n" not in words
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b'"1"', int),
+        (b"1", str),
+        (b"1.5", int),
+        (b"1", bool),
+        (b"[1]", tuple[int, str]),
+        (b'["a",1,null,0]', Place),
+        (b'[["a","1"]]', list[Place]),
+        (b'{"places":[],"settings":{}}', Report),
+        (b"", str),
+        (b"\x80\x04K\x01.", int),
+        (b"[" * 100_000, list[int]),
+    ],
+)
+def test_what_is_not_of_the_type_is_not_decoded(data, kind):
+    with pytest.raises(ValueError, match="validation error"):
+        collectives.decode_object(data, kind)
+
+
+def test_only_plain_values_are_encoded():
+    with pytest.raises(AssertionError, match="Tensor is not sent between ranks"):
+        collectives.encode_object([torch.ones(1)])
+
+
 def test_a_group_of_one_changes_nothing():
     group, tensor = Group(1, 0), torch.tensor([3.0])
     collectives.all_reduce_sum(tensor, group)
@@ -58,7 +143,7 @@ def test_a_group_of_one_changes_nothing():
     gathered = torch.zeros(1)
     collectives.all_gather(gathered, tensor, group)
     assert tensor.item() == gathered.item() == 3
-    assert collectives.all_gather_objects("x", group) == ["x"]
+    assert collectives.all_gather_objects("x", group, str) == ["x"]
 
 
 def begin_all() -> dict:

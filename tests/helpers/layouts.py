@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as distributed
 from torch import Tensor
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import ModelConfig
-from optimus.dist.collectives import all_gather_objects
 from optimus.dist.world import World, start_world
 from optimus.model.router import Router
 from optimus.train.rank_model import RankModel
@@ -214,7 +214,12 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
         result = updater.run(step, own)
         metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
     final = _digests(whole.gather(states, "master"))
-    shared = all_gather_objects(routes.found if groups.place.tp == 0 else {}, world.everyone)
+    shared: list[Any] = [{}] * world.size
+    mine = routes.found if groups.place.tp == 0 else {}
+    if world.size > 1:
+        distributed.all_gather_object(shared, mine)
+    else:
+        shared = [mine]
     found = {place: route for part in shared for place, route in part.items()}
     return Outcome(metrics, initial, final, gradients, found)
 
