@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Compare the bits that this checkout trains and prepares with those of another commit.
+
+    python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
+
+Both versions run on this machine, each from a fresh copy: bits depend on the processor, so that no
+committed figures could be compared everywhere. Each prepares a data set from the documentation of
+the other commit, trains seven layouts in deterministic mode for 8 steps, with a stop and a resume
+after step 5, and samples from the result. Compared are the files of the data sets, every line of
+metrics.jsonl and eval.jsonl without its times, every parameter and optimizer state of the last
+checkpoint, and the samples. A refactoring changes none of them. Exit status 0: all are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from optimus.observe.metrics import read_json_lines  # noqa: E402
+from tests.helpers.runs import metrics_of, weights_of  # noqa: E402
+
+START = "2d9cd04"
+"""The commit that a refactoring is compared with unless --against names another."""
+STEPS, STOP = 8, 5
+
+CONFIG = """
+[model]
+architecture = "olmoe"
+num_layers = 4
+hidden_size = 64
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 32
+num_experts = 8
+num_experts_per_tok = 2
+vocab_size = 512
+
+[train]
+max_steps = 8
+seq_len = 64
+global_batch_tokens = 512
+microbatch_size = 1
+deterministic = true
+device = "cpu"
+eval_interval = 4
+
+[optim]
+lr = 3e-3
+min_lr = 3e-4
+warmup_steps = 3
+clip_norm = 0.5
+
+[checkpoint]
+interval = 5
+
+[observe]
+tensorboard = false
+"""
+DENSE = (
+    "model.architecture=olmo model.num_experts=0 model.num_experts_per_tok=0 "
+    "model.intermediate_size=128 model.tie_embeddings=true"
+)
+
+
+class Layout(NamedTuple):
+    """One run: its name, ranks and settings."""
+
+    name: str
+    ranks: int
+    overrides: str
+
+
+LAYOUTS = (
+    Layout("one-process", 1, "recompute.modules=['moe','norm']"),
+    Layout("dp2-epso-bf16", 2, "train.dtype=bf16 optim.sharding=epso"),
+    Layout(
+        "pp2-interleaved-tied",
+        2,
+        f"parallel.pp=2 parallel.schedule=interleaved parallel.virtual_stages=2 {DENSE}",
+    ),
+    Layout("pp2-zb-fp16", 2, "parallel.pp=2 parallel.schedule=zb-h1 train.dtype=fp16"),
+    Layout("ep2-epso", 2, "parallel.ep=2 optim.sharding=epso parallel.ep_dispatch=alltoall"),
+    Layout("tp2-sequence-bf16", 2, "parallel.tp=2 parallel.sequence_parallel=true"),
+    Layout("pp2-ep2-so", 4, "parallel.pp=2 parallel.ep=2 optim.sharding=so"),
+)
+
+
+class Version:
+    """A copy of one commit, or of this working tree, and what it made."""
+
+    def __init__(self, name: str, root: Path, work: Path) -> None:
+        self.name, self.root, self.work = name, root, work / name
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / "run.toml").write_text(CONFIG)
+
+    def run(self, module: str, *arguments: str) -> str:
+        """Return the standard output of a command of this version; fails with its errors."""
+        paths = os.pathsep.join([str(self.root), str(self.root / "kernels")])
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        done = subprocess.run(command, cwd=self.work, env=environment, capture_output=True)
+        errors = done.stderr.decode(errors="replace")
+        if done.returncode:
+            sys.exit(f"{self.name}: {' '.join(command[3:])}: status {done.returncode}\n{errors}")
+        return done.stdout.decode(errors="replace")
+
+    def prepare(self, text: Path) -> None:
+        """Make a data set of `text`, with its tokenizer and a held-out part."""
+        source = ["--input", str(text / "**" / "*.md")]
+        vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
+        self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)
+        sizes = ["--context", "64", "--eval-fraction", "0.2", "--workers", "2"]
+        out = ["--tokenizer", "tokenizer.json", "--out", "data"]
+        self.run("data_prep.cli", "run", *source, *sizes, *out)
+
+    def train(self, layout: Layout) -> str:
+        """Train one layout, stopped once and resumed; return what `generate` writes from it."""
+        command = ["train", "run.toml", "data.path=data", f"train.run_dir={layout.name}"]
+        command += layout.overrides.split()
+        ranks = ["--nproc", str(layout.ranks)] if layout.ranks > 1 else []
+        for stop in (STOP, STEPS):
+            self.run("optimus.cli", *command, f"train.stop_at_step={stop}", *ranks)
+        sampling = ["--prompt", "The run", "--tokens", "12", "--seed", "1"]
+        return self.run("optimus.cli", "generate", layout.name, *sampling)
+
+
+def main() -> int:
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as scratch:
+        work = Path(arguments.work or scratch).resolve()
+        checkout = work / "checkout"
+        if not checkout.exists():
+            git = ["git", "-C", str(ROOT)]
+            subprocess.run([*git, "clone", "-q", str(ROOT), str(checkout)], check=True)
+            command = ["git", "-C", str(checkout), "checkout", "-q", arguments.against]
+            subprocess.run(command, check=True)
+        old, new = Version("before", checkout, work), Version("after", ROOT, work)
+        return _compare_all(old, new, arguments.only)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", default=START, metavar="COMMIT", help="default: %(default)s")
+    parser.add_argument("--only", default="", help="layouts whose name contains this text")
+    parser.add_argument("--work", help="an empty directory that is kept; default: a temporary one")
+    return parser.parse_args()
+
+
+def _compare_all(old: Version, new: Version, only: str) -> int:
+    text = old.root / "docs"
+    for version in (old, new):
+        version.prepare(text)
+    different = _report("data set", _different_files(old.work / "data", new.work / "data"))
+    for layout in LAYOUTS:
+        if only not in layout.name:
+            continue
+        samples = [version.train(layout) for version in (old, new)]
+        found = _different_runs(old.work / layout.name, new.work / layout.name)
+        found += ["the samples"] if samples[0] != samples[1] else []
+        different += _report(layout.name, found)
+    return 1 if different else 0
+
+
+def _report(name: str, different: list[str]) -> int:
+    verdict = f"DIFFERENT: {', '.join(different[:5])}" if different else "the same bits"
+    print(f"{name}: {verdict}", flush=True)
+    return len(different)
+
+
+def _different_files(old: Path, new: Path) -> list[str]:
+    """Return the names of token files that differ; manifests hold times and paths."""
+    files = [
+        {
+            path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in root.rglob("*")
+            if path.suffix in (".npy", ".bin") or path.name == "tokenizer.json"
+        }
+        for root in (old, new)
+    ]
+    assert files[0], f"no token files in {old}"
+    names = files[0].keys() | files[1].keys()
+    return sorted(name for name in names if files[0].get(name) != files[1].get(name))
+
+
+def _different_runs(old: Path, new: Path) -> list[str]:
+    """Return what two runs do not share: metrics, evaluations, states of the last checkpoint."""
+    found = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
+    evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
+    if evaluations[0] != evaluations[1]:
+        found.append("eval.jsonl")
+    before, after = weights_of(old), weights_of(new)
+    names = sorted(before.keys() | after.keys())
+    return found + [
+        name
+        for name in names
+        if name not in before or name not in after or not torch.equal(before[name], after[name])
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
