@@ -136,16 +136,18 @@ class _Stderr:
     def _emit(self, data: bytes) -> None:
         poll = select.poll()  # not shared: a signal handler may print while this waits
         poll.register(self._stream.fileno(), select.POLLOUT)
-        if data and not poll.poll(1000 * self._wait_s):
-            self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
-            return
+        waiting = data
         if self._dropped:
             lines = counted(self._dropped, "line")
             note = f"optimus: nobody read the output, and {lines} were dropped here\n"
-            data = note.encode() + data
+            waiting = note.encode() + data
+        while waiting:
+            if not poll.poll(1000 * self._wait_s):
+                self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
+                return
+            # A pipe that is ready takes PIPE_BUF bytes.
+            waiting = waiting[os.write(self._stream.fileno(), waiting[: select.PIPE_BUF]) :]
         self._wait_s, self._dropped = _STALL_S, 0
-        while data and poll.poll(1000 * self._wait_s):  # a pipe then takes PIPE_BUF bytes
-            data = data[os.write(self._stream.fileno(), data[: select.PIPE_BUF]) :]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,15 +153,17 @@ def test_terminal_shows_a_line_at_once(tmp_path):
     os.close(terminal)
 
 
-def test_output_that_nobody_reads_holds_nothing_up(monkeypatch):
+@pytest.mark.parametrize("flush", [False, True])
+def test_output_that_nobody_reads_holds_nothing_up(monkeypatch, flush):
     """A pipe whose reader only stopped fills up; what does not fit is dropped and counted."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
         size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-        error = optimus.cli._Stderr(stream)
+        error, start = optimus.cli._Stderr(stream), time.monotonic()
         for _ in range(100):
-            print("x" * (size // 8), file=error)
+            print("x" * (size // 8), file=error, flush=flush)
+        assert time.monotonic() - start < 10 * optimus.cli._STALL_S  # one wait, not one for a line
         shown = other.read(size).count(b"\n")
         print("again", file=error)
         dropped = f"optimus: nobody read the output, and {100 - shown} lines were dropped here"

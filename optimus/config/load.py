@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -244,19 +244,20 @@ def _hint(location: Sequence[str], value: Any) -> str:
             section = _section_type(section.model_fields[part].annotation)
     wrong, names = location[-1], list(section.model_fields)
     prefix = ".".join(location[:-1])
-    spelling = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
-    found = _synonymous(wrong, prefix) if len(location) <= 2 else []
-    found = found or [".".join([*location[:-1], name]) for name in spelling]
-    if not found and len(location) <= 2:  # such as learnig_rate
-        words = {word for known in SYNONYMS.values() for word in known.split()}
-        near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.85)
-        found = _synonymous(near[0], prefix) if near else []
-    if not found and not prefix and isinstance(value, dict):  # an unknown section
-        found = [
-            key
-            for name in value  # eval.interval: a key eval_interval, or interval of any section
-            for key in _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
-        ]
+
+    def in_section(cutoff: float) -> list[str]:
+        return [".".join([*location[:-1], name]) for name in _nearest(wrong, names, cutoff)]
+
+    found: list[str] = []
+    if len(location) == 1 and isinstance(value, dict):  # an unknown section
+        for name in value:  # eval.interval: a key eval_interval, or interval of any section
+            found += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
+    elif len(location) == 2:
+        found = _synonymous(wrong, prefix) or in_section(0.85)
+        if not found:  # a misspelt synonym, or a misspelt key of another section
+            for name in _nearest(wrong, _KEYS | _SYNONYM_WORDS, 0.85):
+                found = _synonymous(name, prefix)
+    found = found or in_section(0.6)
     if found:
         return f"did you mean {' or '.join(found)}?"
     return f"the keys of {f'[{prefix}]' if prefix else 'the file'} are {', '.join(names)}"
@@ -275,6 +276,14 @@ def _synonymous(wrong: str, section: str) -> list[str]:
     return [key for key in found if key.startswith(f"{section}.")] or found
 
 
+def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
+    """Return the name with the spelling nearest to `wrong`, if any is near; case, hyphens and
+    underscores do not count."""
+    plain = {re.sub("[-_]", "", name): name for name in names}
+    wrong = re.sub("[-_]", "", wrong.lower())
+    return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
+
+
 def _annotation(location: Sequence[str]) -> Any:
     """The type of the setting at `location`."""
     section: type[BaseModel] = Config
@@ -288,6 +297,14 @@ def _section_type(annotation: Any) -> type[BaseModel]:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     raise AssertionError(f"{annotation} is no section")
+
+
+_SYNONYM_WORDS = {word for words in SYNONYMS.values() for word in words.split()}
+_KEYS = {
+    name
+    for field in Config.model_fields.values()
+    for name in _section_type(field.annotation).model_fields
+}
 
 
 def _apply_override(tree: Tree, override: str) -> list[str]:

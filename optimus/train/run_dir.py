@@ -30,6 +30,10 @@ def check_not_in_use(path: Path) -> None:
             _lock(file, path, fcntl.LOCK_SH)
     except FileNotFoundError:
         return
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; to submit a job that follows that run, give --skip-run-dir-check"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"train.run_dir = {str(path)!r}: {LOCK}: {error.strerror}; choose another"
@@ -43,8 +47,8 @@ def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
     except OSError:
         file.close()
         raise ConfigError(
-            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another, wait for "
-            "its end, or, to submit a job that follows it, give --skip-run-dir-check"
+            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another or wait "
+            "for its end"
         ) from None
 
 

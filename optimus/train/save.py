@@ -312,6 +312,8 @@ class Saves:
         self._write_companions(directory)
         try:
             lines = complete_hf(directory, self._exported)
+        except OSError:
+            raise  # the disk is full or broken: a file of the checkpoint may be incomplete
         except Exception as error:  # of a tokenizer library too: these files are no reason to fail
             lines = [f"not all files for transformers are written: {one_line(error)}"]
         for line in lines:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _DEADLINE = -1
+_PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""Reasons to stop, 0 for none; of the reasons of several ranks the last in this list counts."""
 
 
 def signal_label(number: int) -> str:
@@ -69,11 +71,15 @@ class StopRequest:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        # The spawner sends SIGTERM after the signal that it received. The handler of SIGTERM may
+        # interrupt that of the first signal, which then still names the reason.
+        is_first = self._reason in (0, signal.SIGTERM) and self._reason != number
+        if is_first:
+            self._reason = number
         if number == signal.SIGINT:  # a second Ctrl-C does not wait
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._reason:  # the spawner sends SIGTERM after the signal that it received
+        if not is_first:
             return
-        self._reason = number
         again = ""
         if number == signal.SIGINT:
             again = "; press Ctrl-C again to stop at once without it"
@@ -92,11 +98,12 @@ class StopRequest:
         reason = self._reason
         if not reason and self._end is not None and time.monotonic() >= self._end:
             reason = _DEADLINE
-        # Signals count more than the deadline. Ranks of one run receive the same signal.
-        code = greatest(reason + 1 if reason > 0 else int(reason < 0), group, device)
+        # A rank may have SIGTERM alone where another has the signal that the spawner received.
+        code = greatest(_PRIORITY.index(reason), group, device)
         if code == 0:
             return None
-        return "the deadline has passed" if code == 1 else signal_label(code - 1)
+        agreed = _PRIORITY[code]
+        return "the deadline has passed" if agreed == _DEADLINE else signal_label(agreed)
 
 
 def _is_ignored(number: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from optimus.checkpoint import index, manager, shards
 from optimus.checkpoint.manifest import is_checkpoint, read_manifest
 from optimus.errors import LostPeerError, OptimusError
-from tests.helpers.file_calls import Action, Breakage, Call, arm, build, kill_after, read_log
+from tests.helpers.file_calls import Action, Breakage, Call, arm, build, hits, kill_after, read_log
 from tests.helpers.power_check import RUN
 from tests.helpers.rank_pool import RankPool, RanksFailed
 from tests.helpers.rank_server import Outcome
@@ -21,6 +21,7 @@ from tests.helpers.runs import assert_same_run, run_tree
 from tests.helpers.tiny import tiny_tree
 
 RANKS = 2
+NOT_REACHED = "the call was not reached"
 STEPS = 8
 """Of a whole run; full checkpoints of every second, models of every third."""
 BASE, BROKEN = 5, 6
@@ -48,9 +49,10 @@ def run_broken(
     log: str | None,
     breakage: Breakage | None,
     deaths: Mapping[int, float],
-) -> str:
+) -> tuple[str, int]:
     """One rank of a run: calls below `under` are recorded in `log` and, on its rank, broken; of
-    `deaths`, SIGKILL after so many seconds by rank. What it wrote to standard error."""
+    `deaths`, SIGKILL after so many seconds by rank. Returns what it wrote to standard error and
+    the number of broken calls."""
     shards.BLOCK_BYTES = index.BLOCK_BYTES = BLOCK_BYTES
     rank = int(os.environ["RANK"])
     if log or (breakage and breakage.rank == rank):
@@ -63,7 +65,7 @@ def run_broken(
         kill_after(deaths[rank])
     run_tree(tree)
     sys.stderr.flush()
-    return Path(os.readlink("/proc/self/fd/2")).read_text()
+    return Path(os.readlink("/proc/self/fd/2")).read_text(), hits()
 
 
 def live(
@@ -203,10 +205,14 @@ def record(pool: RankPool, data: Path, root: Path, log: Path, **overrides: Any) 
 
 def fail_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: Breakage) -> str:
     """Let calls of a run's save fail: it must go on to its end, like the unbroken one, and say so
-    where something was not saved. What became of it."""
+    where something was not saved. Returns what became of it; NOT_REACHED where no call was broken,
+    as may happen with saves in the background."""
     shutil.copytree(save.base, run_dir)
     tree = a_tree(data, run_dir, **save.overrides)
-    told, went_on = _told(pool, tree, breakage)
+    told, went_on, broken = _told(pool, tree, breakage)
+    if went_on and not broken:
+        shutil.rmtree(run_dir)
+        return NOT_REACHED
     assert look(run_dir) == STEPS if went_on else look(run_dir) >= BASE
     there = {kind: place(run_dir, BROKEN).exists() for kind, place in _PLACES.items()}
     lost = [kind for kind, is_there in there.items() if went_on and not is_there]
@@ -221,19 +227,21 @@ def fail_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: B
     return f"lost {' and '.join(lost)}" if lost else "warned" if "WARNING" in told else "all saved"
 
 
-def _told(pool: RankPool, tree: dict[str, Any], breakage: Breakage) -> tuple[str, bool]:
-    """What the first rank said, and whether the run got to its end; if not, all its ranks must say
-    that the last step is not saved, which nothing but a lasting failure excuses."""
+def _told(pool: RankPool, tree: dict[str, Any], breakage: Breakage) -> tuple[str, bool, int]:
+    """Return what the first rank printed, whether the run reached its end, and how many calls were
+    broken. If it did not, all its ranks must say that the last step is not saved, which nothing but
+    a lasting failure excuses."""
     arguments = (tree, str(checkpoints(tree)), None, breakage, {})
     try:
-        return pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120)[0], True
+        ranks = pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120)
+        return ranks[0][0], True, ranks[breakage.rank][1]
     except RanksFailed as error:
         ends = [one.value() for one in error.outcomes]
         if breakage.first == breakage.last or not all(isinstance(e, OptimusError) for e in ends):
             raise
         if not all(f"step {STEPS} is not saved" in str(e) for e in ends):
             raise
-        return str(ends[0]), False
+        return str(ends[0]), False, 1
 
 
 _PLACES = {"the full one": manager.full_path, "the model": manager.model_path}

@@ -27,7 +27,7 @@
 enum { NONE, KILL_BEFORE, KILL_BEHIND, KILL_HALF_WAY, FAIL_ENOSPC, FAIL_EIO, SHORT };
 enum { FAILED = -1, PASSED, HIT };
 enum { KEEPS, GROWS }; /* whether a call needs room on the disk */
-static long count, first, last;
+static long count, first, last, hits;
 static int action, armed, log_fd = -1;
 static char under[PATH_MAX], until[NAME_MAX];
 static char watched[MAX_FDS];
@@ -40,7 +40,7 @@ void file_calls_arm(const char *directory, const char *log, long from, long to, 
   if (*log) log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND, 0644);
   count = 0, first = from, last = to, action = how, armed = 1;
 }
-long file_calls_count(void) { return count; }
+long file_calls_hits(void) { return hits; }
 
 /* The kernel itself kills, whatever this process is doing then. */
 int file_calls_kill_after(double seconds) {
@@ -64,6 +64,7 @@ static int begin(int grows) {
   long number = __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
   if (number < first || number > last || action == NONE) return PASSED;
   if (action == KILL_BEFORE) die();
+  if (action != FAIL_ENOSPC || grows) hits++;
   if (action == FAIL_EIO || (action == FAIL_ENOSPC && grows)) {
     errno = action == FAIL_EIO ? EIO : ENOSPC;
     return FAILED;

@@ -85,6 +85,11 @@ def arm(
     )
 
 
+def hits() -> int:
+    """Return how many calls of this process were broken."""
+    return ctypes.CDLL(None).file_calls_hits()
+
+
 def kill_after(seconds: float) -> None:
     """End this process by SIGKILL then, in the midst of whatever it does."""
     assert ctypes.CDLL(None).file_calls_kill_after(ctypes.c_double(seconds)) == 0

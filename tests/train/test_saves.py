@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -23,13 +24,15 @@ from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.dist.collectives import ALONE
+from optimus.dist.world import start_world
 from optimus.errors import LostPeerError
 from optimus.launch_env import read_launch_env
 from optimus.model.hf.names import pieces
+from optimus.train import save as save_steps
 from optimus.train.loop import Run
 from optimus.train.stop import StopRequest
 from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, metrics_of, train_on
+from tests.helpers.runs import assert_same_run, metrics_of, told_by, train_on
 from tests.helpers.saves import (
     BOTH,
     Ended,
@@ -329,6 +332,47 @@ def a_deadline_that_has_passed() -> str | None:
 
 def test_the_deadline_counts_from_the_start_of_the_process(ranks):
     assert ranks(1, a_deadline_that_has_passed) == ["the deadline has passed"]
+
+
+def run_on_full_disk(tree: dict[str, Any]) -> str:
+    """Return what a run prints whose disk has no room for the files for transformers."""
+
+    def complete_hf(*_: object) -> list[str]:
+        raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
+
+    save_steps.complete_hf = complete_hf
+    return told_by(tree)
+
+
+def test_model_whose_tokenizer_does_not_fit_is_not_sealed(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
+    (output,) = ranks(1, run_on_full_disk, tree, start_world=False)
+    assert "WARNING: step 2 is not saved" in output and "No space left on device" in output
+    assert not manager.model_path(tmp_path, 2).exists()
+
+
+def stop_by_two_signals() -> str | None:
+    """Receive Ctrl-C and, inside its handler, SIGTERM on rank 0, SIGTERM alone on rank 1: the
+    spawner of `--nproc` sends both, and a rank may see them in any order."""
+    world = start_world()
+    request, plain = StopRequest(0), signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        before = plain(number, handler)
+        signal.raise_signal(signal.SIGTERM)
+        return before
+
+    if world.is_first:
+        signal.signal = interrupted
+        signal.raise_signal(signal.SIGINT)
+        signal.signal = plain
+    else:
+        signal.raise_signal(signal.SIGTERM)
+    return request.agreed(world.everyone, torch.device("cpu"))
+
+
+def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
+    assert ranks(2, stop_by_two_signals, start_world=False) == ["Ctrl-C", "Ctrl-C"]
 
 
 @BOTH
