@@ -247,7 +247,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {one_line(first['msg'])}"
+        reason = one_line(first["msg"]).removeprefix("Value error, ")
+        what = f"{'.'.join(map(str, first['loc']))}: {reason}"
         raise CheckpointError(f"{path / MANIFEST}: not readable: {what}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not readable: {one_line(error)}") from None

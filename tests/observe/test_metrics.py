@@ -318,3 +318,11 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
     lines.append({"step": 1})
     lines.close()
     assert not target.exists()
+
+
+def test_more_steps_than_a_run_has_take_no_memory(tmp_path, capsys, monkeypatch):
+    """A manifest may name any step as that of its checkpoint."""
+    monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
+    write_steps(tmp_path / "metrics.jsonl", [1, 2])
+    cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
+    assert "the lines of steps 3-10 are missing" in capsys.readouterr().err
