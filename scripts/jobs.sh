@@ -2,6 +2,7 @@
 # options in variables of their names, its command behind -- in `command`, what a job is submitted by
 # in `submit`, and what runs in the job in `launch`.
 
+unset CDPATH # with it, cd prints, and goes elsewhere
 me=$(basename "$0")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry='' inside='' command=() flags=()
@@ -43,6 +44,34 @@ need_whole_numbers() {
         [[ -z $number || $number =~ ^[1-9][0-9]*$ ]] ||
             refuse "$1 are whole numbers above 0"
     done
+}
+
+# What a job takes of the environment it is submitted from: where programs and libraries are, what
+# modules left, and the settings of Optimus and of what it runs on. Nothing else: PBS shows what a job
+# takes to every user that may query it, and a secret has no use there.
+job_needs='PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|PYTHON.*|VIRTUAL_ENV|CONDA_.*|LANG|LC_.*|TZ'
+job_needs+='|XDG_CACHE_HOME|CC|CXX|CUDA_.*|NVIDIA_.*|OCL_.*|ZE_.*|ZES_.*|SYCL_.*|ONEAPI_.*|IGC_.*|Neo.*|MASTER_.*'
+job_needs+='|LOADEDMODULES|_LMFILES_|MODULE.*|LMOD_.*|CMPLR_ROOT|MKLROOT|TBBROOT|CCL_.*|FI_.*|I_MPI_.*|MPI_.*'
+job_needs+='|MPICH_.*|MPIR_.*|PALS_.*|UCX_.*|NCCL_.*|GLOO_.*|OMP_.*|KMP_.*|MKL_.*|DNNL_.*|MALLOC_.*|TORCH_.*|PYTORCH_.*'
+job_needs+='|IPEX_.*|TOKENIZERS_PARALLELISM|OPTIMUS|OPTIMUS_.*'
+
+# NAME,...: sets `exported` to the names of the variables that a job takes, these and what it needs.
+read_exported() {
+    local name names=()
+    IFS=, read -ra names <<<"$1"
+    for name in ${names[@]+"${names[@]}"}; do
+        [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
+            refuse "--export takes names of variables with commas between, not '$name'"
+        [[ -v $name ]] || refuse "--export $name: it is not set"
+        export "${name?}" # a variable that is set here but not exported would not arrive
+    done
+    while read -r name; do
+        case $name in
+            *SECRET* | *PASSWORD* | *CREDENTIAL* | *_TOKEN | *_KEY) ;;
+            *) [[ ! $name =~ ^($job_needs)$ ]] || names+=("$name") ;;
+        esac
+    done < <(compgen -e)
+    exported=$(printf '%s\n' "${names[@]}" | sort -u | paste -sd, -)
 }
 
 # Of `optimus-data`: jobs of --nodes or an --array of jobs, and the program.

@@ -7,14 +7,15 @@
 # --nodes N        one job of N nodes, a rank on each, all its cores as workers (1)
 # --array N        instead: an array of N one-node jobs, which need not run at the same time
 # --account, --queue, --walltime, --filesystems      as PBS has them
+# --export NAMES   variables that the job takes besides those it needs, such as A,B; docs/launching.md
 # --dry-run        print what would be submitted and launched, and do neither
 # Submit the same again after a kill or the end of the walltime, with any N: it goes on.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
-nodes='' array='' account='' queue='' walltime=1:00:00 filesystems=''
-read_data_options "nodes array account queue walltime filesystems" "$@"
+nodes='' array='' account='' queue='' walltime=1:00:00 filesystems='' export=''
+read_data_options "nodes array account queue walltime filesystems export" "$@"
 [[ $array != 1 ]] || array='' # PBS has no array of one job
 if [[ -n $array ]]; then # PBS does not tell an array's size
     launch=(env "OPTIMUS_ARRAY_SIZE=$array" "$program" "${command[@]}")
@@ -26,7 +27,8 @@ else # PALS may not set PMI_SIZE
 fi
 in_job exec "${launch[@]}"
 
-submit=(qsub -V -N optimus-data -k doe -j oe -l "walltime=$walltime" -l place=scatter)
+read_exported "$export"
+submit=(qsub -v "$exported" -N optimus-data -k doe -j oe -l "walltime=$walltime" -l place=scatter)
 submit+=(-l "select=$([[ -n $array ]] && echo 1 || echo "$nodes")")
 [[ -z $array ]] || submit+=(-J "0-$((array - 1))")
 [[ -z $account ]] || submit+=(-A "$account")

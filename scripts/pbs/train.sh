@@ -8,6 +8,7 @@
 # --ranks R        ranks on each, one for each of its devices (12)
 # --cpu-bind LIST  as mpiexec has it (the cores next to each tile of Aurora; more ranks: depth)
 # --account, --queue, --walltime, --filesystems      as PBS has them (home:flare)
+# --export NAMES   variables that the job takes besides those it needs, such as A,B; docs/launching.md
 # --dry-run        print what would be submitted and launched, and do neither
 # --skip-data-check, --skip-run-dir-check            where this machine does not see them
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
@@ -18,8 +19,8 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
-nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare
-read_options "nodes ranks cpu-bind account queue walltime filesystems skip-data-check! skip-run-dir-check!" configuration "$@"
+nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare export=''
+read_options "nodes ranks cpu-bind account queue walltime filesystems export skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes and --ranks" "$nodes" "$ranks"
 case $queue in # what Aurora's queues take
     debug) least=1 most=2 ;;
@@ -76,7 +77,8 @@ launch=(env "${environment[@]}" mpiexec --envall --line-buffer -n "$((nodes * ra
 in_job run_ranks
 check_run
 
-submit=(qsub -V -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
+read_exported "$export"
+submit=(qsub -v "$exported" -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
     -l "select=$nodes")
 [[ -z $account ]] || submit+=(-A "$account")
 [[ -z $queue ]] || submit+=(-q "$queue")

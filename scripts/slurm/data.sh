@@ -7,14 +7,15 @@
 # --nodes N        one job of N nodes, a rank on each, all its cores as workers (1)
 # --array N        instead: an array of N one-node jobs, which need not run at the same time
 # --account, --partition, --time                     as Slurm has them
+# --export NAMES   take these variables, such as A,B, and those it needs; without it the whole environment
 # --dry-run        print what would be submitted and launched, and do neither
 # Submit the same again after a kill or the end of the time limit, with any N: it goes on.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
-nodes='' array='' account='' partition='' time=1:00:00
-read_data_options "nodes array account partition time" "$@"
+nodes='' array='' account='' partition='' time=1:00:00 export=''
+read_data_options "nodes array account partition time export" "$@"
 submit=(sbatch --job-name=optimus-data --exclusive --ntasks-per-node=1 "--time=$time" --requeue)
 if [[ -n $array ]]; then # rank and world from SLURM_ARRAY_TASK_ID and _COUNT
     launch=("$program" "${command[@]}")
@@ -22,12 +23,16 @@ if [[ -n $array ]]; then # rank and world from SLURM_ARRAY_TASK_ID and _COUNT
     submit+=(--nodes=1 "--array=0-$((array - 1))")
 else # a lost rank must not end the others: they take its work over
     launch=(srun "--nodes=$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0
-        "$program" "${command[@]}")
+        --export=ALL "$program" "${command[@]}")
     how=(--nodes "$nodes")
     submit+=("--nodes=$nodes" --no-kill)
 fi
 in_job exec "${launch[@]}"
 
+if [[ -n $export ]]; then
+    read_exported "$export"
+    submit+=("--export=$exported")
+fi
 [[ -z $account ]] || submit+=("--account=$account")
 [[ -z $partition ]] || submit+=("--partition=$partition")
 submit_job OPTIMUS_DATA "$program" "${how[@]}"

@@ -9,6 +9,7 @@
 # --gpus G         devices asked of Slurm on each node; every rank sees all and takes its own
 # --cpus C         cores of each rank, which it is bound to; without it none is bound
 # --account, --partition, --time                     as Slurm has them
+# --export NAMES   take these variables, such as A,B, and those it needs; without it the whole environment
 # --dry-run        print what would be submitted and launched, and do neither
 # --skip-data-check, --skip-run-dir-check            where this machine does not see them
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
@@ -18,14 +19,14 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 
-nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00
-read_options "nodes ranks gpus cpus account partition time skip-data-check! skip-run-dir-check!" configuration "$@"
+nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00 export=''
+read_options "nodes ranks gpus cpus account partition time export skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
 # Unlike data jobs, ranks cannot do without each other: the first that ends in error ends all.
 launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
-    --kill-on-bad-exit=1)
+    --kill-on-bad-exit=1 --export=ALL) # of the job's environment, whatever sbatch let in
 if [[ -n $cpus ]]; then
     launch+=("--cpus-per-task=$cpus" --cpu-bind=cores)
 else
@@ -39,6 +40,10 @@ submit=(sbatch --job-name=optimus --exclusive "--nodes=$nodes" "--ntasks-per-nod
     "--time=$time" --no-requeue)
 [[ -z $cpus ]] || submit+=("--cpus-per-task=$cpus")
 [[ -z $gpus ]] || submit+=("--gpus-per-node=$gpus")
+if [[ -n $export ]]; then
+    read_exported "$export"
+    submit+=("--export=$exported")
+fi
 [[ -z $account ]] || submit+=("--account=$account")
 [[ -z $partition ]] || submit+=("--partition=$partition")
 submit_job OPTIMUS "$program" --nodes "$nodes" --ranks "$ranks" ${cpus:+--cpus "$cpus"}

@@ -49,7 +49,7 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(tmp_path):
         ).stdout
 
     together, array = told("--nodes", "2").splitlines(), told("--array", "5").splitlines()
-    assert together[0].startswith("qsub -V") and "select=2" in together[0]
+    assert together[0].startswith("qsub -v ") and "select=2" in together[0]
     assert "-q debug" in together[0] and "-J" not in together[0]
     assert "mpiexec --envall" in together[-1] and "WORLD_SIZE=2" in together[-1]
     assert together[-1].rstrip().endswith("/opt/optimus\\ data verify a\\ b")
@@ -59,6 +59,63 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(tmp_path):
     assert "-J" not in one[0] and "mpiexec" in one[-1] and "OPTIMUS_ARRAY_SIZE" not in one[-1]
     mistake = subprocess.run([*command, "--nope"], capture_output=True, text=True)
     assert mistake.returncode == 2 and "unknown option --nope" in mistake.stderr
+
+
+def test_a_pbs_job_takes_named_variables_only(tmp_path):
+    """PBS shows the variables of a job to others; values with commas and quotes arrive whole."""
+    pbs.install(tmp_path / "bin")
+    program = tmp_path / "optimus-data"
+    program.write_text("#!/bin/sh\nenv > variables\n")
+    program.chmod(0o755)
+    value = "a,b='c\"\\ $(d)"
+    environ = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "OPTIMUS_DATA": str(program),
+        "OPTIMUS_KERNELS": value,
+        "HF_TOKEN": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "OPTIMUS_SECRET": "secret",
+        "WANTED": value,
+    }
+
+    def job(*export: str) -> list[str]:
+        command = [str(JOB_SCRIPT), *export, "--", "x"]
+        subprocess.run(command, env=environ, cwd=tmp_path, check=True, capture_output=True)
+        return (tmp_path / "variables").read_text().splitlines()
+
+    assert f"OPTIMUS_KERNELS={value}" in (lines := job())
+    assert not any("secret" in line or line.startswith("WANTED") for line in lines)
+    assert {f"WANTED={value}", "HF_TOKEN=secret"} <= set(job("--export", "WANTED,HF_TOKEN"))
+
+
+@pytest.mark.parametrize("system", ["pbs", "slurm"])
+def test_names_of_exported_variables_are_checked(tmp_path, system):
+    command = [str(ROOT / "scripts" / system / "data.sh"), "--dry-run"]
+    environ = os.environ | {"OPTIMUS_DATA": "/bin/true", "WANTED": "x"}
+
+    def done(names: str) -> subprocess.CompletedProcess:
+        given = [*command, "--export", names, "--", "x"]
+        return subprocess.run(given, env=environ, capture_output=True, text=True)
+
+    for names, problem in (
+        ("A=b", "not 'A=b'"),
+        ("WANTED,$(touch x)", "not '$(touch x)'"),
+        ("WANTED,,PATH", "not ''"),
+        ("NOT_SET_AT_ALL", "--export NOT_SET_AT_ALL: it is not set"),
+    ):
+        refused = done(names)
+        assert refused.returncode == 2 and refused.stdout == "" and problem in refused.stderr
+    submit = done("WANTED").stdout.splitlines()[0]
+    assert ",PATH," in submit.replace("\\", "") and ",WANTED" in submit.replace("\\", "")
+
+
+@pytest.mark.parametrize("system", ["pbs", "slurm"])
+def test_job_scripts_ignore_cdpath(tmp_path, system):
+    """With it, cd prints where it goes, and the job would look for a script of two lines."""
+    environ = os.environ | {"CDPATH": f"{ROOT}:/", "OPTIMUS_DATA": "/bin/true"}
+    command = [f"scripts/{system}/data.sh", "--dry-run", "--", "x"]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert f"exec {ROOT}/scripts/{system}/data.sh --inside" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("system", ["pbs", "slurm"])

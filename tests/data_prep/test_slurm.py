@@ -104,7 +104,7 @@ def test_a_mistake_is_told_in_one_line(given, told):
 SRUN = """#!/bin/bash
 n=${1#--nodes=}
 for ((rank = 0; rank < n; rank++)); do
-    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:5}" &
+    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_NTASKS=$n "${@:6}" &
 done
 for job in $(jobs -p); do wait "$job" || exit 1; done
 """

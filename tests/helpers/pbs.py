@@ -38,7 +38,7 @@ def qsub(argv: Sequence[str]) -> int:
     """Run the script on standard input as PBS does: from the home, a job of an array after the
     other's start, $PBS_NODEFILE naming each host once."""
     parser = strict("qsub")
-    parser.add_argument("-V", action="store_true", required=True)
+    parser.add_argument("-v", required=True)
     for option in ("-N", "-k", "-j", "-A", "-q", "-J"):
         parser.add_argument(option)
     parser.add_argument("-l", action="append", default=[])
@@ -57,9 +57,10 @@ def qsub(argv: Sequence[str]) -> int:
         hosts = Path(spool, "nodes")
         hosts.write_text("".join(f"x{n}\n" for n in range(int(wanted.get("select", "1")))))
         Path(spool, "job").write_text(job)
-        environ = os.environ | {"PBS_NODEFILE": str(hosts), "PBS_ENVIRONMENT": "PBS_BATCH"}
-        environ |= {"PBS_O_WORKDIR": os.getcwd(), "PBS_JOBID": "1.here"}
         home = os.environ.get("HOME", "/")
+        environ = {name: os.environ[name] for name in args.v.split(",")}
+        environ |= {"HOME": home, "PBS_NODEFILE": str(hosts), "PBS_ENVIRONMENT": "PBS_BATCH"}
+        environ |= {"PBS_O_WORKDIR": os.getcwd(), "PBS_JOBID": "1.here"}
         jobs = [
             subprocess.Popen(
                 ["bash", str(Path(spool, "job"))],

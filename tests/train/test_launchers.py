@@ -157,7 +157,12 @@ def test_a_job_script_refuses_what_the_run_would(optimus, tiny_data, tmp_path, s
 
 def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(accepts, tmp_path):
     submit, *_, launch = dry(accepts, PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
-    assert submit.startswith("qsub -V") and "select=256" in submit and "-q prod -A P" not in submit
+    assert (
+        submit.startswith("qsub -v ")
+        and "OPTIMUS\\," in submit
+        and "select=256" in submit
+        and "-q prod -A P" not in submit
+    )
     for part in ("-A P", "-q prod", "filesystems=home:flare", "place=scatter", "-k doe"):
         assert part in submit
     for part in (
@@ -186,8 +191,9 @@ def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither(accepts):
     for part in ("sbatch", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--account=P"):
         assert part in submit
     assert launch.rstrip() == (
-        "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --kill-on-bad-exit=1 --cpus-per-task=6 "
-        f"--cpu-bind=cores {accepts.parent}/opti\\ mus train a\\ b.toml parallel.pp=2"
+        "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --kill-on-bad-exit=1 --export=ALL "
+        f"--cpus-per-task=6 --cpu-bind=cores {accepts.parent}/opti\\ mus train a\\ b.toml "
+        "parallel.pp=2"
     )
 
 
