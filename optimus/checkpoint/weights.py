@@ -19,10 +19,11 @@ from optimus.model.transformer import Transformer
 CONFIG = "config.toml"
 
 
-def model_config_of(path: Path) -> ModelConfig:
-    """The `[model]` section that the weights at `path` belong to."""
+def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
+    """Return the `[model]` section that the weights at `path` belong to; `compare_counts` as for
+    `read_hf_config`."""
     if is_hf_directory(path):
-        return read_hf_config(path)
+        return read_hf_config(path, compare_counts)
     if is_checkpoint(path):
         return load_config(path / CONFIG).model
     raise CheckpointError(f"{path}: neither a checkpoint nor a Hugging Face directory")
@@ -33,7 +34,8 @@ def check_weights(config: ModelConfig, path: Path) -> None:
 
     Raises CheckpointError naming the first setting or tensor in which the stored model differs.
     """
-    if difference := first_difference(config, model_config_of(path)):
+    # The headers are read once, below: this config.json builds no model.
+    if difference := first_difference(config, model_config_of(path, compare_counts=False)):
         key, ours, theirs = difference
         raise CheckpointError(
             f"model.{key} = {ours!r}, but the model at {path} has {theirs!r}; load it into the "

@@ -140,7 +140,9 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
             is_master=launch.is_first,
             timeout=limit,
             wait_for_workers=False,
-            master_listen_fd=listen_at_meeting_point(where) if launch.is_first else None,
+            master_listen_fd=(
+                listen_at_meeting_point(where, _is_one_machine(launch)) if launch.is_first else None
+            ),
         )
     else:
         meeting = distributed.rendezvous(
@@ -155,8 +157,13 @@ def _stay_on_this_machine(launch: LaunchEnv) -> None:
     """Let gloo listen on the loopback interface alone where ranks meet on it; what the user has
     set counts."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
-    if sys.platform == "linux" and launch.init_method[:4] != "file" and is_loopback(host):
+    is_met = launch.init_method[:4] != "file" and is_loopback(host) and _is_one_machine(launch)
+    if sys.platform == "linux" and is_met:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _is_one_machine(launch: LaunchEnv) -> bool:
+    return launch.local_world_size == launch.world_size
 
 
 def _unmet(error: RuntimeError, launch: LaunchEnv, timeout_s: float) -> LostPeerError:

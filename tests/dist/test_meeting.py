@@ -79,11 +79,11 @@ def test_a_world_on_loopback_listens_nowhere_else(ranks):
 
 
 def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
-    def listen(host: str, *resolved: str) -> str | None:
+    def listen(host: str, *resolved: str, one_machine: bool = True) -> str | None:
         if resolved:
             found = [(socket.AF_INET, 1, 6, "", (address, 0)) for address in resolved]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        descriptor = listen_at_meeting_point(urlsplit(f"tcp://{host}:0"))
+        descriptor = listen_at_meeting_point(urlsplit(f"tcp://{host}:0"), one_machine)
         if descriptor is None:
             return None
         with socket.socket(fileno=descriptor) as listener:
@@ -93,6 +93,8 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
     assert listen("127.0.0.2") == "127.0.0.2"
     assert listen("localhost") in ("127.0.0.1", "::1")
     assert listen("localhost", "127.0.0.1") == "127.0.0.1"
+    # A launcher gave rank 0 localhost, and other machines its name.
+    assert listen("localhost", "127.0.0.1", one_machine=False) is None
     # Debian maps a machine's name to 127.0.1.1, where other machines do not find it.
     assert listen("node0", "127.0.1.1") is None
     assert listen("node0", "127.0.1.1", "0.0.0.0") == "0.0.0.0"

@@ -98,11 +98,11 @@ def is_hf_directory(path: str | os.PathLike) -> bool:
         return False
 
 
-def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> ModelConfig:
     """Return the `[model]` section that a Hugging Face directory describes.
 
-    Raises CheckpointError if config.json cannot be read or has more layers or experts than the
-    weights next to it, ConfigError if it asks for something that this model does not compute.
+    Raises CheckpointError if config.json cannot be read or, with `compare_counts`, has more layers
+    or experts than the weights next to it, ConfigError if it asks for something that this model does not compute.
     """
     file = Path(path) / "config.json"
     try:
@@ -112,7 +112,8 @@ def read_hf_config(path: str | os.PathLike) -> ModelConfig:
         raise CheckpointError(f"{file}: not readable as JSON: {what}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds no JSON object")
-    _check_counts(content, file)
+    if compare_counts:
+        _check_counts(content, file)
     return config_from_hf(content, source=str(file))
 
 
