@@ -248,6 +248,12 @@ def a_tokenizer(path: Path, **changes: object) -> Path:
     return path
 
 
+def test_a_tokenizer_in_a_folder_whose_name_is_no_text_is_read(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert Encoder(a_tokenizer(folder / "tokenizer.json")).encode(["ab"])[0].tolist() == [0, 1]
+
+
 def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
     """A pattern that needs too many steps, and a normalizer with a damaged table."""
     pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
