@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from optimus.errors import one_line
+
 _LINE_EVERY_S = 10.0
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -21,7 +23,7 @@ def short(value: float) -> str:
 
 def say(line: str) -> None:
     """Print a line for people on standard error."""
-    _print(f"optimus-data: {line}")
+    _print(f"optimus-data: {one_line(line)}")
 
 
 def _print(line: str) -> None:

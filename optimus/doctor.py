@@ -15,7 +15,7 @@ import torch
 import torch.distributed as distributed
 
 from optimus import peak, platform
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, printable
 from optimus.launch_env import available_cores
 from optimus_kernels import backend, build
 from optimus_kernels.cache import KernelError, cache_dir
@@ -57,7 +57,7 @@ def format_examination(found: dict[str, Any]) -> str:
             continue
         rows = facts.items() if isinstance(facts, dict) else enumerate(facts)
         lines += [f"  {key}: {_text(value)}" for key, value in rows]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def kernels_status() -> dict[str, Any]:
@@ -111,7 +111,7 @@ def format_status(kernels: dict[str, Any]) -> str:
                 text += f"; no {one['device']} device here"
         lines.append(f"{one['backend']} (for {one['device']}): {text}")
         lines += [f"  {key}: {why}" for key, why in one["refused"].items()]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _versions() -> dict[str, str]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import unicodedata
 
+_LINE_CHARS = 2000
+"""Longest message. Of a longer one the middle is left out, since its remedy is at the end."""
+
 
 class OptimusError(Exception):
     """Base of all expected failures. The message is one line; `exit_code` is the process status."""
@@ -66,8 +69,11 @@ class LostPeerError(OptimusError):
 
 def one_line(text: object) -> str:
     """Return `text` folded onto one line and printable, for messages built from other libraries'
-    errors and from names and values in files."""
-    return printable(" ".join(str(text).split()))
+    errors and from names and values in files. The middle of a very long one is left out."""
+    line = printable(" ".join(str(text).split()))
+    if len(line) <= _LINE_CHARS:
+        return line
+    return f"{line[: _LINE_CHARS - 500]} [...] {line[-480:]}"
 
 
 def printable(text: str) -> str:

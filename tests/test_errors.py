@@ -85,3 +85,9 @@ def test_messages_count_by_the_one_helper(package):
 def test_a_message_cannot_control_the_terminal(text, shown):
     assert one_line(text) == (shown or text)
     one_line(text).encode()
+
+
+def test_a_long_message_keeps_its_beginning_and_its_remedy():
+    line = one_line(f"config.toml: {'x' * 300_000} is unknown; use y")
+    assert len(line) < 2100
+    assert line.startswith("config.toml: xxx") and line.endswith("is unknown; use y")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from optimus.errors import CheckpointError, ConfigError, counted, printable
+from optimus.errors import CheckpointError, ConfigError, counted, one_line, printable
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -71,7 +71,7 @@ def _export(args: argparse.Namespace, arguments: list[str]) -> int:
     try:
         source = to_hf(args.path, args.out, args.dtype)
     except CheckpointError as error:
-        print(f"optimus: error: {error}", file=sys.stderr)
+        print(f"optimus: error: {one_line(error)}", file=sys.stderr)
         return 1
     result = {"from": str(source), "out": args.out}
     print(json.dumps(result) if args.json else f"wrote {args.out} from {source}")

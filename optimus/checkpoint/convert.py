@@ -76,7 +76,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
         except CheckpointError as error:
             if path == source:
                 raise
-            print(f"optimus: passing over a damaged checkpoint: {error}", file=sys.stderr)
+            print(f"optimus: passing over a damaged checkpoint: {one_line(error)}", file=sys.stderr)
             damaged[path] = str(error)
 
 

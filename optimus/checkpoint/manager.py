@@ -19,7 +19,7 @@ from typing import Any
 
 from optimus import files
 from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
-from optimus.errors import CheckpointError, counted
+from optimus.errors import CheckpointError, counted, one_line
 
 KEPT_FULL = 2
 _REMOVED = "removed-"
@@ -55,7 +55,7 @@ def newest_valid(
             try:
                 return _checked(path, thorough)
             except CheckpointError as error:
-                print(f"optimus: {what} {error}", file=sys.stderr)
+                print(f"optimus: {what} {one_line(error)}", file=sys.stderr)
     return None
 
 

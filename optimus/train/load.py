@@ -16,7 +16,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.dist.collectives import broadcast_object
 from optimus.dist.world import World
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, one_line
 from optimus.parallel.layout import Layout
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, with_start
@@ -70,7 +70,7 @@ def _fall_back(
     refused = ""
     if world.is_first:
         problem = list(damaged.values())[-1]
-        print(f"optimus: passing over a damaged checkpoint: {problem}", file=sys.stderr)
+        print(f"optimus: passing over a damaged checkpoint: {one_line(problem)}", file=sys.stderr)
         try:
             flight = with_start(config, flight, damaged)
             start = flight.start

@@ -10,7 +10,7 @@ from typing import Any
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
 from optimus.data.dataset import InstanceSource, TokenDataset
-from optimus.errors import OptimusError, counted
+from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.model.flops import count_parameters
 from optimus.model.hf import config_to_hf
 from optimus.train.preflight import Preflight
@@ -23,12 +23,12 @@ def print_start(config: Config, flight: Preflight, warnings: Sequence[str]) -> N
     """Print what the run will do, where it starts, and what about it is doubtful."""
     _print("this run", _plan(config, flight))
     for warning in (*warnings, *_repeats(config, flight)):
-        print(f"optimus: warning: {warning}", file=sys.stderr)
+        print(f"optimus: warning: {one_line(warning)}", file=sys.stderr)
     start = flight.start
     if start.path is not None:
         print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
     for difference in flight.differences:
-        print(f"optimus: changed on resume: {difference}", file=sys.stderr)
+        print(f"optimus: changed on resume: {one_line(difference)}", file=sys.stderr)
 
 
 def print_end(
@@ -193,5 +193,5 @@ def _duration(seconds: float) -> str:
 def _print(title: str, facts: Iterable[tuple[str, str]]) -> None:
     facts = list(facts)
     width = max(len(name) for name, _ in facts)
-    lines = [f"  {name:<{width}}  {fact}" for name, fact in facts]
+    lines = [printable(f"  {name:<{width}}  {fact}") for name, fact in facts]
     print("\n".join([f"optimus: {title}", *lines]), file=sys.stderr, flush=True)
