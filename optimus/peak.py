@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import stat
 import time
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from optimus import files
-from optimus.errors import counted
+from optimus.errors import counted, one_line
 from optimus.platform import device_name, synchronize
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
@@ -32,6 +33,8 @@ _BF16_PEAKS = {
     "Max 1550": 256e12,
 }
 _FORMAT = "optimus-peak"
+_KINDS = {"str": str, "int": int, "float": (int, float)}
+"""By annotation, the types of values in a file."""
 _BUDGET_S = 0.8
 _FEWEST_RUNS = 3
 _SPREAD_KEPT = 0.1
@@ -243,23 +246,34 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
         return None
     except OSError as error:
         return f"{path}: {error.strerror}"
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(fd)
+        return f"{path}: is not a file"
     with os.fdopen(fd, "rb") as file:
-        about = os.fstat(file.fileno())
         for what, where in ((about, path), (path.parent.stat(), path.parent)) if private else ():
             if what.st_uid != os.geteuid():
                 return f"{where}: belongs to another user"
             if what.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return f"{where}: can be written by others; chmod go-w makes it usable"
-        if not stat.S_ISREG(about.st_mode):
-            return f"{path}: is not a file"
         try:
-            tree = files.parse_checked_json(file.read(1 << 16))
-            if tree.pop("format") != _FORMAT or not 0 < tree["flops"] < 1e18:
-                raise ValueError("holds no peak")
-            del tree["self_xxh3"]
-            return Peak(**tree | {"setup": Setup(**tree["setup"])})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{path}: damaged: {error}"
+            return _parse(file.read(1 << 16))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{path}: damaged: {one_line(error)}"
+
+
+def _parse(data: bytes) -> Peak:
+    """Return the peak that `write_peak` wrote. Raises one of several exceptions for other bytes."""
+    tree = files.parse_checked_json(data)
+    is_peak = tree.pop("format") == _FORMAT
+    del tree["self_xxh3"]
+    peak = Peak(**tree | {"setup": Setup(**tree["setup"])})
+    for part in (peak, peak.setup):
+        kinds = {field.name: _KINDS.get(field.type, Setup) for field in dataclasses.fields(part)}
+        is_peak = is_peak and all(isinstance(getattr(part, key), kinds[key]) for key in kinds)
+    if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= peak.spread < math.inf:
+        raise ValueError("holds no peak")
+    return peak
 
 
 def _keep(peak: Peak, say: Callable[[str], None]) -> None:

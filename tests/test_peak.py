@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from optimus import peak
+from optimus import files, peak
 from optimus.doctor import examine, format_examination
 from optimus.observe.metrics import read_json_lines
 from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
+from tests.helpers.hostile_formats import with_own_hash
 from tests.helpers.runs import run_tree, told_by
 from tests.helpers.tiny import tiny_tree
 
@@ -108,12 +111,26 @@ def spoil(path: Path) -> None:
     path.write_bytes(content.replace(b"1000000000000.0", b"9000000000000.0"))
 
 
+def rewrite(path: Path, **fields: Any) -> None:
+    """Replace fields in a file, and its hash."""
+    tree = json.loads(path.read_bytes())
+    del tree["self_xxh3"]
+    setup = tree["setup"] | fields.pop("setup", {})
+    path.write_bytes(files.checked_json(tree | {"setup": setup} | fields))
+
+
+NESTED = b'{"format": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 BROKEN = {
     "changed": (spoil, "damaged"),
     "emptied": (lambda path: path.write_bytes(b""), "damaged"),
     "no object": (lambda path: path.write_bytes(b"7"), "damaged"),
     "writable": (lambda path: path.chmod(0o666), "can be written by others"),
     "folder writable": (lambda path: path.parent.chmod(0o777), "can be written by others"),
+    "other type": (lambda path: rewrite(path, spread="x"), "damaged"),
+    "other type of setup": (lambda path: rewrite(path, setup={"threads": "x"}), "damaged"),
+    "not a number": (lambda path: rewrite(path, spread=math.nan), "damaged"),
+    "nested": (lambda path: path.write_bytes(with_own_hash(NESTED)), "damaged"),
+    "directory": (lambda path: path.unlink() or path.mkdir(), "is not a file"),
     "link": (lambda path: path.rename(path.parent / "x") and path.symlink_to("x"), ""),
 }
 

@@ -196,7 +196,9 @@ def test_entries_are_usable_whatever_the_umask(umask):
     assert all(lock.stat().st_mode & 0o077 == 0 for lock in cache.cache_dir().glob("*.lock"))
 
 
-@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "fifo", "number", "time"])
+@pytest.mark.parametrize(
+    "kind", ["absolute", "parent", "link", "fifo", "number", "time", "backend"]
+)
 def test_library_outside_the_entry_is_refused(tmp_path, kind):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     outside = tmp_path / "evil.so"
@@ -207,7 +209,8 @@ def test_library_outside_the_entry_is_refused(tmp_path, kind):
         entry.library.symlink_to(outside) if kind == "link" else os.mkfifo(entry.library)
     else:
         name = {"absolute": str(outside), "parent": "../../evil.so", "number": 5}.get(kind)
-        info |= {"built_at": "x"} if kind == "time" else {"library": name}
+        other = {"time": {"built_at": "x"}, "backend": {"backend": "../.."}}
+        info |= other.get(kind, {"library": name})
     (entry.path / "info.json").write_text(json.dumps(info))
     assert cache.entries("cpu") == [] and cache.refused("cpu")["cpu-1"]
 
@@ -217,7 +220,7 @@ def plant_as_nobody(root: Path, name: str) -> None:
     os.setuid(65534)
     (root / name).mkdir(mode=0o755)
     (root / name / "lib.so").write_bytes(b"planted")
-    info = {"library": "lib.so", "sha256": cache._sha256(root / name / "lib.so")}
+    info = {"backend": "cpu", "library": "lib.so", "sha256": cache._sha256(root / name / "lib.so")}
     (root / name / "info.json").write_text(json.dumps({**info, "built_at": 4e9}))
 
 

@@ -1,0 +1,320 @@
+"""Mutations of files, as damage or an attacker makes them. Pure: nothing is read or written.
+
+`mutate(number, content, syntax)` draws one `Change`: other content of a file, or something else in
+its place, such as a FIFO or a link. The same generator gives the same change on every machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import random
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CANARY = "optimus-canary-5b1e3d"
+"""Text of files outside the case's directory: no command may print or copy it."""
+OUTSIDE = "../outside/secret"
+"""Name of such a file, as seen from the case's directory."""
+LARGE_BYTES = 1 << 36
+"""Length of a sparse file: more than a command may take of memory."""
+
+PLACES = (
+    *("fifo", "directory", "socket", "absent", "large"),
+    *("dangling", "endless", "foreign", "copy"),
+)
+"""What can take the place of a file. `large` is a sparse file; the last four are links: to nothing,
+to /dev/zero, to a file outside the directory, to the same content elsewhere."""
+
+_DEEP, _DEEP_TABLE, _LONG, _HUGE, _POWER = (f"@{name}@" for name in "ABCDE")
+_RAW = {
+    f'"{_DEEP}"': "[" * 100_000 + "]" * 100_000,
+    f'"{_DEEP_TABLE}"': '{"a":' * 50_000 + "1" + "}" * 50_000,
+    f'"{_LONG}"': '"' + "x" * 300_000 + '"',
+    f'"{_HUGE}"': "9" * 5000,
+    f'"{_POWER}"': "1e999",
+}
+"""Texts that no tree of Python values can hold, by the JSON string that they replace."""
+
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2, 7, 255, 65536),
+    *(1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 100, -(1 << 63), -(1 << 100)),
+    *(0.5, -0.0, 1e308, math.nan, math.inf, -math.inf),
+    *("", "x", "0", "train", "uint32", [], {}, [None], [[]], [0, 1], {"a": 1}, [1.5], ["x"]),
+    *(OUTSIDE, f"../{OUTSIDE}", "/etc/hostname", "/dev/zero", "..", ".", "/", "a/b", "a\0b"),
+    *("\x1b]0;x\x07", "\x1b[31m", "\r\n", "\ud800", "\u202e", "\x7f\x85", "%s{0}"),
+    *(_DEEP, _DEEP_TABLE, _LONG, _HUGE, _POWER),
+)
+_SHIFTS: tuple[Callable[[Any], Any], ...] = (
+    *(lambda n, by=by: n + by for by in (1, -1, 8, -8, 16, 64, -64, 128, 4096, 1 << 32)),
+    *(lambda n: -n, lambda n: 2 * n, lambda n: n // 2, lambda n: n * 1000, float, str),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of a file: `content`, or a kind of `place`."""
+
+    how: str
+    """The mutation in words, for the report."""
+    content: bytes = b""
+    place: str = ""
+    is_structural: bool = False
+    """Whether the content is still well formed in its syntax."""
+
+
+def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
+    """Draw a change of `content`. `syntax`: a key of `STRUCTURES`, or "bytes"."""
+    if number.random() < 0.12:
+        place = number.choice(PLACES)
+        return Change(place, place=place)
+    structure = STRUCTURES.get(syntax)
+    if structure is not None and number.random() < 0.7:
+        how, found = structure(number, content)
+        return Change(how, found, is_structural=True)
+    how, found = _change_bytes(number, content)
+    return Change(how, found)
+
+
+def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    size, data = len(content), bytearray(content)
+    at = _position(number, size)
+    length = min(number.choice((1, 1, 2, 4, 8, 64, 512)), max(size - at, 1))
+    kind = number.choice(("flip", "flip", "cut", "insert", "double", "fill", "number", "drop"))
+    if not size:
+        kind = "insert"
+    if kind == "flip":
+        for _ in range(number.choice((1, 1, 1, 2, 8))):
+            at = _position(number, size)
+            data[at] ^= 1 << number.randrange(8)
+    elif kind == "cut":
+        at = number.choice((0, 1, at, size - 1))
+        del data[at:]
+    elif kind == "insert":
+        data[at:at] = number.randbytes(length) if number.random() < 0.7 else bytes(length)
+    elif kind == "double":
+        data[at:at] = data[at : at + length]
+    elif kind == "fill":
+        data[at : at + length] = bytes([number.choice((0, 255))]) * length
+    elif kind == "number":
+        width = number.choice((1, 2, 4, 8))
+        value = number.choice((0, 1, 2, 1 << 31, 1 << 32, 1 << 40, 1 << 62, 1 << 63, -1, -2))
+        at -= at % width
+        data[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
+    else:
+        del data[at : at + length]
+    return f"{kind} at {at} of {size}", bytes(data)
+
+
+def _position(number: random.Random, size: int) -> int:
+    """A byte, often of the beginning or the end, where headers and footers are."""
+    if not size:
+        return 0
+    near = min(size, 64)
+    return number.choice(
+        (number.randrange(size), number.randrange(near), size - 1 - number.randrange(near))
+    )
+
+
+def _change_json(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    tree = json.loads(content)
+    holder = [tree]
+    how = change_tree(number, holder)
+    return how, to_json(holder[0], indent=1)
+
+
+def to_json(tree: Any, indent: int | None = None) -> bytes:
+    """JSON text of a tree, with the texts that no tree can hold."""
+    text = json.dumps(tree, indent=indent)
+    for mark, raw in _RAW.items():
+        text = text.replace(mark, raw)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def change_tree(number: random.Random, holder: list[Any]) -> str:
+    """Change the tree holder[0] in one to three places; say how."""
+    done = []
+    for _ in range(number.choice((1, 1, 1, 1, 2, 3))):
+        holder[:] = holder or [None]
+        spots = list(_spots(holder, ()))
+        container, key, name = number.choice(spots)
+        done.append(f"{name}: {_change_spot(number, container, key, spots)}")
+    holder[:] = holder or [None]
+    return "; ".join(done)
+
+
+def _spots(container: Any, name: tuple) -> Iterator[tuple[Any, Any, str]]:
+    """Every place of a tree as (container, key, its name)."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in list(items):
+        where = (*name, str(key)[:40])
+        yield container, key, ".".join(where[1:]) or "all"
+        if isinstance(value, (dict, list)):
+            yield from _spots(value, where)
+
+
+def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -> str:
+    value = container[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and number.random() < 0.5:
+        try:
+            container[key] = number.choice(_SHIFTS)(value)
+        except (ValueError, OverflowError):
+            container[key] = -1
+        return f"{value} -> {container[key]!r}"[:80]
+    kind = number.choice(("set", "set", "set", "delete", "add", "swap", "wrap", "double", "name"))
+    if kind == "delete":
+        del container[key]
+    elif kind == "add" and isinstance(container, dict):
+        container[number.choice(("", "x", "__class__", "name", "\x1b[0m"))] = number.choice(_VALUES)
+    elif kind == "swap":
+        other, place, where = number.choice(spots)
+        if _holds(value, other) or _holds(other[place], container):
+            container[key] = None
+        else:
+            container[key], other[place] = other[place], value
+            return f"swapped with {where}"
+    elif kind == "wrap":
+        container[key] = [value] if number.random() < 0.5 else {"a": value}
+    elif kind == "double" and isinstance(container, list):
+        container.insert(key, value)
+    elif kind == "name" and isinstance(container, dict):
+        name = number.choice(("x", "../x", "a\0b", str(key).upper(), _LONG, "\ud800"))
+        container[name] = container.pop(key)
+        return f"renamed {name!r}"[:80]
+    else:
+        container[key] = new = number.choice(_VALUES)
+        return f"set to {new!r}"[:80]
+    return kind
+
+
+def _holds(tree: Any, part: Any) -> bool:
+    """Whether `part` is `tree` or in it: exchanging the two would make a circle."""
+    if tree is part:
+        return True
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return any(_holds(value, part) for value in values)
+
+
+def _change_lines(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    """Of JSON lines: one line's tree, or the lines themselves."""
+    lines = content.splitlines()
+    at = number.randrange(len(lines))
+    kind = number.choice(("tree", "tree", "tree", "double", "delete", "swap", "other"))
+    if kind == "tree":
+        holder = [json.loads(lines[at])]
+        how = change_tree(number, holder)
+        lines[at] = to_json(holder[0])
+        kind = f"tree: {how}"
+    elif kind == "double":
+        lines.insert(at, lines[at])
+    elif kind == "delete":
+        del lines[at]
+    elif kind == "swap":
+        other = number.randrange(len(lines))
+        lines[at], lines[other] = lines[other], lines[at]
+    else:
+        value = number.choice(_VALUES)
+        lines.insert(at, to_json(value))
+        kind = f"new line {value!r}"[:80]
+    return f"line {at}: {kind}", b"\n".join([*lines, b""])
+
+
+def _change_toml(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    text = content.decode()
+    if number.random() < 0.15:
+        line = number.choice(
+            (
+                'base = "run.toml"',
+                'base = ["/dev/zero", "."]',
+                "base = 5",
+                "x = " + "[" * 100_000,
+                "x = " + "[" * 100_000 + "]" * 100_000,
+                f"[{'a.' * 90}b]",
+                f"[{'a.' * 50_000}b]",
+                f"x = {'9' * 5000}",
+                "x = 0x" + "f" * 100_000,
+                "x = 1979-05-27T07:32:00Z",
+                "[[model]]",
+                "\N{BYTE ORDER MARK}",
+            )
+        )
+        lines = text.splitlines()
+        lines.insert(number.choice((0, number.randrange(len(lines) + 1))), line)
+        return f"line {line[:40]!r}", "\n".join(lines).encode()
+    holder = [tomllib.loads(text)]
+    how = change_tree(number, holder)
+    tree = holder[0] if isinstance(holder[0], dict) else {"x": holder[0]}
+    made = "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in tree.items())
+    for mark, raw in _RAW.items():
+        made = made.replace(mark, raw)
+    return how, made.encode("utf-8", "surrogatepass")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _toml_key(key: str) -> str:
+    return key if key.isidentifier() and key.isascii() else json.dumps(key, ensure_ascii=False)
+
+
+def _change_safetensors(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    """The header's tree, its length kept right; offsets and the tensors' bytes stay."""
+    length = int.from_bytes(content[:8], "little")
+    holder = [json.loads(content[8 : 8 + length])]
+    how = change_tree(number, holder)
+    header = to_json(holder[0])
+    return how, len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+
+def _change_padded(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    """The JSON text in the first 4096 bytes, padded as it was."""
+    holder = [json.loads(content[:4096])]
+    how = change_tree(number, holder)
+    return how, to_json(holder[0])[:4095].ljust(4095) + b"\n" + content[4096:]
+
+
+def _change_npy(number: random.Random, content: bytes) -> tuple[str, bytes]:
+    """The fields of the header of a .npy, or the number of its rows."""
+    length = 10 + int.from_bytes(content[8:10], "little")
+    fields, data = ast.literal_eval(content[10:length].decode()), content[length:]
+    key = number.choice(("descr", "descr", "fortran_order", "shape", "shape", "shape", "rows"))
+    if key == "descr":
+        kinds = ("<u2", "<u4", "<i8", "|O", "<f8", ">u2", "|S2", "|V0", "x", "<M8[s]", "<U4", "")
+        fields[key] = number.choice((*kinds, [("a", "<u2")], 5))
+    elif key == "fortran_order":
+        fields[key] = number.choice((True, None, 5))
+    elif key == "shape":
+        sizes = [-1, 0, 1, 1 << 31, 1 << 62, 1 << 63, 1 << 100, True, 0.5]
+        shape = list(fields[key])
+        shape[number.randrange(len(shape))] = number.choice(sizes)
+        fields[key] = tuple(shape) if number.random() < 0.8 else number.choice(((), 5, shape, "x"))
+    else:
+        row = max(len(data) // max(fields["shape"][0], 1), 1)
+        keep = number.randrange(fields["shape"][0] + 1)
+        fields["shape"] = (keep, *fields["shape"][1:])
+        data = data[: keep * row]
+    text = repr(fields).encode()
+    header = content[:8] + (length - 10).to_bytes(2, "little") + text.ljust(length - 11) + b"\n"
+    return f"{key}: {text.decode()}", header + data
+
+
+STRUCTURES: Mapping[str, Callable[[random.Random, bytes], tuple[str, bytes]]] = {
+    "json": _change_json,
+    "json lines": _change_lines,
+    "toml": _change_toml,
+    "safetensors": _change_safetensors,
+    "padded json": _change_padded,
+    "npy": _change_npy,
+}
+"""By syntax: the change that keeps a file well formed."""
