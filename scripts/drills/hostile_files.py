@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Mutate every file format that Optimus reads and hold the commands to their promise.
+
+    python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
+        [--case K] [--out findings.jsonl]
+
+Cases are drawn by tests/helpers/hostile.py: the same seed, number and --only give the same case.
+Every finding is written to --out with seed and number; `--case K` repeats that one alone
+and prints its output. The table at the end counts outcomes by format. Exit status 0: no finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPTIMUS_IPEX": "0"}
+
+from tests.helpers.hostile import Arena, describe, draw  # noqa: E402
+
+_PROGRESS_S = 5.0
+_OUTCOMES = ("refused", "same", "other", "finding")
+
+
+def main() -> int:
+    args = _arguments()
+    with tempfile.TemporaryDirectory(dir=args.dir, ignore_cleanup_errors=True) as folder:
+        arena = Arena(Path(folder))
+        start = time.monotonic()
+        arena.prepare()
+        print(f"samples ready in {time.monotonic() - start:.1f} s", flush=True)
+        formats = [one for one in arena.formats if args.only.lower() in one.name.lower()]
+        if not formats:
+            names = ", ".join(one.name for one in arena.formats)
+            print(f"--only {args.only}: no such format; there are {names}", file=sys.stderr)
+            return 2
+        return _drill(arena, formats, args)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000, help="how many (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
+    parser.add_argument("--only", default="", help="only formats whose name holds this")
+    parser.add_argument("--case", type=int, help="run this one alone, with its output")
+    parser.add_argument("--out", default="-", help="findings, a JSON object a line; - for none")
+    parser.add_argument("--dir", default="/dev/shm", help="where the files are made (/dev/shm)")
+    args = parser.parse_args()
+    if not os.path.isdir(args.dir):
+        args.dir = None
+    return args
+
+
+def _drill(arena: Arena, formats: list, args: argparse.Namespace) -> int:
+    numbers = range(args.cases) if args.case is None else [args.case]
+    cases = (draw(args.seed, number, formats, arena.samples) for number in numbers)
+    counts: dict[str, Counter] = {one.name: Counter() for one in formats}
+    kinds: Counter = Counter()
+    start = said = time.monotonic()
+    done = 0
+    for case, verdict in arena.run(cases, args.jobs):
+        done += 1
+        counts[case.format.name][verdict.outcome] += 1
+        if verdict.outcome == "finding":
+            record = describe(case, verdict)
+            kinds[case.format.name, verdict.what] += 1
+            if kinds[case.format.name, verdict.what] <= 3:
+                print(f"case {case.number}, {case.format.name}: {verdict.what}", flush=True)
+            if args.out != "-":
+                with open(args.out, "a", encoding="utf-8") as file:
+                    print(json.dumps(record), file=file)
+        if args.case is not None:
+            print(json.dumps(describe(case, verdict), indent=1))
+            print(verdict.output)
+        if time.monotonic() - said > _PROGRESS_S:
+            said = time.monotonic()
+            found = sum(kinds.values())
+            rate = done / (said - start)
+            print(f"{done} cases, {rate:.1f}/s, findings: {found}", flush=True)
+    _sum_up(counts, done, time.monotonic() - start)
+    return 1 if kinds else 0
+
+
+def _sum_up(counts: dict[str, Counter], done: int, seconds: float) -> None:
+    print(f"{'format':<28}{'cases':>7}" + "".join(f"{name:>9}" for name in _OUTCOMES))
+    for name, of in counts.items():
+        row = "".join(f"{of[outcome]:>9}" for outcome in _OUTCOMES)
+        print(f"{name:<28}{of.total():>7}{row}")
+    total = sum(counts.values(), Counter())
+    summary = ", ".join(f"{outcome} {total[outcome]}" for outcome in _OUTCOMES)
+    print(f"{done} cases in {seconds:.1f} s, {done / max(seconds, 1e-9):.1f}/s: {summary}")
+    print(f"findings: {total['finding']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

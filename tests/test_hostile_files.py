@@ -1,0 +1,268 @@
+"""A hundred cases of the drill of mutated files, and proof that the drill finds what is wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from optimus import files
+from tests.helpers import hostile, hostile_formats
+from tests.helpers.hostile import Arena, Case, Limits
+from tests.helpers.hostile_changes import STRUCTURES, Change, mutate
+from tests.helpers.hostile_formats import FORMATS, Command, Format
+
+DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_files.py"
+LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
+
+
+def test_mutated_files_are_refused_in_one_line_or_change_nothing():
+    """Every format once, and again by weight: 20 s on two slow cores. More of it:
+    scripts/drills/hostile_files.py --cases N."""
+    drill = [sys.executable, str(DRILL), "--cases", "100", "--seed", "5"]
+    done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "findings: 0" in done.stdout
+    rows = re.findall(r"^(\S.*?)  +(\d+)  +\d+  +\d+  +\d+  +0$", done.stdout, re.MULTILINE)
+    assert sum(int(cases) for _, cases in rows) == 100
+    assert all(int(cases) for _, cases in rows) and len(rows) > len(FORMATS) - 10
+
+
+def test_the_same_seed_gives_the_same_mutations():
+    content = b'{"a": [1, 2, {"b": "text"}], "c": 0.5}'
+    for syntax in ("json", "json lines", "bytes"):
+        first, second = (
+            [mutate(random.Random(f"{n}"), content, syntax) for n in range(50)] for _ in "ab"
+        )
+        assert first == second
+        assert len({change.how for change in first}) > 30
+
+
+def test_a_structural_change_stays_in_its_syntax():
+    content = {
+        "json": b'{"a": [1, {"b": "text"}]}',
+        "json lines": b'{"step": 1}\n{"step": 2}\n',
+        "toml": b"[a]\nb = 1\nc = ['d']\n",
+    }
+    parsers: dict[str, Callable] = {
+        "json": json.loads,
+        "json lines": lambda data: [json.loads(line) for line in data.splitlines()],
+    }
+    for syntax, data in content.items():
+        for n in range(100):
+            _, changed = STRUCTURES[syntax](random.Random(n), data)
+            if syntax in parsers and len(changed) < 4000:
+                parsers[syntax](changed)
+
+
+def test_hashes_are_made_to_fit_a_change(tmp_path):
+    inner, outer = tmp_path / "inner.json", tmp_path / "outer.json"
+    inner.write_bytes(files.checked_json({"data": files.xxh3_bytes(b"before"), "size": 6}))
+    entry = {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
+    outer.write_bytes(files.checked_json({"files": [entry]}))
+    data = tmp_path / "data"
+    data.write_bytes(b"after it")
+    hostile_formats.seal(tmp_path, data, b"before")
+    assert files.parse_checked_json(inner.read_bytes())["size"] == 8
+    (found,) = files.parse_checked_json(outer.read_bytes())["files"]
+    assert found == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
+
+
+# Readers with a fault each, as a command might have it. The sample is a JSON object.
+
+
+def _read(words: Sequence[str]) -> int:
+    """A reader without fault."""
+    try:
+        value = json.loads(files.read_regular("sample.json", 1 << 20))["value"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        print(f"optimus: error: sample.json: {type(error).__name__}", file=sys.stderr)
+        return 2
+    print(ascii(value)[:1000])
+    return 0
+
+
+def _raises(words: Sequence[str]) -> int:
+    raise KeyError("value")
+
+
+def _works_for_ever(words: Sequence[str]) -> int:
+    while True:
+        pass
+
+
+def _waits_for_ever(words: Sequence[str]) -> int:
+    time.sleep(1000)
+    return 0
+
+
+def _allocates(words: Sequence[str]) -> int:
+    bytearray(200 << 20)
+    return _read(words)
+
+
+def _writes_outside(words: Sequence[str]) -> int:
+    with open("../outside/new", "w"):
+        return _read(words)
+
+
+def _writes_outside_unseen(words: Sequence[str]) -> int:
+    """As a library in C does: no audit event."""
+    libc = ctypes.CDLL(None)
+    os.close(libc.open(b"../outside/new", os.O_WRONLY | os.O_CREAT, 0o600))
+    return _read(words)
+
+
+def _reads_outside(words: Sequence[str]) -> int:
+    Path("../outside/secret").read_text()
+    return _read(words)
+
+
+def _copies(words: Sequence[str]) -> int:
+    Path("copy.json").write_bytes(Path("sample.json").read_bytes())
+    return 0
+
+
+def _prints(words: Sequence[str]) -> int:
+    print(Path("sample.json").read_text())
+    return 0
+
+
+def _gives_other_content(words: Sequence[str]) -> int:
+    print("something else")
+    return 0
+
+
+def _escapes(words: Sequence[str]) -> int:
+    print("optimus: error: \x1b]0;title\x07", file=sys.stderr)
+    return 2
+
+
+def _says_much(words: Sequence[str]) -> int:
+    print("optimus: error: one\noptimus: error: two", file=sys.stderr)
+    return 2
+
+
+def _says_too_much(words: Sequence[str]) -> int:
+    print("optimus: error: " + "x" * 10_000, file=sys.stderr)
+    return 2
+
+
+def _warns(words: Sequence[str]) -> int:
+    print("library.py:1: UserWarning: something", file=sys.stderr)
+    return 0
+
+
+def _says_nothing(words: Sequence[str]) -> int:
+    return 2
+
+
+def _has_another_status(words: Sequence[str]) -> int:
+    print("optimus: error: no", file=sys.stderr)
+    return 7
+
+
+def _crashes(words: Sequence[str]) -> int:
+    ctypes.string_at(0)
+    return 0
+
+
+def _ends(words: Sequence[str]) -> int:
+    os._exit(0)
+
+
+CHANGED = Change("another value", b'{"value": 6}', is_structural=True)
+FOREIGN = Change("foreign", place="foreign")
+FAULTS = {
+    "raises": (_raises, CHANGED, "traceback: KeyError"),
+    "works for ever": (_works_for_ever, CHANGED, "seconds of processor"),
+    "waits for ever": (_waits_for_ever, CHANGED, "waits without end"),
+    "allocates": (_allocates, CHANGED, "MiB of memory"),
+    "writes outside": (_writes_outside, CHANGED, "opened for writing outside"),
+    "writes unseen": (_writes_outside_unseen, CHANGED, "a file outside the directory was made"),
+    "reads outside": (_reads_outside, CHANGED, "opened outside the directory"),
+    "copies": (_copies, FOREIGN, "was copied to copy.json"),
+    "prints": (_prints, FOREIGN, "was printed"),
+    "other content": (_gives_other_content, CHANGED, "accepted with other content"),
+    "escapes": (_escapes, CHANGED, "control character"),
+    "says much": (_says_much, CHANGED, "refused in 2 lines"),
+    "says too much": (_says_too_much, CHANGED, "a line of"),
+    "warns": (_warns, CHANGED, "other lines on stderr"),
+    "says nothing": (_says_nothing, CHANGED, "refused in 0 lines"),
+    "another status": (_has_another_status, CHANGED, "exit status 7"),
+    "crashes": (_crashes, CHANGED, "SIGSEGV"),
+    "ends": (_ends, CHANGED, "ended by itself"),
+}
+
+
+def planted(name: str) -> Format:
+    command = Command((f"{shlex.quote(name)} sample.json",), str)
+    return Format(name, "sample", "sample.json", "json", (command,))
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
+    """An arena of one sample, whose reader is without fault until a case is given."""
+    arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
+    (arena.samples / "sample").mkdir(parents=True)
+    (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
+    names = ["sound", *FAULTS]
+    hostile_formats.READERS |= dict.fromkeys(names, _read)
+    arena.prepare(map(planted, names), jobs=1)
+    hostile_formats.READERS |= {name: reader for name, (reader, *_) in FAULTS.items()}
+    yield arena
+    for name in names:
+        del hostile_formats.READERS[name]
+
+
+def case_of(name: str, change: Change) -> Case:
+    one = planted(name)
+    return Case(0, 0, one, one.commands[0], change, is_sealed=False)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(arena, name):
+    _, change, told = FAULTS[name]
+    ((_, verdict),) = arena.run([case_of(name, change)], 1)
+    assert verdict.outcome == "finding" and told in verdict.what, verdict
+
+
+def test_a_reader_without_fault_has_no_finding(arena):
+    """What no hash protects may be read as another value, so only refusals and the same count."""
+    one = planted("sound")
+    changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
+    cases = [Case(0, n, one, one.commands[0], change, True) for n, change in enumerate(changes)]
+    outcomes = [verdict.outcome for _, verdict in arena.run(cases, 2)]
+    assert len(outcomes) == 60 and set(outcomes) == {"same", "other", "refused"}
+    assert not list(arena.folder.glob("case-*"))
+
+
+def test_a_finding_does_not_depend_on_the_cases_before(arena, monkeypatch):
+    """A fault that only a process of many cases has is said to be one."""
+    seen: list[int] = []
+
+    def raises_later(words: Sequence[str]) -> int:
+        seen.append(1)
+        return _raises(words) if len(seen) > 2 else _read(words)
+
+    monkeypatch.setitem(hostile_formats.READERS, "sound", raises_later)
+    cases = [case_of("sound", Change("same", b'{"value": 5}')) for _ in range(3)]
+    verdicts = [verdict for _, verdict in arena.run(cases, 1)]
+    assert [verdict.outcome for verdict in verdicts] == ["same", "same", "finding"]
+    assert verdicts[-1].what.startswith("only after other cases: traceback")
+
+
+def test_limits_of_the_drill():
+    """What docs promise of any file."""
+    limits = hostile.Limits()
+    assert (limits.cpu_s, limits.idle_s, limits.memory_bytes) == (5.0, 5.0, 256 << 20)
