@@ -44,6 +44,8 @@ MAX_CONTEXT = 1 << 31
 MAX_COUNT = 1 << 56
 """Above every count of tokens, bytes or instances, so that products with 64 do not wrap."""
 
+ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 30
+"""Largest files that are read in whole: tables of a unit, tokenizers, JSON (3 million inputs)."""
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
 
@@ -94,12 +96,14 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + f"{text:<{length - 1}}\n".encode()
 
 
-def read_bytes(path: str | os.PathLike) -> bytes:
-    """The content of a file. Raises DataError where it cannot be read."""
+def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes:
+    """Return the content of a file. Raises DataError if it cannot be read or is larger."""
     try:
-        return files.read_regular(path)
+        return files.read_regular(path, limit_bytes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except MemoryError:
+        raise DataError(f"{path}: is larger than the free memory") from None
 
 
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ def read_checked_json(
     Raises DataError naming the file when it is missing or of another format or version, and
     DamageError when it is damaged.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, _JSON_BYTES)
     try:
         value = files.parse_checked_json(data)
     except ValueError as error:

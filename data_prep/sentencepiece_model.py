@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_prep.layout import TOKENIZER_BYTES
 from optimus import files
 from optimus.errors import DataError, one_line
 
@@ -37,7 +38,8 @@ class SentencePieceTokenizer:
                 f"{path}: sentencepiece models need its package: pip install sentencepiece"
             ) from None
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=files.read_regular(path))
+            content = files.read_regular(path, TOKENIZER_BYTES)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, ValueError, OSError) as error:
             raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
 

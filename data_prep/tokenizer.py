@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
-from data_prep.layout import read_bytes
+from data_prep.layout import TOKENIZER_BYTES, read_bytes
 from data_prep.pretokenize import recognise
 from data_prep.sections import Cutter
 from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
@@ -52,7 +52,7 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
         return SentencePieceTokenizer(path)
     from tokenizers import Tokenizer
 
-    content = read_bytes(path)
+    content = read_bytes(path, TOKENIZER_BYTES)
     try:
         with library_panics(path):
             tokenizer = Tokenizer.from_buffer(content)
@@ -125,7 +125,7 @@ def _sentencepiece_facts(
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Of a tokenizer's file, as data sets record it."""
-    return hashlib.sha256(read_bytes(path)).hexdigest()
+    return hashlib.sha256(read_bytes(path, TOKENIZER_BYTES)).hexdigest()
 
 
 class Encoder:
@@ -142,7 +142,7 @@ class Encoder:
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
-        recipe = recognise(json.loads(read_bytes(path)))
+        recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
         if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
             with library_panics(path):
                 memo = MemoEncoder(self._tokenizer, recipe)

@@ -12,16 +12,22 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
+from data_prep.layout import read_bytes
+from optimus import files
 from optimus.errors import DataError, counted, one_line
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices
 _IDX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NPY_MAGIC = b"\x93NUMPY"
-_NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError)
+_NPY_ERRORS = (
+    *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
+    TokenError,
+)
 """What numpy raises for headers: it parses them as Python, and multiplies the shape unchecked."""
 
 
@@ -54,9 +60,10 @@ def index_of(name: str) -> str:
 
 def _megatron(path: Path) -> Foreign:
     idx = index_of(str(path))
-    data = np.frombuffer(Path(idx).read_bytes(), np.uint8)
     head = len(_IDX_MAGIC) + _IDX_HEAD.size
-    if data[: len(_IDX_MAGIC)].tobytes() != _IDX_MAGIC or len(data) < head:
+    with files.open_regular(idx) as file:
+        data, size = file.read(head), os.fstat(file.fileno()).st_size
+    if not data.startswith(_IDX_MAGIC) or len(data) < head:
         raise DataError(f"{idx}: is not the index of a Megatron-LM data set (MMIDIDX); remove it")
     version, code, sequences, documents = _IDX_HEAD.unpack_from(data, len(_IDX_MAGIC))
     if version != 1 or code not in _IDX_TYPES:
@@ -64,12 +71,13 @@ def _megatron(path: Path) -> Foreign:
             f"{idx}: version {version}, type {code} of ids is not read; it must hold "
             "version 1 and whole numbers"
         )
-    if len(data) != head + 12 * sequences + 8 * documents:
+    if size != head + 12 * sequences + 8 * documents:  # before all of it is read
         raise DataError(
-            f"{idx}: has {len(data)} bytes, not those of "
+            f"{idx}: has {size} bytes, not those of "
             f"{counted(sequences, 'sequence')} and {documents} document indices; it is "
             "damaged or multimodal, copy or make it again"
         )
+    data = read_bytes(idx)
     lengths = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, head + 4 * sequences)
     indices = np.frombuffer(data, "<i8", documents, head + 12 * sequences)

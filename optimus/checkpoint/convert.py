@@ -264,7 +264,7 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, empty where there is none. Raises DataError."""
     try:
-        found = json.loads(read_regular(path)) if path.is_file() else {}
+        found = json.loads(read_regular(path, _KEPT_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {one_line(error)}") from None
     return found if isinstance(found, dict) else {}

@@ -285,6 +285,40 @@ def test_a_damaged_npy_header_is_one_line(tmp_path, shape):
         open_foreign(str(path), None)
 
 
+def test_a_npy_header_of_open_brackets_is_one_line(tmp_path):
+    path = tmp_path / "ids.npy"
+    text = "{'descr': '<u2', 'shape': (8,".ljust(117) + "\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode())
+    with pytest.raises(DataError, match="is a damaged .npy file"):
+        open_foreign(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("manifest.json", "stats"), ("tokenizer.json", "verify"), ("tokens/plan.json", "verify")],
+)
+def test_a_file_larger_than_any_we_write_is_not_read(restored, capsys, name, command):
+    path = restored / name
+    content = path.read_bytes()
+    with open(path, "ab") as file:
+        file.truncate(1 << 40)  # sparse
+    try:
+        assert main([command, str(restored)]) in (1, 2)
+    finally:
+        path.write_bytes(content)
+    assert "larger than" in capsys.readouterr().err
+
+
+def test_an_index_is_compared_with_its_size_before_it_is_read(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"")
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0)
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(head)
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(DataError, match="has 1099511627776 bytes"):
+        open_foreign(str(tmp_path / "a.bin"), None)
+
+
 def test_documents_that_do_not_follow_one_another_are_damage(made, tmp_path, capsys):
     """A table of documents with the hash that its order names."""
     out = tmp_path / "data"
