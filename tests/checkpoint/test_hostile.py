@@ -39,12 +39,13 @@ def sound(tmp_path_factory) -> Path:
             Piece("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
         ]
         with ShardWriter(directory, Identity("g", 3, 0), 4096 + 3 * 4 * 64) as file:
-            found = []
+            boxes = list(dict.fromkeys(piece[:2] for piece in pieces))
+            rows = []
             for piece in pieces:
                 values = numpy.zeros(16, dtype=numpy.float32)  # a multiple of 64 bytes
                 begins = tuple(file.write(memoryview(values).cast("B")) for _ in range(3))
-                found.append((piece, begins))
-            written = Written(file.finish(), found)
+                rows.append((boxes.index(piece[:2]), piece.start, piece.stop, *begins))
+            written = Written(file.finish(), boxes, rows)
         (directory / INDEX).write_bytes(encode("g", 3, [written], SHAPES))
         (directory / "config.toml").write_text("")
 
