@@ -102,7 +102,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
     """Return the `[model]` section that a Hugging Face directory describes.
 
     Raises CheckpointError if config.json cannot be read or, with `compare_counts`, has more layers
-    or experts than the weights next to it, ConfigError if it asks for something that this model does not compute.
+    or experts than the weights next to it; ConfigError if it asks for something that this model
+    does not compute.
     """
     file = Path(path) / "config.json"
     try:
