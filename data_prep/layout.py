@@ -254,7 +254,15 @@ def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:
             columns.append([next(items) if name in v else default for v in values])
     if not dataclasses.is_dataclass(kind):
         return values
-    return list(map(kind, *columns))
+    if len(values) == 1:
+        return [kind(*next(zip(*columns, strict=True)))]
+    # A frozen dataclass sets each field through object.__setattr__; this takes half as long.
+    names, objects = [name for name, *_ in _fields(kind)], []
+    for row in zip(*columns, strict=True):
+        made = object.__new__(kind)
+        made.__dict__.update(zip(names, row, strict=True))
+        objects.append(made)
+    return objects
 
 
 @functools.cache

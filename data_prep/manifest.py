@@ -199,13 +199,15 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
         ),
     )
     instances = [full] * number
+    row_bytes = manifest.context * layout.little_endian(manifest.dtype).itemsize
+    sizes = [layout.HEADER_BYTES + full * row_bytes] * number
     if number:
         instances[-1] = manifest.num_instances - (number - 1) * full
-    row_bytes = manifest.context * layout.little_endian(manifest.dtype).itemsize
+        sizes[-1] = layout.HEADER_BYTES + instances[-1] * row_bytes
     expected = (
         ("name", [f"{layout.SHARDS_DIR}/{layout.shard_name(n)}.npy" for n in range(number)]),
         ("instances", instances),
-        ("size", [layout.HEADER_BYTES + count * row_bytes for count in instances]),
+        ("size", sizes),
     )
     for key, values in expected:
         given = [getattr(shard, key) for shard in shards]
