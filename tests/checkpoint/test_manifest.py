@@ -32,6 +32,24 @@ def test_sealed_checkpoint_reads_back(sealed):
     manifest.verify()
 
 
+def test_all_files_are_durable_before_the_name(tmp_path, monkeypatch):
+    synced, real_fsync, real_rename = set(), os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        real_fsync(fd)
+
+    def rename(old: Path, new: Path) -> None:
+        inside = [Path(old), *Path(old).rglob("*")]
+        assert [path.name for path in inside if path.stat().st_ino not in synced] == []
+        real_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    seal(tmp_path / "c", write_two_files, kind="full")
+    assert (tmp_path / "c" / MANIFEST).is_file()
+
+
 def test_what_is_too_large_to_be_hashed_at_once_is_known_by_its_size(sealed):
     path = sealed.path / "a.bin"
     os.truncate(path, 999)

@@ -105,7 +105,8 @@ def test_a_name_given_twice_is_refused():
 def test_the_parameters_of_a_stretch(seed):
     draw = random.Random(seed)
     for chunk in lay_out(random_parameters(seed), 1000).chunks:
-        for _ in range(20):
-            start, stop = sorted(draw.sample(range(chunk.length + 1), 2))
+        ends = [(0, slot.start) for slot in chunk.slots[1:]]  # a stretch ends where a slot begins
+        drawn = [sorted(draw.sample(range(chunk.length + 1), 2)) for _ in range(20)]
+        for start, stop in (*ends, *drawn):
             met = [slot for slot in chunk.slots if slot.start < stop and slot.stop > start]
             assert list(chunk.slots_in(start, stop)) == met

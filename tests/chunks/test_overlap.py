@@ -96,11 +96,11 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
 
 
 def step_by_step() -> dict:
-    """What is begun when, on a model of four layers of which the second has a weight too many."""
+    """Count what is begun when, on four layers of which the first has a weight that is not used."""
     torch.manual_seed(0)
     group = everyone()
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
-    model[1].unused = torch.nn.Parameter(torch.ones(8))
+    model[0].unused = torch.nn.Parameter(torch.ones(8))
     optim = OptimConfig(lr=1e-2, min_lr=0.0)
     home = Home(adders=group, shards=group)
     engine = ChunkEngine(
@@ -142,7 +142,7 @@ def step_by_step() -> dict:
     equal = all(torch.equal(same[name], p) for name, p in model.named_parameters())
     twice = {n: 2 * 3 / (group.rank + 1) * p for n, p in gradients_alone(before, group).items()}
     right = all(torch.allclose(shared[name], twice[name], rtol=1e-5) for name in twice)
-    return {**counts, "moved": moved, "equal": equal, "right": right, "unused": shared["1.unused"]}
+    return {**counts, "moved": moved, "equal": equal, "right": right, "unused": shared["0.unused"]}
 
 
 def gradients_alone(weights: dict, group: Group) -> dict:
@@ -155,10 +155,10 @@ def gradients_alone(weights: dict, group: Group) -> dict:
 def test_reductions_begin_within_backward_and_gathers_end_within_forward(ranks):
     for told in ranks(2, step_by_step):
         assert told["a backward before the last"] == 0
-        # Of five chunks (the second layer's weight too many has its own) the last two: the one
-        # without a gradient holds back those that come behind it.
-        assert told["within the last backward"] == 2
-        assert told["behind it"] == 3
+        # Of five chunks (the unused weight has its own) the last three: the one without a gradient
+        # holds back the first. In the opposite order one chunk would be sent.
+        assert told["within the last backward"] == 3
+        assert told["behind it"] == 2
         assert told["by the update"] == 5
         assert told["awaited"] == [5, 4, 3, 2, 1]  # nobody reads the fifth
         assert told["moved"] and told["equal"] and told["right"]

@@ -75,6 +75,11 @@ def test_equals_its_specification(n):
     assert image.tolist() == [specified(n, 123, 4, int(i)) for i in places]
 
 
+def test_all_small_sizes_are_permuted():
+    for n in range(1, 300):
+        assert sorted(Permutation(n, 123, 4).apply(np.arange(n)).tolist()) == list(range(n))
+
+
 def test_a_stretch_does_not_depend_on_what_surrounds_it():
     whole = Permutation(100_000, 3).apply(np.arange(100_000))
     part = Permutation(100_000, 3).apply(np.arange(40_000, 90_000).astype(np.uint32))

@@ -52,6 +52,7 @@ def test_shares_are_complete_and_balanced():
         best = max(sum(sizes) / world, max(sizes))
         assert max(loads) <= 4 / 3 * best + 300
     assert share([], 0, 3) == []
+    assert [len(share([8] + [1] * 8, rank, 2)) for rank in (0, 1)] == [1, 8]
 
 
 def test_the_largest_goes_first():

@@ -47,6 +47,19 @@ def test_where_eos_stands_in_a_text_is_told(array):
         array.extend(ids(EOS), "b.txt:4")
 
 
+def test_a_document_written_in_parts_equals_one_written_at_once(array):
+    array.append([ids(1, 2, 3), ids(4)], [(0, 1), (0, 2)])
+    at_once = array.take()
+    for part in (ids(1, 2), ids(3)):
+        array.extend(part)
+    array.close(0, 1)
+    array.extend(ids(4))
+    array.close(0, 2)
+    tokens, rows, id_hashes = array.take()
+    assert (tokens, id_hashes) == (at_once[0], at_once[2])
+    assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[10, 0, 1], [12, 0, 2]]
+
+
 def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp_path):
     array.append([ids(1, 2), ids(3)], [(0, 1), (0, 2)])
     array.take()

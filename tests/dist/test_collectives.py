@@ -20,10 +20,11 @@ from tests.helpers.worlds import everyone
 def run_all(dtype: torch.dtype) -> dict:
     group = everyone()
     own = torch.tensor([float(group.rank + 1)], dtype=dtype)
-    summed, largest, sent = own.clone(), own.clone(), own.clone()
+    summed, largest, sent, from_last = (own.clone() for _ in range(4))
     collectives.all_reduce_sum(summed, group)
     collectives.all_reduce_max(largest, group)
     collectives.broadcast(sent, group)
+    collectives.broadcast(from_last, group, group.size - 1)
     gathered = torch.empty(group.size, dtype=dtype)
     collectives.all_gather(gathered, own, group)
     exchanged, part = torch.empty(group.size, dtype=dtype), torch.empty(1, dtype=dtype)
@@ -36,7 +37,7 @@ def run_all(dtype: torch.dtype) -> dict:
     return {
         "sum": summed.item(),
         "max": largest.item(),
-        "broadcast": sent.item(),
+        "broadcast": [sent.item(), from_last.item()],
         "gathered": gathered.tolist(),
         "exchanged": exchanged.tolist(),
         "part": part.item(),
@@ -48,7 +49,7 @@ def run_all(dtype: torch.dtype) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_collectives_over_three_ranks(ranks, dtype):
     for rank, seen in enumerate(ranks(3, run_all, dtype)):
-        assert seen["sum"] == 6 and seen["max"] == 3 and seen["broadcast"] == 1
+        assert seen["sum"] == 6 and seen["max"] == 3 and seen["broadcast"] == [1, 3]
         assert seen["gathered"] == [1, 2, 3]
         assert seen["exchanged"] == [rank, 10 + rank, 20 + rank]
         assert seen["part"] == 30 + 3 * rank

@@ -25,6 +25,12 @@ def test_without_a_sequence_there_is_none_to_divide():
     assert plan(load_config(CONFIGS / "model" / "olmo-1b.toml", settings))["world"] == 2
 
 
+def test_memory_is_that_of_the_fullest_rank():
+    result = plan(load_config(CONFIGS / "model" / "olmo-1b.toml", ["parallel.pp=2"]))
+    totals = [rank["total"] for rank in result["ranks"]]
+    assert result["memory"]["total"] == max(totals) > min(totals)
+
+
 def test_the_paper_s_recipe_for_7b():
     config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
     result = plan(config)

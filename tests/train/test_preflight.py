@@ -74,6 +74,12 @@ def check(data, run_dir, world_size=1, **overrides):
             r"did you mean 'optim.weight_decay'",
         ),
         (DENSE | {"parallel__ep": 2}, 2, ConfigError, r"parallel.ep = 2, but .*num_experts = 0"),
+        (
+            {"parallel__tp": 4, "model__num_attention_heads": 4, "model__num_key_value_heads": 2},
+            4,
+            ConfigError,
+            r"parallel.tp = 4 does not divide model.num_key_value_heads = 2",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(
