@@ -44,7 +44,7 @@ find_python() {
 fingerprint() {
     echo "torch $TORCH ${TORCH_INDEX:-default-index}"
     echo "checkout $PWD"
-    cksum pyproject.toml constraints.txt scripts/setup.sh
+    cksum pyproject.toml constraints.txt constraints-hashes.txt scripts/setup.sh
 }
 
 read_choice() {
@@ -73,6 +73,15 @@ make_venv() {
         die "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv"
 }
 
+# The hashes are those of one platform; elsewhere versions alone are pinned. Another torch may bring
+# other versions of the packages that it shares with us.
+has_hashes() {
+    [ "$TORCH" = pinned ] && [ "$("$VENV/bin/python" -c '
+import platform as p
+print(p.system(), p.machine(), p.python_implementation(), *p.python_version_tuple()[:2])
+')" = "Linux x86_64 CPython 3 11" ]
+}
+
 install_torch() {
     if [ "$TORCH" = installed ]; then
         say "[2/3] torch as installed"
@@ -84,8 +93,12 @@ install_torch() {
         "$VENV/bin/python" -m pip install "setuptools>=77"
         return
     fi
-    say "[2/3] torch and its dependencies (200 MB to several GB, by build; a few minutes)"
-    "$VENV/bin/python" -m pip install -c constraints.txt setuptools
+    say "[2/3] torch and what it needs (200 MB to several GB, by build; a few minutes)"
+    if has_hashes; then # before torch, so that its step finds them and installs none unchecked
+        "$VENV/bin/python" -m pip install --require-hashes --no-deps -r constraints-hashes.txt
+    else
+        "$VENV/bin/python" -m pip install -c constraints.txt setuptools
+    fi
     # One index for this step: with two, either could serve any of the names. That index may lack the
     # other pins, which the next step installs.
     if [ -n "$TORCH_INDEX" ]; then
@@ -100,6 +113,11 @@ install_rest() {
     say "[3/3] the other dependencies and Optimus itself, editable"
     local pins=(-c constraints.txt)
     [ "$TORCH" = pinned ] || pins=()
+    if has_hashes; then # nothing is left to fetch; pip check fails where a hash is missing
+        "$VENV/bin/python" -m pip install --no-deps --no-build-isolation -e ".[test]"
+        "$VENV/bin/python" -m pip check
+        return
+    fi
     "$VENV/bin/python" -m pip install ${pins[@]+"${pins[@]}"} --no-build-isolation -e ".[test]"
 }
 

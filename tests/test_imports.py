@@ -219,3 +219,14 @@ def test_every_requirement_is_pinned():
     pinned = {pin.partition("==")[0].lower() for pin in pins}
     assert {re.match(r"[\w-]+", text)[0] for text in wanted} <= pinned | {"optimus"}
     assert "torch==2.13.0" in pins
+
+
+def test_every_pin_but_torch_has_its_hash():
+    """Set-up installs from these on Linux x86-64; scripts/lock.sh writes them."""
+    lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
+    found = [re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found)
+    no_hash = re.compile(r"#|torch==|intel-|tbb==|tcmlib==|umf==")
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    expected = {pin.lower() for pin in pins if not no_hash.match(pin)}
+    assert {match[1].lower() for match in found} == expected

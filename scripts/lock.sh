@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Writes constraints-hashes.txt: the packages of constraints.txt with the sha256 of the file that pip
+# takes here, Linux on x86-64 with CPython 3.11. scripts/setup.sh installs them with these hashes on
+# that platform, and by version alone elsewhere. Torch is left out, because its file depends on the
+# chosen build; so are the packages of the extra `sycl`. Run it after a change of constraints.txt.
+set -euo pipefail
+unset CDPATH
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+
+wanted=$(mktemp)
+trap 'rm -f "$wanted"' EXIT
+grep -vE '^(#|torch==|intel-|tbb==|tcmlib==|umf==)' constraints.txt >"$wanted"
+"$PYTHON" -m pip install --dry-run --ignore-installed --no-deps --quiet --report - -r "$wanted" |
+    "$PYTHON" -c '
+import json, platform, sys
+
+here = f"{platform.system()} {platform.machine()} {sys.version_info[0]}.{sys.version_info[1]}"
+assert here == "Linux x86_64 3.11", f"the hashes are of Linux x86_64 3.11, not of {here}"
+print("# Made by scripts/lock.sh from constraints.txt, for Linux on x86-64 with CPython 3.11.")
+for package in json.load(sys.stdin)["install"]:
+    name, version = (package["metadata"][key] for key in ("name", "version"))
+    sha256 = package["download_info"]["archive_info"]["hashes"]["sha256"]
+    print(f"{name}=={version} --hash=sha256:{sha256}")
+' >constraints-hashes.txt
