@@ -12,12 +12,16 @@ from optimus.config.axes import BLOCK
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError, counted
 
+_MOST_ELEMENTS = 1 << 56
+"""Of a tensor, whose bytes torch can count."""
+
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first impossible combination."""
     for one in (
         _heads,
         _experts,
+        _tensors,
         _rope,
         _tokens,
         _sequence,
@@ -34,6 +38,25 @@ def check(config: Config) -> None:
         _not_yet,
     ):
         one(config)
+
+
+def _tensors(config: Config) -> None:
+    """Refuse sizes whose product no tensor can have: torch would fail on them in its own words."""
+    model = config.model
+    hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
+    width = max(model.intermediate_size, model.dense_intermediate_size)
+    heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
+    sizes = {
+        "vocab_size": model.vocab_size * hidden,
+        "num_attention_heads * head_dim": heads * hidden,
+        "num_experts * intermediate_size": 2 * experts * width * hidden,
+    }
+    for name, size in sizes.items():
+        if size > _MOST_ELEMENTS:
+            raise ConfigError(
+                f"model.{name} and model.hidden_size = {hidden} make a tensor of more "
+                "elements than torch can count; use smaller sizes"
+            )
 
 
 def _heads(config: Config) -> None:

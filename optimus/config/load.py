@@ -180,9 +180,21 @@ def _parse_toml(text: str) -> Tree:
     if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
         raise ValueError(f"a line with more than {_MAX_DOTS} dots")
     try:
-        return tomllib.loads(text)
+        tree = tomllib.loads(text)
+        _check_numbers(tree)
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+    return tree
+
+
+def _check_numbers(value: Any) -> None:
+    """Raise ValueError for a whole number of more than 64 bits, the most that TOML promises: Python
+    could not even print one of 5,000 digits, which 0x and so on can spell."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(item)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("a whole number of more than 64 bits")
 
 
 def dump_toml(config: Config) -> str:

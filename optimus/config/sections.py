@@ -94,7 +94,7 @@ class ModelConfig(Section):
 
     architecture: Literal["olmo", "olmoe"]
     """`olmo`: LayerNorm without weights, SwiGLU. `olmoe`: RMSNorm, q/k-norm, sparse MoE."""
-    num_layers: Annotated[Count, Field(le=1 << 16)]
+    num_layers: Annotated[Count, Field(le=4096)]
     """Decoder blocks."""
     hidden_size: Count
     """Width of the residual stream (D)."""

@@ -219,7 +219,7 @@ def test_a_config_that_the_weights_contradict_takes_no_memory(tmp_path, field, v
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("layers", [3, 65536, 10**9])
+@pytest.mark.parametrize("layers", [3, 4096, 10**9])
 def test_a_checkpoint_of_more_layers_than_weights_is_refused(tmp_path, layers):
     model = small_model()
     write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")

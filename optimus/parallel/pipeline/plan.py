@@ -41,6 +41,8 @@ def assign_layers(
             f"{num_layers}; a stage holds at least one layer, use at most "
             f"{counted(num_layers, 'stage')}"
         )
+    if num_stages == 1:  # the search below takes time by the square of the layers
+        return (range(num_layers),)
     sums = list(accumulate(layer_costs, initial=0.0))
 
     def cost_of(stage: int, start: int, stop: int) -> float:
@@ -54,6 +56,8 @@ def assign_layers(
         row, choice = [infinite] * (num_layers + 1), [0] * (num_layers + 1)
         for start in range(num_layers):
             for stop in range(start + 1, num_layers + 1):
+                if sums[stop] - sums[start] > row[start]:
+                    break  # more layers only make this stage dearer
                 dearest = max(cost_of(stage, start, stop), best[stop])
                 if dearest < row[start]:
                     row[start], choice[start] = dearest, stop

@@ -32,6 +32,11 @@ def test_the_head_takes_the_place_of_a_layer():
     assert [len(stage) for stage in assign_layers([1.0] * 15, 4, 1.0)] == [4, 4, 4, 3]
 
 
+def test_many_layers_of_a_single_stage_are_not_searched():
+    """By the search, 2^20 layers would take days."""
+    assert assign_layers([1.0] * (1 << 20), 1) == (range(1 << 20),)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="use at most 2 stages"):
         assign_layers([1, 1], 3)
