@@ -32,6 +32,8 @@ INFO = "info.json"
 LOCK_WAIT_S = 900.0
 """Longest wait for another process that compiles; an AOT build for PVC takes minutes."""
 _POLL_S = 0.1
+_INFO_BYTES = 1 << 20
+"""Of an info.json that are read: more than any build writes."""
 
 
 class KernelError(RuntimeError):
@@ -114,7 +116,8 @@ def _paths(backend: str) -> list[Path]:
 def _read_info(path: Path) -> dict[str, Any]:
     """Return info.json of the entry at `path`. Raises OSError or ValueError if it is not ours."""
     try:
-        info = json.loads((path / INFO).read_text())
+        with open(path / INFO, "rb") as file:  # a regular file: _why_untrusted_entry has looked
+            info = json.loads(file.read(_INFO_BYTES))
         library, built_at = info["library"], info["built_at"]
         # A name with a folder would lead out of the entry, whose owner and mode were checked.
         plain = Path(library).name == library and library not in ("", "..", INFO)
