@@ -334,7 +334,7 @@ def _lay_out(where: Path) -> list[tuple]:
     (where / "outside").mkdir(parents=True)
     (where / "inside").mkdir(mode=0o700)
     for name in ("secret", "secret.json", "secret.npy"):
-        (where / "outside" / name).write_text(f'{{"{CANARY}": 1}}\n')
+        (where / "outside" / name).write_text(f"{CANARY} 1\n")
     return _listing(where)
 
 
@@ -471,7 +471,7 @@ def place(case: Case, inside: Path) -> None:
     elif change.place == "endless":
         path.symlink_to("/dev/zero")
     elif change.place == "foreign":
-        path.symlink_to(outside / "secret.json")
+        path.symlink_to(outside / "secret")
     elif change.place == "copy":
         with contextlib.suppress(FileExistsError):
             (inside / "copy").write_bytes(before)
@@ -548,7 +548,7 @@ def _redirect(where: Path) -> None:
         os.close(file)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="surrogateescape")
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
 
 
