@@ -78,6 +78,12 @@ def continue_text(
         raise ConfigError("--prompt is empty; give some text to continue")
     device = platform.pick_device(0)
     model = load_resolved(source, device=device)
+    vocab_size = model.config.vocab_size
+    if max(ids) >= vocab_size:
+        raise DataError(
+            f"{file}: gives id {max(ids)}, but the model's vocabulary has {vocab_size} ids; use "
+            "the tokenizer of the model's data"
+        )
     new = generate(
         model,
         torch.tensor(ids, device=device),

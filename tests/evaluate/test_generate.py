@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
+from optimus.config import ModelConfig
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import tokenizer_beside
+from optimus.errors import DataError
 from optimus.evaluate.checkpoint import continue_text
 from optimus.evaluate.generate import generate, sample_text
 from optimus.model.hf import write_hf
@@ -19,6 +23,12 @@ def make_model() -> Transformer:
     model = Transformer(tiny_config("d", "r").model)
     initialise_(model, 1)
     return model
+
+
+def write_model(model: Transformer, path: Path, config: ModelConfig | None = None) -> None:
+    weights = ((name, 0, p.detach().flatten()) for name, p in model.named_parameters())
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    write_hf(path, config or model.config, weights, dtypes)
 
 
 def test_temperature_zero_takes_the_likeliest_token_each_time():
@@ -51,15 +61,21 @@ def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
     ends = {"none": (), "every": tuple(range(model.config.vocab_size))}
     for name, tokens in ends.items():
         config = model.config.model_copy(update={"eos_token_ids": tokens})
-        weights = ((name, 0, p.detach().flatten()) for name, p in model.named_parameters())
-        dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        write_hf(tmp_path / name, config, weights, dtypes)
+        write_model(model, tmp_path / name, config)
         shutil.copy(tokenizer_beside(tiny_data), tmp_path / name)
 
     def go_on(name: str, tokens: int) -> str:
         return continue_text(str(tmp_path / name), "abc", tokens, temperature=0, top_k=0, seed=0)
 
     assert go_on("every", 5) == go_on("none", 1) != go_on("none", 5)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    write_model(make_model(), tmp_path / "m")
+    words = models.WordLevel({"?": 0, "abc": 100_000}, unk_token="?")
+    Tokenizer(words).save(str(tmp_path / "m" / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer\.json: gives id 100000, but the model's"):
+        continue_text(str(tmp_path / "m"), "abc", 1, temperature=0, top_k=0, seed=0)
 
 
 def test_a_sample_ends_at_the_stop_token(tiny_data):
