@@ -270,7 +270,10 @@ def _parse(data: bytes) -> Peak:
     peak = Peak(**tree | {"setup": Setup(**tree["setup"])})
     for part in (peak, peak.setup):
         kinds = {field.name: _KINDS.get(field.type, Setup) for field in dataclasses.fields(part)}
-        is_peak = is_peak and all(isinstance(getattr(part, key), kinds[key]) for key in kinds)
+        values = {key: getattr(part, key) for key in kinds}
+        is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
+        texts = (text for text in values.values() if isinstance(text, str))
+        is_peak = is_peak and all(map(str.isprintable, texts))  # they are printed
     if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= peak.spread < math.inf:
         raise ValueError("holds no peak")
     return peak
