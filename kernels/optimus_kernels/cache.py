@@ -121,7 +121,7 @@ def _read_info(path: Path) -> dict[str, Any]:
         library, built_at = info["library"], info["built_at"]
         # A name with a folder would lead out of the entry, whose owner and mode were checked.
         plain = Path(library).name == library and library not in ("", "..", INFO)
-        valid = plain and isinstance(info["sha256"], str) and 0 <= float(built_at) < math.inf
+        valid = plain and isinstance(info["sha256"], str) and 0 <= built_at < math.inf
         # Its name leads to the sources that the library is compared with.
         valid = valid and path.name.startswith(f"{info['backend']}-")
     except (KeyError, TypeError, RecursionError, OverflowError) as error:

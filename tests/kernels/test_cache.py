@@ -197,7 +197,7 @@ def test_entries_are_usable_whatever_the_umask(umask):
 
 
 @pytest.mark.parametrize(
-    "kind", ["absolute", "parent", "link", "fifo", "number", "time", "backend", "large"]
+    "kind", ["absolute", "parent", "link", "fifo", "number", "time", "digits", "backend", "large"]
 )
 def test_library_outside_the_entry_is_refused(tmp_path, kind):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
@@ -209,7 +209,12 @@ def test_library_outside_the_entry_is_refused(tmp_path, kind):
         entry.library.symlink_to(outside) if kind == "link" else os.mkfifo(entry.library)
     else:
         name = {"absolute": str(outside), "parent": "../../evil.so", "number": 5}.get(kind)
-        other = {"time": {"built_at": "x"}, "backend": {"backend": "../.."}, "large": {}}
+        other = {
+            "time": {"built_at": "x"},
+            "digits": {"built_at": "1.5"},
+            "backend": {"backend": "../.."},
+            "large": {},
+        }
         info |= other.get(kind, {"library": name})
     padding = " " * (cache._INFO_BYTES if kind == "large" else 0)
     (entry.path / "info.json").write_text(padding + json.dumps(info))
