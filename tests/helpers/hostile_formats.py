@@ -388,6 +388,8 @@ _HF = (
 )
 _TRAIN = Command(("optimus train run.toml --nproc 2 --dry-run",), _text, "never", (1, 2))
 _VERIFY = Command(("optimus-data verify data",), _instances, "always", (1, 2), lists=True)
+# Another token in a shard, all hashes made to fit, is another data set.
+_VERIFY_SHARD = dataclasses.replace(_VERIFY, same="intact")
 _INSPECT = Command(("optimus-data inspect data 3 --json",), _inspected, "intact", (1, 2))
 _INSPECT_ANY = dataclasses.replace(_INSPECT, same="never")
 _STATS = Command(("optimus-data stats data",), _text, "never", (1, 2))
@@ -481,7 +483,13 @@ FORMATS: tuple[Format, ...] = (
         for name, file, syntax, commands, weight in (
             ("data manifest", "manifest.json", "json", _DATA, 4),
             ("data order", "order.json", "json", _DATA, 2),
-            ("data shard", "shards/shard-00000.npy", "npy", (_VERIFY, _INSPECT_ANY, _STATS), 2),
+            (
+                "data shard",
+                "shards/shard-00000.npy",
+                "npy",
+                (_VERIFY_SHARD, _INSPECT_ANY, _STATS),
+                2,
+            ),
             ("shard sidecar", "shards/shard-00001.json", "json", (_VERIFY, _INSPECT), 1),
             ("data tokenizer", "tokenizer.json", "json", (_VERIFY, _INSPECT), 2),
             ("token plan", "tokens/plan.json", "json", _DATA, 2),
