@@ -45,7 +45,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(new_tokens):
-        logits = model(tokens[-context:].unsqueeze(0))
+        seen = tokens[max(tokens.numel() - context, 0) :]
+        logits = model(seen.unsqueeze(0))
         drawn = tokens.new_zeros(1)
         if group.rank == source:
             drawn[0] = _draw(logits[0, -1].float().cpu(), temperature, top_k, generator)

@@ -49,6 +49,14 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
     assert torch.equal(likeliest, generate(model, prompt, 20, context=8, top_k=1, seed=9))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_context_beyond_64_bits_is_all_tokens():
+    """A config.json may say so; a slice by it makes torch warn."""
+    model, prompt = make_model(), torch.tensor([3, 1])
+    new = generate(model, prompt, 3, context=1 << 64, temperature=0)
+    assert torch.equal(new, generate(model, prompt, 3, context=32, temperature=0))
+
+
 def test_it_ends_at_the_stop_token():
     model, prompt = make_model(), torch.tensor([3])
     first = int(generate(model, prompt, 1, context=8, temperature=0))
