@@ -180,7 +180,7 @@ def _avoid_spinning() -> None:
 
 
 def _leaves_at_once() -> bool:
-    world = sys.modules.get("optimus.dist.world")
+    world = sys.modules.get("optimus.distributed.world")
     return world is not None and world.leaves_at_once()
 
 

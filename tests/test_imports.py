@@ -34,16 +34,16 @@ ARROWS = {
     # The rooms.
     "peak": COMMON,
     "doctor": f"{COMMON} kernels peak",
-    "dist": COMMON,
+    "distributed": COMMON,
     "model": f"{COMMON} kernels",
     "data": f"{COMMON} data_prep",
-    "parallel": f"{COMMON} dist model kernels",
-    "chunks": f"{COMMON} dist kernels",
-    "checkpoint": f"{COMMON} dist chunks model data data_prep",
-    "observe": f"{COMMON} dist",
-    "resilience": f"{COMMON} dist checkpoint observe",
-    "planner": f"{COMMON} dist model parallel chunks checkpoint",
-    "evaluate": f"{COMMON} dist model parallel data checkpoint",
+    "parallel": f"{COMMON} distributed model kernels",
+    "chunks": f"{COMMON} distributed kernels",
+    "checkpoint": f"{COMMON} distributed chunks model data data_prep",
+    "observe": f"{COMMON} distributed",
+    "resilience": f"{COMMON} distributed checkpoint observe",
+    "planner": f"{COMMON} distributed model parallel chunks checkpoint",
+    "evaluate": f"{COMMON} distributed model parallel data checkpoint",
     "hf": f"{COMMON} kernels model",
     "train": ALL,
     # The faces. Nothing imports them.
@@ -126,17 +126,17 @@ def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("optimus/model/a.py", "from optimus.dist.mesh import Mesh"),
-        ("optimus/model/a.py", "def f():\n    from optimus import dist"),
-        ("optimus/model/a.py", "def f():\n    from ..dist import mesh"),
+        ("optimus/model/a.py", "from optimus.distributed.mesh import Mesh"),
+        ("optimus/model/a.py", "def f():\n    from optimus import distributed"),
+        ("optimus/model/a.py", "def f():\n    from ..distributed import mesh"),
         ("optimus/model/a.py", "import torch.distributed as d"),
         ("optimus/model/a.py", "from torch import distributed"),
         ("optimus/model/a.py", "import torch\nrank = torch.distributed.get_rank()"),
         (
-            "optimus/dist/a.py",
+            "optimus/distributed/a.py",
             "class A:\n    async def f(self):\n        import optimus.train.loop",
         ),
-        ("optimus/dist/a.py", "import importlib\nimportlib.import_module('optimus.cli')"),
+        ("optimus/distributed/a.py", "import importlib\nimportlib.import_module('optimus.cli')"),
         ("optimus/chunks/a.py", "from optimus.model.transformer import Transformer"),
         ("optimus/errors.py", "import torch"),
         ("optimus/cli.py", "from optimus.config import load_config"),
@@ -150,7 +150,7 @@ def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
 )
 def test_a_planted_arrow_is_found(tmp_path, name, text):
     imports = plant(
-        tmp_path, {"optimus/__init__.py": "", "optimus/dist/__init__.py": "", name: text}
+        tmp_path, {"optimus/__init__.py": "", "optimus/distributed/__init__.py": "", name: text}
     )
     assert any(forbidden(one) for one in imports), imports
 
@@ -169,13 +169,13 @@ def test_allowed_arrows_are_left_alone(tmp_path):
 
 def test_a_planted_circle_is_found(tmp_path):
     planted = {
-        "optimus/dist/a.py": "import optimus.dist.b",
-        "optimus/dist/b.py": "def f():\n    from optimus.dist.c import x",
-        "optimus/dist/c.py": "from .a import y\nimport optimus.dist.d",
-        "optimus/dist/d.py": "",
+        "optimus/distributed/a.py": "import optimus.distributed.b",
+        "optimus/distributed/b.py": "def f():\n    from optimus.distributed.c import x",
+        "optimus/distributed/c.py": "from .a import y\nimport optimus.distributed.d",
+        "optimus/distributed/d.py": "",
     }
-    assert set(find_cycle(plant(tmp_path, planted))) == {f"optimus.dist.{n}" for n in "abc"}
-    planted["optimus/dist/c.py"] = "import optimus.dist.d"
+    assert set(find_cycle(plant(tmp_path, planted))) == {f"optimus.distributed.{n}" for n in "abc"}
+    planted["optimus/distributed/c.py"] = "import optimus.distributed.d"
     assert find_cycle(plant(tmp_path, planted)) == []
 
 

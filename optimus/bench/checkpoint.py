@@ -24,8 +24,8 @@ from optimus.bench.peak import peak_above
 from optimus.bench.ranks import mula_like, on_ranks
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
-from optimus.dist.collectives import all_gather_objects, barrier
-from optimus.dist.world import World
+from optimus.distributed.collectives import all_gather_objects, barrier
+from optimus.distributed.world import World
 from optimus.errors import ConfigError
 from optimus.planner.states import states_of_rank
 

@@ -24,7 +24,7 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.shards import BLOCK_BYTES
 from optimus.checkpoint.underway import Underway
-from optimus.dist.world import World
+from optimus.distributed.world import World
 from optimus.model.tensor_files import as_bytes
 
 STEP = "step-00000001"

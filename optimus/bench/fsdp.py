@@ -11,8 +11,8 @@ from optimus.bench.ours import make_ours
 from optimus.bench.step import PlainLoop
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_reduce_sum
-from optimus.dist.world import World
+from optimus.distributed.collectives import all_reduce_sum
+from optimus.distributed.world import World
 from optimus.errors import OptimusError, counted
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer

@@ -1,7 +1,7 @@
 """An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
 
-Times are the slowest rank's. Bytes are payloads as `optimus.dist.collectives.traffic` counts them,
-of the rank that moved most. The bubble is measured from the executor's traces, waits for other
+Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by
+`optimus.distributed.collectives.traffic`. The bubble is measured from the executor's traces, waits for other
 stages taken out, and simulated on the same lists: with the mean times measured, and with a backward
 of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md, "Words").
 """
@@ -18,9 +18,9 @@ import torch
 from optimus import platform
 from optimus.bench.ours import make_ours
 from optimus.config import Config
-from optimus.dist.collectives import all_gather_objects, barrier, traffic
-from optimus.dist.groups import Groups
-from optimus.dist.world import end_world, start_world
+from optimus.distributed.collectives import all_gather_objects, barrier, traffic
+from optimus.distributed.groups import Groups
+from optimus.distributed.world import end_world, start_world
 from optimus.errors import counted
 from optimus.launch_env import LaunchEnv
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule

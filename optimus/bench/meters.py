@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.dist.collectives import all_reduce_max, barrier
-from optimus.dist.world import World
+from optimus.distributed.collectives import all_reduce_max, barrier
+from optimus.distributed.world import World
 from optimus_kernels import product
 
 GEMMS = (

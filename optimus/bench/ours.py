@@ -9,8 +9,8 @@ import torch
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import Groups, join_groups
-from optimus.dist.world import World
+from optimus.distributed.groups import Groups, join_groups
+from optimus.distributed.world import World
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan
 from optimus.train.preflight import divide

@@ -10,8 +10,8 @@ from typing import Any
 
 from optimus.bench.ours import make_ours
 from optimus.config import Config
-from optimus.dist.collectives import all_gather_objects
-from optimus.dist.world import World
+from optimus.distributed.collectives import all_gather_objects
+from optimus.distributed.world import World
 from optimus.errors import OptimusError
 from optimus.parallel.recompute_cost import KeptBytes
 

@@ -25,7 +25,7 @@ from optimus import platform
 from optimus.bench.meters import GEMMS, Peak
 from optimus.bench.ours import make_ours
 from optimus.config import Config
-from optimus.dist.world import start_world
+from optimus.distributed.world import start_world
 from optimus.errors import ConfigError, counted
 from optimus.launch_env import SINGLE
 from optimus.model.attention import Attention

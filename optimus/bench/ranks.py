@@ -24,7 +24,7 @@ from optimus.bench.peak import measure_peak
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.config import Config, make_config
-from optimus.dist.world import World, end_world, start_world
+from optimus.distributed.world import World, end_world, start_world
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.train.spawn import spawn_local
 

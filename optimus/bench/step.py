@@ -18,7 +18,7 @@ from optimus.bench.meters import clocked, turns
 from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.world import World, start_world
+from optimus.distributed.world import World, start_world
 from optimus.errors import counted
 from optimus.launch_env import SINGLE
 from optimus.model.init import initialise_

@@ -16,8 +16,8 @@ from torch import Tensor
 from optimus.checkpoint.pieces import STRIPE, Held, Part, bounds, part_of
 from optimus.chunks.states import StateShard
 from optimus.config.axes import AXES
-from optimus.dist.collectives import Group, all_reduce_sum, broadcast
-from optimus.dist.groups import Groups
+from optimus.distributed.collectives import Group, all_reduce_sum, broadcast
+from optimus.distributed.groups import Groups
 
 Distribute = Literal["broadcast", "all_reduce"]
 

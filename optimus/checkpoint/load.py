@@ -12,7 +12,7 @@ from optimus.checkpoint.manifest import Manifest
 from optimus.checkpoint.pieces import Span, first_nonfinite, spans_to_read
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.transfer import Readers, Want
-from optimus.dist.collectives import (
+from optimus.distributed.collectives import (
     all_gather_objects,
     broadcast_bytes,
     broadcast_object,

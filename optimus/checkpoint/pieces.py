@@ -17,7 +17,7 @@ import numpy
 
 from optimus.chunks.layout import ALIGNMENT, Chunk
 from optimus.config.axes import MODEL
-from optimus.dist.mesh import Mesh, Place
+from optimus.distributed.mesh import Mesh, Place
 
 Scatter = Literal["balanced", "paper"]
 Intervals = tuple[tuple[int, int], ...]

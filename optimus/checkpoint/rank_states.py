@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.checkpoint.pieces import Box, Held, Span
 from optimus.chunks.layout import STATES
 from optimus.chunks.states import StateShard
-from optimus.dist.groups import Groups
+from optimus.distributed.groups import Groups
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,12 @@ from optimus.checkpoint.staging import Staging, share_of
 from optimus.checkpoint.threads import Stop, Task
 from optimus.checkpoint.transfer import shard_size, write_shard
 from optimus.checkpoint.underway import Underway
-from optimus.dist.collectives import all_reduce_sum, broadcast_object, decode_object, encode_object
+from optimus.distributed.collectives import (
+    all_reduce_sum,
+    broadcast_object,
+    decode_object,
+    encode_object,
+)
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.model.tensor_files import as_bytes
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from optimus.checkpoint.threads import Stop, Task
-from optimus.dist.collectives import Group, all_gather_objects, gather_bytes, greatest
+from optimus.distributed.collectives import Group, all_gather_objects, gather_bytes, greatest
 from optimus.errors import NonFiniteError, OptimusError
 
 _DONE, _SEALED, _BUSY, _FAILED = range(4)

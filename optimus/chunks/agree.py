@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from optimus.chunks.states import Home
-from optimus.dist.collectives import Group, all_gather_objects, ranks_of
+from optimus.distributed.collectives import Group, all_gather_objects, ranks_of
 from optimus.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import nn
 
 from optimus.chunks.states import ChunkStates
-from optimus.dist.collectives import Transfer, begin_all_gather
+from optimus.distributed.collectives import Transfer, begin_all_gather
 
 
 class Arrivals:

@@ -24,7 +24,7 @@ from optimus.chunks.states import ChunkStates, Home, ShardPart, StateShard
 from optimus.chunks.storage import Memory
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import ALONE, Group
+from optimus.distributed.collectives import ALONE, Group
 
 
 class ChunkEngine:

@@ -20,7 +20,7 @@ from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Kept, Memory
 from optimus.chunks.tied import Use, UseBuffer
 from optimus.chunks.units import Unit
-from optimus.dist.collectives import Group, all_reduce_sum
+from optimus.distributed.collectives import Group, all_reduce_sum
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")  # torch 2.9 and later: fp32 .grad of bf16
 

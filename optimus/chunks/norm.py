@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optimus.dist.collectives import Group, all_reduce_sum
+from optimus.distributed.collectives import Group, all_reduce_sum
 from optimus_kernels.squares import new_bins, square_bins_, total_of
 
 _BLOCK = 1 << 16

@@ -16,7 +16,7 @@ from torch import Tensor
 from optimus.chunks.memory import Piece
 from optimus.chunks.states import ChunkStates, Home
 from optimus.chunks.storage import Kept, Memory
-from optimus.dist.collectives import (
+from optimus.distributed.collectives import (
     Group,
     all_gather,
     all_reduce_sum,

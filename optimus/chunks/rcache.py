@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from optimus.chunks.residency import ResidencyPlan, Visit, farthest, plan_residency
 from optimus.chunks.states import ChunkStates
 from optimus.chunks.storage import Memory
-from optimus.dist.collectives import Transfer, begin_all_gather
+from optimus.distributed.collectives import Transfer, begin_all_gather
 
 
 class ChunkCache:

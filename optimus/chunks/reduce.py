@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optimus.chunks.memory import Piece
 from optimus.chunks.pieces import Buffer
-from optimus.dist.collectives import (
+from optimus.distributed.collectives import (
     Transfer,
     all_gather,
     all_reduce_sum,

@@ -12,7 +12,7 @@ from torch import Tensor
 from optimus.chunks.layout import Chunk, Slot
 from optimus.chunks.memory import Piece
 from optimus.chunks.setting import PLAIN, Setting
-from optimus.dist.collectives import ALONE, Group, all_gather
+from optimus.distributed.collectives import ALONE, Group, all_gather
 
 
 @dataclass(frozen=True)

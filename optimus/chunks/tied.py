@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.memory import Piece
 from optimus.chunks.states import Home
-from optimus.dist.collectives import ALONE
+from optimus.distributed.collectives import ALONE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
-from optimus.dist.collectives import ALONE
+from optimus.distributed.collectives import ALONE
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import by_model, held_out_loss

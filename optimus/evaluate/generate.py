@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimus.data.dataset import InstanceSource
 from optimus.data.tokenizer import TextTokenizer
-from optimus.dist.collectives import ALONE, Group, broadcast
+from optimus.distributed.collectives import ALONE, Group, broadcast
 
 _PROMPT_TOKENS = 16
 _LARGEST = 1e30

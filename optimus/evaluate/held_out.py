@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from optimus.data.dataset import FiniteSource
 from optimus.data.loader import Microbatch, make_microbatch
-from optimus.dist.collectives import Group
-from optimus.dist.exact import exact_sums
+from optimus.distributed.collectives import Group
+from optimus.distributed.exact import exact_sums
 
 _AT_ONCE = 16  # microbatches held in memory; a pipeline passes them on in rounds of its length
 

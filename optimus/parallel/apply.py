@@ -21,9 +21,9 @@ from dataclasses import replace
 import torch
 
 from optimus.config import Config
-from optimus.dist.groups import Groups
-from optimus.dist.mesh import Mesh, Place
-from optimus.dist.rules import ParameterKind
+from optimus.distributed.groups import Groups
+from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 from optimus.parallel import expert, tensor
 from optimus.parallel.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from optimus import platform
-from optimus.dist.collectives import Group, all_reduce_max, barrier
+from optimus.distributed.collectives import Group, all_reduce_max, barrier
 from optimus.parallel.expert import DISPATCHES, ExpertParallel, dispatchers
 
 _ROUNDS = 5

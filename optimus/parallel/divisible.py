@@ -7,7 +7,7 @@ import math
 from optimus.config import Config
 from optimus.config.axes import AXES
 from optimus.config.checks import nearest_divisor
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted
 from optimus.model.identity import setting
 

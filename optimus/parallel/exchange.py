@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from optimus.dist.collectives import (
+from optimus.distributed.collectives import (
     Group,
     all_gather,
     all_reduce_sum,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from optimus.dist.collectives import Group, all_to_all
+from optimus.distributed.collectives import Group, all_to_all
 from optimus.model.moe import Experts
 from optimus.parallel.exchange import (
     exchange_rows,

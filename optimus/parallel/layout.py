@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.dist.mesh import Mesh, Place
+from optimus.distributed.mesh import Mesh, Place
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.config import ModelConfig
-from optimus.dist.rules import ParameterKind
+from optimus.distributed.rules import ParameterKind
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 

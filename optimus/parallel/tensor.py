@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from optimus.dist.collectives import Group, all_reduce_max, all_reduce_sum
+from optimus.distributed.collectives import Group, all_reduce_max, all_reduce_sum
 from optimus.model.attention import Attention
 from optimus.model.layers import MLP, Embedding, RMSNorm
 from optimus.model.loss import row_blocks

@@ -7,7 +7,7 @@ from typing import Any
 from optimus.chunks.memory import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNLIKE
-from optimus.dist.mesh import make_mesh
+from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.states import plan_ranks

@@ -24,9 +24,9 @@ from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
 from optimus.config import Config
 from optimus.config.axes import UNLIKE
-from optimus.dist.groups import Groups, plan_groups
-from optimus.dist.mesh import Mesh, Place
-from optimus.dist.rules import copy_axes, shard_axes, sum_axes
+from optimus.distributed.groups import Groups, plan_groups
+from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
 from optimus.errors import ConfigError, counted
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout

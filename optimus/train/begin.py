@@ -13,7 +13,7 @@ from optimus.launch_env import LaunchEnv
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
-    from optimus.dist.meeting import check_meeting_point
+    from optimus.distributed.meeting import check_meeting_point
 
     check_meeting_point(launch)
     if launch.world_size > 1:
@@ -54,7 +54,7 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
     that each finds is told once."""
     if launch.world_size > 1:
         prepare_meeting(launch)
-        from optimus.dist.world import start_world
+        from optimus.distributed.world import start_world
 
         start_world(launch, device="cpu", trouble=error)
     raise error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from optimus.config import Config
-from optimus.dist.world import World
+from optimus.distributed.world import World
 from optimus.errors import ConfigError, one_line
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer

@@ -16,8 +16,8 @@ import torch
 
 from optimus import platform
 from optimus.config import Config
-from optimus.dist.collectives import all_gather_objects, broadcast_object
-from optimus.dist.world import World
+from optimus.distributed.collectives import all_gather_objects, broadcast_object
+from optimus.distributed.world import World
 from optimus.errors import ConfigError
 from optimus.train.grouped_gemm import inner_sizes, measure_grouped_gemm
 from optimus.train.preflight import Preflight

@@ -14,8 +14,8 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.weights import open_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
-from optimus.dist.collectives import broadcast_object
-from optimus.dist.world import World
+from optimus.distributed.collectives import broadcast_object
+from optimus.distributed.world import World
 from optimus.errors import CheckpointError, one_line
 from optimus.parallel.layout import Layout
 from optimus.train.loss_scale import LossScale

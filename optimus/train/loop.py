@@ -14,9 +14,9 @@ from optimus import platform
 from optimus.checkpoint.manager import Start, full_path
 from optimus.config import Config
 from optimus.data.loader import Loader
-from optimus.dist.collectives import broadcast_object
-from optimus.dist.groups import join_groups
-from optimus.dist.world import World, end_world, start_world, tells_first
+from optimus.distributed.collectives import broadcast_object
+from optimus.distributed.groups import join_groups
+from optimus.distributed.world import World, end_world, start_world, tells_first
 from optimus.errors import LostPeerError, OptimusError, Stopped
 from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss

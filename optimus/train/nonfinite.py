@@ -15,13 +15,13 @@ from optimus.chunks.pieces import Buffer
 from optimus.chunks.setting import setting_of
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import (
+from optimus.distributed.collectives import (
     Group,
     all_gather_objects,
     greatest,
     looking_at_what_is_sent,
 )
-from optimus.dist.groups import Groups
+from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
 from optimus.resilience import guards
 from optimus.train.rank_model import RankModel, uncompiled

@@ -18,7 +18,7 @@ from optimus.checkpoint.manifest import DATA_EOS
 from optimus.config import Config
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
-from optimus.dist.mesh import Mesh, make_mesh
+from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
 from optimus.files import read_regular
 from optimus.model.identity import FREE_IN_LOGITS, setting

@@ -13,8 +13,8 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.residency import Pass
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_reduce_sum
-from optimus.dist.groups import Groups
+from optimus.distributed.collectives import all_reduce_sum
+from optimus.distributed.groups import Groups
 from optimus.model.late_gradients import put_off_whole
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts

@@ -24,8 +24,8 @@ from optimus.checkpoint.underway import Outcome, Underway
 from optimus.checkpoint.weights import CONFIG, check_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, dump_toml
-from optimus.dist.collectives import broadcast_object
-from optimus.dist.world import World
+from optimus.distributed.collectives import broadcast_object
+from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.model.hf import config_to_hf
 from optimus.resilience import guards

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
-from optimus.dist.groups import Groups
+from optimus.distributed.groups import Groups
 from optimus.errors import counted
 from optimus.parallel.dispatch import measure_dispatches
 from optimus.parallel.expert import dispatchers

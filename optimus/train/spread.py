@@ -14,8 +14,8 @@ from optimus.checkpoint.distribute import Distribute, give
 from optimus.checkpoint.pieces import Piece
 from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.stream import PIECE, Weights
-from optimus.dist.collectives import Group, broadcast_object
-from optimus.dist.world import World
+from optimus.distributed.collectives import Group, broadcast_object
+from optimus.distributed.world import World
 from optimus.errors import CheckpointError, OptimusError
 from optimus.parallel.layout import Layout
 from optimus.resilience import guards

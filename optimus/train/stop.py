@@ -17,7 +17,7 @@ from optimus.launch_env import RENDEZVOUS, STARTED, is_launched, read_rank
 if TYPE_CHECKING:
     import torch
 
-    from optimus.dist.collectives import Group
+    from optimus.distributed.collectives import Group
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _DEADLINE = -1
@@ -93,7 +93,7 @@ class StopRequest:
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
         """Return after a step why all ranks stop now, or None. A collective."""
-        from optimus.dist.collectives import greatest
+        from optimus.distributed.collectives import greatest
 
         reason = self._reason
         if not reason and self._end is not None and time.monotonic() >= self._end:

@@ -12,9 +12,9 @@ from torch import Tensor
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import all_reduce_sum
-from optimus.dist.exact import exact_sums
-from optimus.dist.groups import Groups
+from optimus.distributed.collectives import all_reduce_sum
+from optimus.distributed.exact import exact_sums
+from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.parallel.pipeline.stage import Terms
 from optimus.train.batch import BatchPlan

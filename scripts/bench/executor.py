@@ -28,10 +28,10 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from optimus.dist.channels import Channels
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import end_world, start_world
+from optimus.distributed.channels import Channels
+from optimus.distributed.groups import join_groups
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.world import end_world, start_world
 from optimus.launch_env import LaunchEnv
 from optimus.parallel.pipeline.actions import RECEIVES, SENDS
 from optimus.parallel.pipeline.executor import Executor

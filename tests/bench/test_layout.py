@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from optimus.bench.layout import _measured_bubble
-from optimus.dist.groups import plan_groups
-from optimus.dist.mesh import Mesh
+from optimus.distributed.groups import plan_groups
+from optimus.distributed.mesh import Mesh
 from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.executor import Event
 

@@ -11,7 +11,7 @@ import pytest
 from optimus.checkpoint import pieces
 from optimus.checkpoint.pieces import Part, part_of, spans_to_read, spans_to_write
 from optimus.config import load_config
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from tests.helpers.held import Holdings, layout_config
 from tests.helpers.tiny import DENSE
 

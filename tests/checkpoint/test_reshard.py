@@ -23,7 +23,7 @@ from optimus.checkpoint.stream import ShardWeights
 from optimus.checkpoint.transfer import plan_reads
 from optimus.chunks.layout import STATES
 from optimus.config import load_config
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from tests.helpers.held import Holdings, layout_config
 from tests.helpers.reshard import BLOCK_BYTES, all_layouts, pairwise

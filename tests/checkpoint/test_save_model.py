@@ -28,8 +28,8 @@ from optimus.checkpoint.weights import open_weights
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
 from optimus.config import ModelConfig, make_config
-from optimus.dist.groups import plan_groups
-from optimus.dist.mesh import Mesh
+from optimus.distributed.groups import plan_groups
+from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from optimus.launch_env import read_launch_env
 from optimus.model import tensor_writer

@@ -11,7 +11,7 @@ import torch
 from optimus.checkpoint import underway
 from optimus.checkpoint.threads import Stop
 from optimus.checkpoint.underway import Failure, Outcome, Underway
-from optimus.dist.collectives import ALONE
+from optimus.distributed.collectives import ALONE
 from optimus.errors import NonFiniteError, OptimusError
 
 

@@ -11,7 +11,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.setting import Setting
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.dist.collectives import Group, traffic
+from optimus.distributed.collectives import Group, traffic
 from optimus.errors import ConfigError
 from tests.helpers.worlds import everyone
 

@@ -9,7 +9,7 @@ import pytest
 
 from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, best_length, lay_out
 from optimus.config import load_config
-from optimus.dist.mesh import Mesh, Place
+from optimus.distributed.mesh import Mesh, Place
 from optimus.parallel.apply import place_parameters
 from optimus.parallel.placement import whole_model
 

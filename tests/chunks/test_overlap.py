@@ -9,7 +9,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.dist.collectives import Group, traffic
+from optimus.distributed.collectives import Group, traffic
 from tests.helpers.changed_runs import poison
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree

@@ -19,7 +19,7 @@ from optimus.chunks.states import Home
 from optimus.chunks.tied import Use
 from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
-from optimus.dist.collectives import ALONE, Group, group_of
+from optimus.distributed.collectives import ALONE, Group, group_of
 from tests.helpers.whole import whole_of
 from tests.helpers.worlds import everyone
 

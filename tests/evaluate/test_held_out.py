@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimus.data.dataset import TokenDataset
-from optimus.dist.collectives import ALONE
+from optimus.distributed.collectives import ALONE
 from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer

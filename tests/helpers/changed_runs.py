@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from optimus.config import make_config
-from optimus.dist.world import start_world
+from optimus.distributed.world import start_world
 from optimus.errors import NonFiniteError
 from optimus.launch_env import read_launch_env
 from optimus.train.loop import Run

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from optimus.checkpoint.pieces import Box, Held, part_of
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
-from optimus.dist.mesh import Mesh
-from optimus.dist.rules import copy_axes, shard_axes, sum_axes
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
 from optimus.parallel.apply import make_layout
 from tests.helpers.tiny import tiny_tree
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import ModelConfig
-from optimus.dist.world import World, start_world
+from optimus.distributed.world import World, start_world
 from optimus.model.router import Router
 from optimus.train.rank_model import RankModel
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree

@@ -242,7 +242,7 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
 
     import torch.distributed as distributed
 
-    from optimus.dist.world import end_world, start_world
+    from optimus.distributed.world import end_world, start_world
 
     if start_world(timeout_s=job.timeout_s, device="cpu").size > 1:
         # A rank that is done before another has connected would break that other's start.

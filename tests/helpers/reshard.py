@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from tests.helpers.held import Holdings, layout_config
 
 _MODEL = {

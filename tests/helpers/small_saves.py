@@ -14,9 +14,9 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
 from optimus.chunks.layout import STATES, Parameter, lay_out
 from optimus.chunks.states import Home, StateShard
-from optimus.dist.collectives import ALONE, Group
-from optimus.dist.groups import Groups
-from optimus.dist.mesh import Mesh
+from optimus.distributed.collectives import ALONE, Group
+from optimus.distributed.groups import Groups
+from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError
 
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}

@@ -19,8 +19,8 @@ from optimus.chunks.residency import Pass, Residency, ResidencyPlan
 from optimus.chunks.states import Home
 from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
-from optimus.dist.collectives import Group, traffic
-from optimus.dist.world import start_world
+from optimus.distributed.collectives import Group, traffic
+from optimus.distributed.world import start_world
 from tests.helpers.whole import whole_of
 
 WIDTH = 32

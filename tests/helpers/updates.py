@@ -9,9 +9,9 @@ import torch
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, make_config
 from optimus.data.loader import Microbatch
-from optimus.dist.groups import Groups, join_groups
-from optimus.dist.mesh import make_mesh
-from optimus.dist.world import World, start_world
+from optimus.distributed.groups import Groups, join_groups
+from optimus.distributed.mesh import make_mesh
+from optimus.distributed.world import World, start_world
 from optimus.model.init import initialise_
 from optimus.train.batch import BatchPlan, plan_batch
 from optimus.train.rank_model import RankModel

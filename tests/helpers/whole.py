@@ -14,10 +14,10 @@ from optimus.checkpoint.transfer import Readers, Want
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.axes import MODEL
-from optimus.dist.collectives import receive, send
-from optimus.dist.groups import Groups
-from optimus.dist.mesh import Place
-from optimus.dist.rules import copy_axes
+from optimus.distributed.collectives import receive, send
+from optimus.distributed.groups import Groups
+from optimus.distributed.mesh import Place
+from optimus.distributed.rules import copy_axes
 from optimus.model.tensor_files import as_bytes, check_shapes
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout

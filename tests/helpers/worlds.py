@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as distributed
 
-from optimus.dist.collectives import Group, group_of
-from optimus.dist.world import World
+from optimus.distributed.collectives import Group, group_of
+from optimus.distributed.world import World
 from optimus.launch_env import LaunchEnv
 
 

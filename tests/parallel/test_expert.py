@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimus.dist.collectives import Group
-from optimus.dist.world import start_world
+from optimus.distributed.collectives import Group
+from optimus.distributed.world import start_world
 from optimus.model.moe import Experts
 from optimus.parallel import exchange
 from optimus.parallel.dispatch import measure_dispatches

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.model.init import initialise_
 from optimus.parallel.apply import make_layout, place_parameters
 from optimus.parallel.placement import materialise, whole_model

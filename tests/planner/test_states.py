@@ -14,7 +14,7 @@ from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
-from optimus.dist.mesh import Mesh, Place
+from optimus.distributed.mesh import Mesh, Place
 from optimus.errors import ConfigError
 from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan

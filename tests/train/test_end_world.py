@@ -14,10 +14,10 @@ import torch
 
 from optimus.bench.layout import bench_layout
 from optimus.config import make_config
-from optimus.dist.collectives import begin_all_gather
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import start_world
+from optimus.distributed.collectives import begin_all_gather
+from optimus.distributed.groups import join_groups
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.world import start_world
 from optimus.launch_env import read_launch_env
 from optimus.train.loop import Run, train
 from tests.helpers.tiny import tiny_tree

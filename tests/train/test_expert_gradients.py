@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optimus.chunks import gradients as gradients_module
-from optimus.dist.world import World, start_world
+from optimus.distributed.world import World, start_world
 from optimus.errors import NonFiniteError
 from optimus.train.rank_model import RankModel
 from optimus_kernels import experts_loop

@@ -15,8 +15,8 @@ from optimus.checkpoint import manager, shards, stream
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
 from optimus.config import make_config
-from optimus.dist.mesh import Mesh
-from optimus.dist.world import start_world
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.world import start_world
 from optimus.errors import CheckpointError, ConfigError
 from optimus.model import tensor_files
 from optimus.model.hf import write_hf

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimus.config import load_config
-from optimus.dist.groups import join_groups
+from optimus.distributed.groups import join_groups
 from optimus.planner.plan import plan
 from optimus.train.preflight import divide
 from optimus.train.rank_model import RankModel

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from optimus.dist.world import start_world
+from optimus.distributed.world import start_world
 from optimus.errors import NonFiniteError
 from optimus.train import half
 from optimus.train.loss_scale import LossScale

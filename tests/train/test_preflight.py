@@ -10,7 +10,7 @@ import pytest
 from data_prep.cli import main as optimus_data
 from optimus.config import make_config
 from optimus.data.dataset import TokenDataset
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
 from optimus.launch_env import read_launch_env
 from optimus.train.loop import train

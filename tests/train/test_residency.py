@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.dist.collectives import traffic
-from optimus.dist.mesh import make_mesh
+from optimus.distributed.collectives import traffic
+from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.observe.metrics import read_json_lines
 from optimus.planner.states import plan_ranks

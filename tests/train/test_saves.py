@@ -23,8 +23,8 @@ from optimus.checkpoint import manager
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.save_model import ModelSaver
-from optimus.dist.collectives import ALONE
-from optimus.dist.world import start_world
+from optimus.distributed.collectives import ALONE
+from optimus.distributed.world import start_world
 from optimus.errors import LostPeerError
 from optimus.launch_env import read_launch_env
 from optimus.model.hf.names import pieces

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.train import settle
 from tests.helpers.runs import metrics_of, told_by
 from tests.helpers.tiny import tiny_tree

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimus.data.loader import Microbatch
-from optimus.dist.collectives import traffic
+from optimus.distributed.collectives import traffic
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_updater, numbered
 from tests.helpers.whole import WholeModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimus.config import Config, make_config
-from optimus.dist.world import start_world
+from optimus.distributed.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_tree

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.dist.channels import Channels
-from optimus.dist.collectives import Transfer, receive, send
+from optimus.distributed.channels import Channels
+from optimus.distributed.collectives import Transfer, receive, send
 from optimus.errors import LostPeerError
 from optimus.model.late_gradients import WeightGradients
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from optimus.config import Config
-from optimus.dist.mesh import Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted
 from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Schedule

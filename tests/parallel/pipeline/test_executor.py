@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimus.dist.channels import Channels
+from optimus.distributed.channels import Channels
 from optimus.parallel.pipeline import executor as subject
 from optimus.parallel.pipeline.executor import FEW_TOKENS, Executor
 from optimus.parallel.pipeline.schedules import make_schedule

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from optimus.dist import collectives
-from optimus.dist.collectives import Group
+from optimus.distributed import collectives
+from optimus.distributed.collectives import Group
 from optimus.errors import ConfigError, LostPeerError
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.worlds import everyone

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as distributed
 
-from optimus.dist.collectives import ALONE, Group, barrier, group_of
-from optimus.dist.meeting import (
+from optimus.distributed.collectives import ALONE, Group, barrier, group_of
+from optimus.distributed.meeting import (
     NotAllHereError,
     agree_to_start,
     is_loopback,

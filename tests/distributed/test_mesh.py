@@ -6,7 +6,7 @@ import pytest
 
 from optimus.config.axes import AXES, DATA
 from optimus.config.sections import ParallelConfig
-from optimus.dist.mesh import ENDS, Mesh, Place, make_mesh
+from optimus.distributed.mesh import ENDS, Mesh, Place, make_mesh
 from optimus.errors import ConfigError
 
 

@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch.distributed as distributed
 
 from optimus.config.axes import DATA, SAME, Axes
-from optimus.dist.channels import NO_CHANNELS, Channels, open_channels
-from optimus.dist.collectives import ALONE, Group, lost_peers
-from optimus.dist.mesh import ENDS, Mesh, Place
-from optimus.dist.world import World, silent_libraries
+from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
+from optimus.distributed.collectives import ALONE, Group, lost_peers
+from optimus.distributed.mesh import ENDS, Mesh, Place
+from optimus.distributed.world import World, silent_libraries
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 """Process groups by whether they carry states, and by their ranks."""
@@ -32,7 +32,7 @@ class Groups:
     """To and from the neighbours along pp."""
 
     def over(self, *axes: str) -> Group:
-        """The group along an axis, or along several as `optimus.dist.rules` names them."""
+        """The group along an axis, or along several as `optimus.distributed.rules` names them."""
         return self.along[axes] if axes else ALONE
 
     @property

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from optimus.dist.collectives import barrier
-from optimus.dist.meeting import check_meeting_point, listen_at_meeting_point
-from optimus.dist.world import silent_libraries, start_world, tells_first
+from optimus.distributed.collectives import barrier
+from optimus.distributed.meeting import check_meeting_point, listen_at_meeting_point
+from optimus.distributed.world import silent_libraries, start_world, tells_first
 from optimus.errors import ConfigError, DataError, LostPeerError, OptimusError
 from optimus.launch_env import LaunchEnv
 

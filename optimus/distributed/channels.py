@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.dist.collectives import ALONE, Group, receive, send
-from optimus.dist.world import World
+from optimus.distributed.collectives import ALONE, Group, receive, send
+from optimus.distributed.world import World
 
 
 @dataclass(frozen=True)

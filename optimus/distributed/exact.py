@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimus.dist.collectives import Group, all_reduce_sum
+from optimus.distributed.collectives import Group, all_reduce_sum
 
 _UNIT = 2.0**-28
 """Sums below 3e10 in magnitude fit; a term is off by less than 2e-9."""

@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from optimus.dist import collectives
-from optimus.dist.groups import join_groups
-from optimus.dist.mesh import ENDS, Mesh
-from optimus.dist.world import World
+from optimus.distributed import collectives
+from optimus.distributed.groups import join_groups
+from optimus.distributed.mesh import ENDS, Mesh
+from optimus.distributed.world import World
 from optimus.errors import LostPeerError
 from optimus.launch_env import LaunchEnv
 from tests.helpers.worlds import everyone, fake_world
