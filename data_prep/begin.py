@@ -14,8 +14,8 @@ from data_prep.shuffle import Order
 from data_prep.sources import InputFile
 from data_prep.token_plan import TokenPlan, is_import, parts_dirs, read_plan
 from data_prep.tokenize import TokenizeWork
-from optimus import files
 from optimus.errors import DataError, counted
+from optimus.io import files
 
 
 def begin(

@@ -17,8 +17,8 @@ from data_prep.shuffle_run import ShuffleRequest, check_order, require_as_asked,
 from data_prep.token_plan import PARTS, read_plan
 from data_prep.token_set import part_of
 from data_prep.workspace import working_in
-from optimus import files
 from optimus.errors import ConfigError, DataError, counted
+from optimus.io import files
 
 
 def blend(

@@ -28,8 +28,8 @@ from data_prep.progress import Progress
 from data_prep.ranks import Team, do_together
 from data_prep.shuffle import Order
 from data_prep.token_arrays import TokenArrayReader, array_path
-from optimus import files
 from optimus.errors import DamageError
+from optimus.io import files
 
 SPILL_DIR = "spill"
 _VERSION = 2

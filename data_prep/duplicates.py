@@ -19,8 +19,8 @@ from data_prep import layout
 from data_prep.token_arrays import ID_BYTES, read_docs, read_ids
 from data_prep.token_plan import PARTS, read_plan
 from data_prep.token_set import part_of, read_unit
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 _FORM = "optimus-duplicates"
 MARK = "duplicates.json"

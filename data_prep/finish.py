@@ -16,8 +16,8 @@ from data_prep.shard import read_shard_record, shard_path
 from data_prep.shuffle import Order
 from data_prep.token_plan import TokenPlan
 from data_prep.token_set import read_token_set
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 
 
 @dataclass(frozen=True)

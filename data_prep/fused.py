@@ -15,8 +15,8 @@ from data_prep.progress import Progress
 from data_prep.token_arrays import array_path
 from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 FORM = "optimus-tokens-removed"
 MARK = "removed.json"

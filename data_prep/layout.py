@@ -14,8 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, unit_name
-from optimus import files
 from optimus.errors import ConfigError, DamageError, DataError
+from optimus.io import files
 
 BLOCK_TOKENS = 8192
 """A row of 2048 costs 30 us to unpack; smaller blocks pack less well."""

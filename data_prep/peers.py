@@ -11,8 +11,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from optimus import files
 from optimus.errors import LostPeerError, one_line
+from optimus.io import files
 
 _PREFIX = ".failed-rank-"
 

@@ -30,8 +30,8 @@ from data_prep.shuffle import rows_of_shard
 from data_prep.shuffle_run import ShuffleRequest
 from data_prep.sources import InputFile, find_inputs, group_units, kind_of, require_file
 from data_prep.tokenizer import read_facts, shared_encoder
-from optimus import files
 from optimus.errors import DataError, counted
+from optimus.io import files
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10

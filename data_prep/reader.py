@@ -12,8 +12,8 @@ import numpy as np
 
 from data_prep import layout
 from data_prep.manifest import Manifest
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 _OPEN_SHARDS = 64
 

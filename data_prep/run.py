@@ -48,8 +48,8 @@ from data_prep.token_set import read_unit
 from data_prep.tokenize import check_inputs, make_units
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
-from optimus import files
 from optimus.errors import DataError, counted
+from optimus.io import files
 
 
 @dataclass(frozen=True)

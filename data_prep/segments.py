@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from data_prep.layout import unit_name
-from optimus import files
+from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
 """Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_prep.layout import TOKENIZER_BYTES
-from optimus import files
 from optimus.errors import DataError, one_line
+from optimus.io import files
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:

@@ -38,8 +38,8 @@ from data_prep.start_check import (
 )
 from data_prep.strategy import choose_strategy
 from data_prep.token_arrays import array_path
-from optimus import files
 from optimus.errors import ConfigError, DamageError, DataError, counted
+from optimus.io import files
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20

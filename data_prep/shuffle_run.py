@@ -15,8 +15,8 @@ from data_prep.manifest import read_manifest
 from data_prep.ranks import ALONE, Team, together, wait_for
 from data_prep.shuffle import Order, make_order, read_order, rows_of_shard
 from data_prep.workspace import working_in
-from optimus import files
 from optimus.errors import DataError, counted
+from optimus.io import files
 
 
 @dataclass(frozen=True)

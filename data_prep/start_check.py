@@ -14,8 +14,8 @@ from pathlib import Path
 
 from data_prep import layout
 from data_prep.progress import say, short
-from optimus import files
 from optimus.errors import DamageError, counted
+from optimus.io import files
 
 HASH_BYTES = 1 << 30
 """Of token arrays, and again of shards, whose hashes a start compares."""

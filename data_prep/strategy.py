@@ -13,7 +13,7 @@ from data_prep.machine import usable_memory
 from data_prep.ranks import Team
 from data_prep.shuffle import Order
 from data_prep.token_arrays import array_path
-from optimus import files
+from optimus.io import files
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8

@@ -19,8 +19,8 @@ import numpy as np
 
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, read_bytes, unit_name
 from data_prep.packed import PackedArray, PackedStore, packed_path
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 ID_BYTES = 16
 """Of the hash of a document's id."""

@@ -22,8 +22,8 @@ from data_prep.token_arrays import (
     sidecar_path,
 )
 from data_prep.token_plan import PARTS, TokenPlan, read_plan
-from optimus import files
 from optimus.errors import DamageError, DataError
+from optimus.io import files
 
 _FORM = "optimus-token-array"
 

@@ -28,8 +28,8 @@ from data_prep.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
 from data_prep.token_set import promises, read_unit, write_unit
 from data_prep.tokenizer import shared_encoder
 from data_prep.unit_writer import UnitWriter
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80

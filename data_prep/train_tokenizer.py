@@ -11,8 +11,8 @@ from data_prep.progress import Progress
 from data_prep.sources import InputFile
 from data_prep.streams import DamagedStream
 from data_prep.workspace import make_folder
-from optimus import files
 from optimus.errors import ConfigError, DataError, one_line
+from optimus.io import files
 
 EOS = "<|endoftext|>"
 """The special token that ends every document; it gets id 0."""

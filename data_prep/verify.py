@@ -28,8 +28,8 @@ from data_prep.token_arrays import array_path, docs_path, ids_path, sidecar_path
 from data_prep.token_plan import PARTS, TokenPlan, is_import, read_plan
 from data_prep.token_set import read_unit
 from data_prep.tokenizer import read_facts
-from optimus import files
 from optimus.errors import DataError, counted
+from optimus.io import files
 
 _READ_BYTES = 4 << 20
 _SAME_AS_ORDER = (

@@ -9,8 +9,8 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 
 _ABANDONED_S = 86_400.0
 _in_use: list[Path] = []

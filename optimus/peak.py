@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from optimus import files
 from optimus.errors import counted, one_line
+from optimus.io import files
 from optimus.platform import device_name, synchronize
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus import files
+from optimus.io import files
 from tests.helpers import hostile, hostile_formats
 from tests.helpers.hostile import Arena, Case, Limits
 from tests.helpers.hostile_changes import STRUCTURES, Change, mutate

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from optimus import files, peak
+from optimus import peak
 from optimus.doctor import examine, format_examination
+from optimus.io import files
 from optimus.observe.metrics import read_json_lines
 from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
 from tests.helpers.hostile_formats import with_own_hash

@@ -17,8 +17,8 @@ from tokenize import TokenError
 import numpy as np
 
 from data_prep.layout import read_bytes
-from optimus import files
 from optimus.errors import DataError, counted, one_line
+from optimus.io import files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices

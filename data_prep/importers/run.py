@@ -29,8 +29,8 @@ from data_prep.tokenize import (
 )
 from data_prep.tokenizer import TokenizerFacts, read_facts
 from data_prep.workspace import working_in
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"

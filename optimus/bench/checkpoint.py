@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from optimus import files
 from optimus.bench.checkpoint_ways import STEP, Stall, Way, flats_of, make_ways
 from optimus.bench.meters import paired, race, versions
 from optimus.bench.ours import make_ours
@@ -27,6 +26,7 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.world import World
 from optimus.errors import ConfigError
+from optimus.io import files
 from optimus.planner.states import states_of_rank
 
 

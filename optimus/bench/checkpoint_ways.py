@@ -17,7 +17,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from optimus import files
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
@@ -25,7 +24,8 @@ from optimus.checkpoint.save import FullSaver
 from optimus.checkpoint.shards import BLOCK_BYTES
 from optimus.checkpoint.underway import Underway
 from optimus.distributed.world import World
-from optimus.model.tensor_files import as_bytes
+from optimus.io import files
+from optimus.io.safetensors import as_bytes
 
 STEP = "step-00000001"
 """The name of ours in its directory."""

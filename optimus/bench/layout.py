@@ -1,9 +1,10 @@
 """An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
 
 Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by
-`optimus.distributed.collectives.traffic`. The bubble is measured from the executor's traces, waits for other
-stages taken out, and simulated on the same lists: with the mean times measured, and with a backward
-of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md, "Words").
+`optimus.distributed.collectives.traffic`. The bubble is measured from the executor's traces, waits
+for other stages taken out, and simulated on the same lists: with the mean times measured, and with
+a backward of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md,
+"Words").
 """
 
 from __future__ import annotations

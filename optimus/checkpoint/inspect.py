@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, one_line
+from optimus.io import files
 
 _HEADER_BYTES = 100_000_000
 """Of a safetensors file, at most: as the safetensors library has it."""

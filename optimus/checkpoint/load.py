@@ -19,7 +19,7 @@ from optimus.distributed.collectives import (
     greatest,
 )
 from optimus.errors import CheckpointError
-from optimus.model.tensor_files import as_bytes, check_shapes
+from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
 """What loading may take of the host's memory for states on another device."""

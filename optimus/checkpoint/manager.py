@@ -17,9 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from optimus import files
 from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError, counted, one_line
+from optimus.io import files
 
 KEPT_FULL = 2
 _REMOVED = "removed-"

@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationError
 
-from optimus import files
 from optimus.checkpoint.index import INDEX, Index, decode
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
+from optimus.io import files
 
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""

@@ -33,7 +33,7 @@ from optimus.distributed.collectives import (
     encode_object,
 )
 from optimus.errors import NonFiniteError, OptimusError, one_line
-from optimus.model.tensor_files import as_bytes
+from optimus.io.safetensors import as_bytes
 
 BEGIN_S = 60.0
 """What looking for room and making a directory may take at most."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import xxhash
 
-from optimus import files
 from optimus.checkpoint.manifest import FileEntry
 from optimus.checkpoint.pieces import Piece, Scatter, Span, whole_box
 from optimus.checkpoint.rank_states import RankStates
@@ -26,9 +25,10 @@ from optimus.checkpoint.stream import PIECE
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config import ModelConfig
 from optimus.errors import OptimusError
+from optimus.io import files
+from optimus.io.safetensors import as_bytes
+from optimus.io.safetensors_writer import Tally, TensorWriter, create_files
 from optimus.model.hf import plan_hf, write_hf_json
-from optimus.model.tensor_files import as_bytes
-from optimus.model.tensor_writer import Tally, TensorWriter, create_files
 
 DTYPE = torch.bfloat16
 _BLOCK_BYTES = 4 << 20

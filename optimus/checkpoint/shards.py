@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
-from optimus import files
 from optimus.checkpoint.threads import Stop
 from optimus.checkpoint.write_behind import WriteBehind
 from optimus.errors import CheckpointError, OptimusError
+from optimus.io import files
 
 BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096

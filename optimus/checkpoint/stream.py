@@ -12,14 +12,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from optimus import files
 from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
+from optimus.io import files
+from optimus.io.safetensors import DTYPES, TensorFile, TensorFiles, as_bytes
 from optimus.model.hf import is_hf_directory, places
-from optimus.model.tensor_files import DTYPES, TensorFile, TensorFiles, as_bytes
 from optimus.model.transformer import Transformer
 
 PIECE = 1 << 22

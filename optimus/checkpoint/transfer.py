@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy
 
-from optimus import files
 from optimus.checkpoint.index import ITEMSIZE, Index, Written
 from optimus.checkpoint.pieces import Box, Piece, Span
 from optimus.checkpoint.shards import HEADER_BYTES, Identity, ShardReader, ShardWriter, aligned
 from optimus.checkpoint.threads import Stop
 from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
+from optimus.io import files
 
 
 class Want(NamedTuple):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from optimus.config.checks import check
 from optimus.config.sections import Config
 from optimus.errors import ConfigError, one_line
-from optimus.files import read_regular
+from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _TO_COME = ("resilience",)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from optimus import files
 from optimus.data.buffers import BufferPool
 from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
+from optimus.io import files
 
 _AHEAD = 2  # stretches read in advance: one being used, one waiting hides any single slow read
 _STRETCH_BYTES = 1 << 21

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 
 _LINE_BYTES = 1 << 20
 """Longest line that is read; ours have about a kilobyte."""

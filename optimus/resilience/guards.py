@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from optimus import files
+from optimus.io import files
 
 
 def is_finite(flat: Tensor) -> bool:

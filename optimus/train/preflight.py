@@ -20,7 +20,7 @@ from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
-from optimus.files import read_regular
+from optimus.io.files import read_regular
 from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from optimus import files
 from optimus.checkpoint.manager import prepare_directory
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
+from optimus.io import files
 from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
 from optimus.observe.progress import Progress
 from optimus.train.preflight import Preflight

@@ -42,7 +42,7 @@ from data_prep.run import ShardRequest, shard  # noqa: E402
 from data_prep.shard import divide_memory  # noqa: E402
 from data_prep.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
 from data_prep.sources import find_inputs  # noqa: E402
-from optimus import files  # noqa: E402
+from optimus.io import files  # noqa: E402
 from tests.data_prep.corpus import peak_memory  # noqa: E402
 
 VOCAB = 1 << 16

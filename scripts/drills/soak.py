@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
-from optimus import files  # noqa: E402
+from optimus.io import files  # noqa: E402
 
 OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"

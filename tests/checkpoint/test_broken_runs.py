@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus import files
+from optimus.io import files
 from tests.helpers import broken_runs, file_calls, power_check
 from tests.helpers.broken_runs import Save
 from tests.helpers.file_calls import Action, Call

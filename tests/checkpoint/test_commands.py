@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optimus import files
 from optimus.checkpoint import inspect, manager, shards
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
+from optimus.io import files
 from tests.helpers.damage import flip
 from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from data_prep.manifest import read_manifest as read_data_manifest
-from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.convert import _copy_kept, eos_token_ids
 from optimus.checkpoint.manifest import MANIFEST, read_manifest
@@ -20,6 +19,7 @@ from optimus.cli import main
 from optimus.config import make_config
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
 from optimus.errors import CheckpointError, DamageError
+from optimus.io import files
 from optimus.train.preflight import preflight
 from tests.data_prep.corpus import write_sentencepiece
 from tests.helpers.damage import flip

@@ -12,7 +12,6 @@ import numpy
 import pytest
 import xxhash
 
-from optimus import files
 from optimus.checkpoint.index import INDEX, Written, decode, encode
 from optimus.checkpoint.inspect import show, verify
 from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
@@ -21,6 +20,7 @@ from optimus.checkpoint.shards import Identity, ShardWriter
 from optimus.checkpoint.transfer import Readers, Want
 from optimus.cli import main
 from optimus.errors import CheckpointError
+from optimus.io import files
 
 SHAPES = {"embed.weight": (6, 4), "head.weight": (4, 4)}
 ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))

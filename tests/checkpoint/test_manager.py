@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
-from optimus import files
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
+from optimus.io import files
 from tests.helpers.disks import immutable
 
 

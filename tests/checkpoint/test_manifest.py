@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from optimus import files
 from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.manifest import MANIFEST, begin, read_manifest, seal
 from optimus.checkpoint.threads import Stop
 from optimus.errors import CheckpointError, OptimusError
+from optimus.io import files
 
 
 def write_two_files(directory):

@@ -31,10 +31,10 @@ from optimus.config import ModelConfig, make_config
 from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
+from optimus.io import safetensors_writer
+from optimus.io.safetensors_writer import Planned, Tally, TensorWriter, create_files, plan_files
 from optimus.launch_env import read_launch_env
-from optimus.model import tensor_writer
 from optimus.model.hf import plan_hf
-from optimus.model.tensor_writer import Planned, Tally, TensorWriter, create_files, plan_files
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of
 from tests.helpers.reshard import pairwise
@@ -81,7 +81,7 @@ def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_pat
 
 def lose_a_write() -> None:
     """The second rank's disk tells of a success and keeps nothing."""
-    plain, lost = tensor_writer._put, []
+    plain, lost = safetensors_writer._put, []
 
     def put(fd: int, data: memoryview, at: int) -> None:
         if read_launch_env().rank == 1 and not lost and len(data) > 2:
@@ -89,7 +89,7 @@ def lose_a_write() -> None:
             data = data[:0]
         plain(fd, data, at)
 
-    tensor_writer._put = put
+    safetensors_writer._put = put
 
 
 def leave_some_out() -> None:
@@ -271,8 +271,8 @@ def test_tallies_of_parts_add_up_and_tell_places_apart():
 @pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
 def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, file_system):
     """There, whole pages would carry others' old bytes; and no writer makes or extends a file."""
-    assert tensor_writer._file_system(tmp_path) not in (0, 0x6969)
-    monkeypatch.setattr(tensor_writer, "_file_system", lambda path: file_system)
+    assert safetensors_writer._file_system(tmp_path) not in (0, 0x6969)
+    monkeypatch.setattr(safetensors_writer, "_file_system", lambda path: file_system)
     plan = plan_files([Planned("a", "a", 0, torch.bfloat16, (100,))])
     with TensorWriter(tmp_path, plan) as writer:
         with pytest.raises(FileNotFoundError):

@@ -157,7 +157,7 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
     """Run in a child that SIGKILLs itself just before or after its `commit`-th rename."""
 
     def work() -> int:
-        from optimus import files
+        from optimus.io import files
 
         real, count = files.commit, iter(range(1, 1 << 30))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from optimus import files
+from optimus.io import files
 from tests.data_prep.corpus import in_child, refused, run_arguments, tree
 from tests.helpers.disks import small_disk
 from tests.helpers.programs import ROOT, python

@@ -17,8 +17,8 @@ from data_prep.cli import main
 from data_prep.layout import npy_header
 from data_prep.packed import BLOCK_TOKENS, PackedArray, PackedStore
 from data_prep.verify import verify
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,

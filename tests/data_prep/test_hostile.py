@@ -24,10 +24,10 @@ from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
 from data_prep.tokenizer import Encoder, open_tokenizer
 from data_prep.verify import verify
-from optimus import files
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DataError
+from optimus.io import files
 
 DEEP = "[" * 200_000 + "]" * 200_000
 

@@ -13,7 +13,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.verify import verify
-from optimus import files
+from optimus.io import files
 from tests.data_prep.corpus import (
     in_child,
     killed_until_done,

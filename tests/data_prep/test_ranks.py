@@ -18,8 +18,8 @@ from data_prep.peers import Peers
 from data_prep.ranks import Team, do_together, share, wait_for
 from data_prep.token_plan import read_plan
 from data_prep.workspace import working_in
-from optimus import files
 from optimus.errors import DataError, LostPeerError
+from optimus.io import files
 from tests.data_prep.corpus import refused, run_arguments, tree
 
 

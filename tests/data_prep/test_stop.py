@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from optimus import files
+from optimus.io import files
 from tests.data_prep.corpus import run_arguments, tree
 from tests.helpers.processes import wait_until
 from tests.helpers.programs import ROOT
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 SIGNAL_AT_COMMIT = """
 import os, signal, sys, time
-from optimus import files
+from optimus.io import files
 real, left, number = files.commit, int(sys.argv.pop(1)), getattr(signal, sys.argv.pop(1))
 def commit(temporary, final):
     global left

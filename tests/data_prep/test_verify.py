@@ -11,8 +11,8 @@ import pytest
 from data_prep.cli import main
 from data_prep.layout import read_checked_json, write_checked_json
 from data_prep.verify import verify
-from optimus import files
 from optimus.errors import DataError
+from optimus.io import files
 from tests.data_prep.corpus import tree
 
 

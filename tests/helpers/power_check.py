@@ -22,7 +22,7 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import Manifest, read_manifest
 from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
-from optimus.model.tensor_files import as_bytes
+from optimus.io.safetensors import as_bytes
 from tests.helpers.file_calls import Call
 from tests.helpers.power_loss import Disk, Tree
 from tests.helpers.whole import read_whole

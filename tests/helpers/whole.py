@@ -18,7 +18,7 @@ from optimus.distributed.collectives import receive, send
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Place
 from optimus.distributed.rules import copy_axes
-from optimus.model.tensor_files import as_bytes, check_shapes
+from optimus.io.safetensors import as_bytes, check_shapes
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import Intervals, Placement, whole_model

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from optimus import files
 from optimus.checkpoint import manager, shards, stream
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
@@ -18,7 +17,7 @@ from optimus.config import make_config
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import start_world
 from optimus.errors import CheckpointError, ConfigError
-from optimus.model import tensor_files
+from optimus.io import files, safetensors
 from optimus.model.hf import write_hf
 from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
@@ -48,12 +47,12 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     for parameter in shard.model.parameters():
         parameter.data.fill_(torch.nan)
     states = shard.make_states()
-    for traffic in (tensor_files.traffic, shards.traffic):
+    for traffic in (safetensors.traffic, shards.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
     how = config.checkpoint.distribute
     spread(shard.layout, partial(states.put, "master"), opening, world, how)
-    read = {key: tensor_files.traffic[key] + shards.traffic[key] for key in shards.traffic}
+    read = {key: safetensors.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
     whole = WholeModel(config, shard.layout, groups).gather(states, "master")
     return read, {name: one.clone() for name, one in whole.items()}
@@ -112,9 +111,9 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
         return plain(path)
 
     files.xxh3_file = xxh3_file
-    tensor_files.traffic.update(opens=0, bytes=0)
+    safetensors.traffic.update(opens=0, bytes=0)
     run_tree(tree)
-    return tensor_files.traffic["bytes"], hashed
+    return safetensors.traffic["bytes"], hashed
 
 
 @pytest.mark.parametrize("load", ["model@2", "path"])

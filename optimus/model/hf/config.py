@@ -20,8 +20,8 @@ from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
 from optimus.config.sections import ROPE_FIELDS, Count
 from optimus.errors import CheckpointError, ConfigError, counted, one_line
-from optimus.files import read_regular
-from optimus.model.tensor_files import INDEX, MODEL, TensorFiles
+from optimus.io.files import read_regular
+from optimus.io.safetensors import INDEX, MODEL, TensorFiles
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
-from optimus.model.tensor_files import TensorFiles, check_shapes
+from optimus.io.safetensors import TensorFiles, check_shapes
 from optimus.model.transformer import Transformer
 
 # Endings within a block, ours and theirs; the rest of a name is common to both.

@@ -22,8 +22,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from optimus import files
-from optimus.model.tensor_files import DTYPES, MODEL, as_bytes
+from optimus.io import files
+from optimus.io.safetensors import DTYPES, MODEL, as_bytes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = tuple(DTYPES)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimus import files
 from optimus.errors import CheckpointError, one_line
+from optimus.io import files
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ import os
 import pytest
 import xxhash
 
-from optimus import files
+from optimus.io import files
 
 
 def test_atomic_writer_shows_all_or_nothing(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optimus.errors import CheckpointError
-from optimus.model.tensor_files import TensorFiles
+from optimus.io.safetensors import TensorFiles
 
 
 def one(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
