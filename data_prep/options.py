@@ -274,7 +274,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def team_of(args: argparse.Namespace) -> Team:
     """The place that the options or the launcher give. Raises ConfigError."""
     from data_prep.ranks import Team
-    from optimus.launch_env import read_place
+    from optimus.launch.environment import read_place
 
     rank, world = args.rank, args.world
     if world == 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.progress import Progress
 from optimus.errors import OptimusError
-from optimus.launch_env import available_cores, read_local_size
+from optimus.launch.environment import available_cores, read_local_size
 
 _POLL_S = 0.2
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(OptimusError(f"{what}; fix it and give the same command again to continue"))
         return OptimusError.exit_code
     except KeyboardInterrupt:
-        from optimus.launch_env import read_rank
+        from optimus.launch.environment import read_rank
 
         if read_rank() == 0:
             print("optimus: interrupted", file=sys.stderr)
@@ -68,7 +68,7 @@ def process() -> NoReturn:
     _open_standard_streams()
     _avoid_spinning()
     if sys.argv[1:2] == ["train"]:  # other commands may have files to remove
-        from optimus.train.stop import exit_on_stop_signals
+        from optimus.launch.signals import exit_on_stop_signals
 
         exit_on_stop_signals()
     if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
@@ -208,7 +208,7 @@ def _kernel_errors() -> tuple[type[Exception], ...]:
 
 def _tell(error: OptimusError) -> None:
     """One line on standard error, once for all ranks where they all say the same."""
-    from optimus.launch_env import read_rank
+    from optimus.launch.environment import read_rank
 
     rank, agreed = read_rank(), error.told_by_another is not None
     if error.told_by_another or (rank and error.on_every_rank and not agreed):
@@ -229,14 +229,14 @@ def _tell(error: OptimusError) -> None:
 
 def _speaks() -> bool:
     """Return whether this process prints what it is about to do: the spawner does for its ranks."""
-    from optimus.launch_env import RENDEZVOUS, read_rank
+    from optimus.launch.environment import RENDEZVOUS, read_rank
 
     return RENDEZVOUS not in os.environ and read_rank() == 0
 
 
 def _is_rank_of_a_launcher() -> bool:
     """Whether srun or mpiexec started this process, rather than torchrun, our spawner or a user."""
-    from optimus.launch_env import is_launched
+    from optimus.launch.environment import is_launched
 
     return "RANK" not in os.environ and is_launched()
 
@@ -352,7 +352,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         # whose error ends this one before its first step.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     from optimus.config import load_config
-    from optimus.launch_env import STARTED, read_launch_env
+    from optimus.launch.environment import STARTED, read_launch_env
     from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
 
     if args.dry_run:
@@ -368,8 +368,8 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc:
+        from optimus.launch.spawn import spawn_local
         from optimus.train.preflight import preflight
-        from optimus.train.spawn import spawn_local
 
         preflight(config, nproc)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)

@@ -16,7 +16,7 @@ import torch.distributed as distributed
 
 from optimus import peak, platform
 from optimus.errors import ConfigError, printable
-from optimus.launch_env import available_cores
+from optimus.launch.environment import available_cores
 from optimus_kernels import backend, build
 from optimus_kernels.cache import KernelError, cache_dir
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from optimus.errors import ConfigError, one_line
-from optimus.launch_env import available_cores
+from optimus.launch.environment import available_cores
 
 _IPEX = "intel_extension_for_pytorch"
 

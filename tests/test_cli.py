@@ -19,7 +19,7 @@ import optimus.cli
 from optimus.cli import main
 from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree
-from tests.train.test_spawn import write_config
+from tests.launch.test_spawn import write_config
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from optimus.chunks.layout import STATES
 from optimus.cli import main as optimus
 from optimus.config import Config, load_config
 from optimus.config.load import read_tree
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.observe.report import write_report
 from optimus.train import loop

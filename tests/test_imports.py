@@ -15,7 +15,7 @@ from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
-GROUND = "errors io.files launch_env"
+GROUND = "errors io.files launch"
 COMMON = f"{GROUND} config platform"
 ALL = "*"
 
@@ -24,7 +24,7 @@ ARROWS = {
     # The torch-free ground.
     "errors": "",
     "io.files": "errors",
-    "launch_env": "errors",
+    "launch": "errors io.files",
     # Apart from the rest of Optimus.
     "data_prep": GROUND,
     "kernels": "",
@@ -56,7 +56,7 @@ FACES = ("cli", "optimus")
 """They load a room only when it is asked for, so that `optimus --help` is quick."""
 # Room: libraries it may not import (DESIGN idea 4: model code knows no process group).
 BANNED = {
-    **dict.fromkeys(("errors", "io.files", "launch_env", "config", "data_prep"), ("torch",)),
+    **dict.fromkeys(("errors", "io.files", "launch", "config", "data_prep"), ("torch",)),
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
 OURS = ("optimus", "data_prep", "optimus_kernels")

@@ -74,7 +74,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
-    from optimus.launch_env import read_launch_env
+    from optimus.launch.environment import read_launch_env
     from optimus.train.begin import ranks_to_start, refuse_together
 
     launch = read_launch_env()
@@ -89,8 +89,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         message = f"--profile is of one process, not of {max(nproc, launch.world_size)}"
         raise ConfigError(message, on_every_rank=True)
     if nproc and not args.profile:
+        from optimus.launch.spawn import spawn_local
         from optimus.train.preflight import divide
-        from optimus.train.spawn import spawn_local
 
         divide(config, nproc)
         return spawn_local(arguments, nproc)

@@ -23,7 +23,7 @@ from optimus.distributed.collectives import all_gather_objects, barrier, traffic
 from optimus.distributed.groups import Groups
 from optimus.distributed.world import end_world, start_world
 from optimus.errors import counted
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs

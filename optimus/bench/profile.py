@@ -27,7 +27,7 @@ from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.distributed.world import start_world
 from optimus.errors import ConfigError, counted
-from optimus.launch_env import SINGLE
+from optimus.launch.environment import SINGLE
 from optimus.model.attention import Attention
 from optimus.model.flops import count_parameters, head_multiply_adds
 from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm

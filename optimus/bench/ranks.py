@@ -26,7 +26,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.config import Config, make_config
 from optimus.distributed.world import World, end_world, start_world
 from optimus.errors import ConfigError, OptimusError, counted
-from optimus.train.spawn import spawn_local
+from optimus.launch.spawn import spawn_local
 
 _SEQ_LEN = 128
 

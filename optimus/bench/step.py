@@ -20,7 +20,7 @@ from optimus.config import Config
 from optimus.data.loader import Microbatch
 from optimus.distributed.world import World, start_world
 from optimus.errors import counted
-from optimus.launch_env import SINGLE
+from optimus.launch.environment import SINGLE
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train.batch import BatchPlan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from optimus.launch_env import available_cores
+from optimus.launch.environment import available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from optimus.errors import ConfigError, OptimusError
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -25,7 +25,7 @@ from optimus.distributed.meeting import (
     listen_at_meeting_point,
 )
 from optimus.errors import ConfigError, LostPeerError, OptimusError, counted, one_line
-from optimus.launch_env import LaunchEnv, read_launch_env
+from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
 _TROUBLED_WAIT_S = 120.0

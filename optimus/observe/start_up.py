@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 
-from optimus.launch_env import COMMAND_STARTED
+from optimus.launch.environment import COMMAND_STARTED
 
 
 class StartUp:

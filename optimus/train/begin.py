@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError, counted
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:

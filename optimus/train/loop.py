@@ -20,7 +20,7 @@ from optimus.distributed.world import World, end_world, start_world, tells_first
 from optimus.errors import LostPeerError, OptimusError, Stopped
 from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.observe.health import TrainingHealth, expert_loads, load_figures

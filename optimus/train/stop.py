@@ -1,7 +1,6 @@
-"""Requests to stop a run: Ctrl-C, signals and the deadline. Importing this brings no torch.
+"""Requests to stop a run: Ctrl-C, signals and the deadline.
 
-Until the first update a request ends the process at once, because there is nothing to save. From
-then on the update is finished and a checkpoint is written first.
+From the first update on, a request finishes the update and writes a checkpoint first.
 """
 
 from __future__ import annotations
@@ -10,52 +9,19 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from optimus.launch_env import RENDEZVOUS, STARTED, is_launched, read_rank
+from optimus.launch.environment import RENDEZVOUS, STARTED, read_rank
+from optimus.launch.signals import STOP_SIGNALS, signal_label
 
 if TYPE_CHECKING:
     import torch
 
     from optimus.distributed.collectives import Group
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Reasons to stop, 0 for none; of the reasons of several ranks the last in this list counts."""
-
-
-def signal_label(number: int) -> str:
-    """Return how messages call a signal: the key that sends it, or its name."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def report_early_stop(number: int) -> int:
-    """Print that the run stopped before its first update; return the exit status for that."""
-    print(
-        f"optimus: stopped before the first step ({signal_label(number)}); give the same command "
-        "again to start",
-        file=sys.stderr,
-        flush=True,
-    )
-    return 130 if number == signal.SIGINT else 3
-
-
-def exit_on_stop_signals() -> None:
-    """Until a `StopRequest` exists, let a signal end this process with one line, if it is the only
-    one of its run.
-
-    An exception would not do: torch's imports swallow some, and others end in a traceback. A rank
-    among others keeps the default action, which also works inside a wait for other ranks.
-    """
-
-    def end(number: int, frame: object) -> NoReturn:
-        os._exit(report_early_stop(number))
-
-    if not is_launched():
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(number, end)
 
 
 class StopRequest:

@@ -32,7 +32,7 @@ from optimus.distributed.channels import Channels
 from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import end_world, start_world
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 from optimus.parallel.pipeline.actions import RECEIVES, SENDS
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.schedules import make_schedule

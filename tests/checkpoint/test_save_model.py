@@ -33,7 +33,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from optimus.io import safetensors_writer
 from optimus.io.safetensors_writer import Planned, Tally, TensorWriter, create_files, plan_files
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.model.hf import plan_hf
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of

@@ -10,7 +10,7 @@ from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import ENDS, Mesh
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 from tests.helpers.worlds import everyone, fake_world
 
 GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)

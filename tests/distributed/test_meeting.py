@@ -15,7 +15,7 @@ from optimus.distributed.collectives import barrier
 from optimus.distributed.meeting import check_meeting_point, listen_at_meeting_point
 from optimus.distributed.world import silent_libraries, start_world, tells_first
 from optimus.errors import ConfigError, DataError, LostPeerError, OptimusError
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 
 FIRST = LaunchEnv(0, 2, 0, 2, "")
 

@@ -7,7 +7,7 @@ import torch
 from optimus.config import make_config
 from optimus.distributed.world import start_world
 from optimus.errors import NonFiniteError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run
 from optimus.train.preflight import preflight, with_start
 from optimus.train.run_dir import RunDirectory

@@ -12,7 +12,7 @@ from optimus.checkpoint import manager
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import OptimusError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
 from tests.helpers.whole import read_whole

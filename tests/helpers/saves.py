@@ -17,7 +17,7 @@ from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
 from optimus.errors import LostPeerError, OptimusError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
 
 BOTH = pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside"])

@@ -7,7 +7,7 @@ import torch.distributed as distributed
 
 from optimus.distributed.collectives import Group, group_of
 from optimus.distributed.world import World
-from optimus.launch_env import LaunchEnv
+from optimus.launch.environment import LaunchEnv
 
 
 def everyone(*axes: str) -> Group:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from optimus.launch_env import COMMAND_STARTED, STARTED
+from optimus.launch.environment import COMMAND_STARTED, STARTED
 from optimus.observe.start_up import StartUp
 
 

@@ -13,7 +13,7 @@ import pytest
 from optimus.bench.layout import bench_layout, format_layout
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import make_config
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.model.flops import count_parameters
 from optimus.parallel.placement import whole_model
 from tests.helpers.tiny import CONTEXT, tiny_tree

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.metrics import read_json_lines

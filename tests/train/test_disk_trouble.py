@@ -15,7 +15,7 @@ import pytest
 
 from optimus.checkpoint import manager
 from optimus.checkpoint.save import FullSaver
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
 from tests.helpers.disks import immutable, small_disk

@@ -18,7 +18,7 @@ from optimus.distributed.collectives import begin_all_gather
 from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import start_world
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
 from tests.helpers.tiny import tiny_tree
 

@@ -15,7 +15,7 @@ from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
 from optimus.errors import ConfigError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train import kernels
 from optimus.train.kernels import Answer, disagreement
 from optimus.train.loop import train

@@ -16,7 +16,7 @@ from tests.helpers import pbs as pbs_stand_ins
 from tests.helpers.programs import ROOT, install, mpiexec, started
 from tests.helpers.runs import metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
-from tests.train.test_spawn import write_config
+from tests.launch.test_spawn import write_config
 
 PBS, SLURM = (ROOT / "scripts" / system / "train.sh" for system in ("pbs", "slurm"))
 KINDS = ("openmpi", "mpich")

@@ -13,7 +13,7 @@ import pytest
 from optimus.checkpoint import manager
 from optimus.config import make_config
 from optimus.errors import LostPeerError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train import loop
 from tests.helpers.changed_runs import make_run, poison
 from tests.helpers.rank_pool import RanksFailed

@@ -12,7 +12,7 @@ from optimus.config import make_config
 from optimus.data.dataset import TokenDataset
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
-from optimus.launch_env import read_launch_env
+from optimus.launch.environment import read_launch_env
 from optimus.train.loop import train
 from optimus.train.preflight import doubts, preflight, with_start
 from optimus.train.run_dir import RunDirectory

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.launch_env import (
+from optimus.launch.environment import (
     _LAUNCHERS,
     SINGLE,
     Place,
@@ -224,7 +224,7 @@ def test_the_first_of_a_nodelist(short, first):
 
 
 def test_the_page_names_every_variable():
-    page = (Path(__file__).resolve().parents[1] / "docs" / "launching.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "launching.md").read_text()
     for launcher in _LAUNCHERS:
         for names in (launcher.worlds, launcher.local_ranks, launcher.local_worlds):
             assert all(f"`{name}`" in page for name in (launcher.rank, *names))

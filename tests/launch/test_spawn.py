@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimus.config import dump_toml, make_config
-from optimus.train.spawn import _verdict
+from optimus.launch.spawn import _verdict
 from tests.helpers.processes import assert_gone, children_of, wait_until
 from tests.helpers.programs import started, write_hostile_modules
 from tests.helpers.runs import train_on

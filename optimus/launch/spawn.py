@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from optimus.launch_env import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
-from optimus.train.stop import STOP_SIGNALS, report_early_stop
+from optimus.launch.environment import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
+from optimus.launch.signals import STOP_SIGNALS, report_early_stop
 
 _POLL_S = 0.05
 _GRACE_S = 5.0

@@ -1,0 +1,48 @@
+"""Signals that stop a run, before its first update. Importing this brings no torch.
+
+Until the first update a request ends the process at once, because there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from optimus.launch.environment import is_launched
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def signal_label(number: int) -> str:
+    """Return how messages call a signal: the key that sends it, or its name."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def report_early_stop(number: int) -> int:
+    """Print that the run stopped before its first update; return the exit status for that."""
+    print(
+        f"optimus: stopped before the first step ({signal_label(number)}); give the same command "
+        "again to start",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 130 if number == signal.SIGINT else 3
+
+
+def exit_on_stop_signals() -> None:
+    """Until a `StopRequest` exists, let a signal end this process with one line, if it is the only
+    one of its run.
+
+    An exception would not do: torch's imports swallow some, and others end in a traceback. A rank
+    among others keeps the default action, which also works inside a wait for other ranks.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        os._exit(report_early_stop(number))
+
+    if not is_launched():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, end)
