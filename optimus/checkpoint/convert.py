@@ -23,10 +23,10 @@ from optimus.data.tokenizer import (
     tokenizer_beside,
 )
 from optimus.errors import CheckpointError, DataError, OptimusError, one_line
+from optimus.hf import is_hf_directory, read_hf_config, write_hf
+from optimus.hf.write import write_all
 from optimus.io.files import read_regular, write_json
 from optimus.io.safetensors_writer import Planned, plan_files
-from optimus.model.hf import is_hf_directory, read_hf_config, write_hf
-from optimus.model.hf.write import write_all
 from optimus.platform import dtype_of
 
 _GENERATION_CONFIG = "generation_config.json"

@@ -25,10 +25,10 @@ from optimus.checkpoint.stream import PIECE
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config import ModelConfig
 from optimus.errors import OptimusError
+from optimus.hf import plan_hf, write_hf_json
 from optimus.io import files
 from optimus.io.safetensors import as_bytes
 from optimus.io.safetensors_writer import Tally, TensorWriter, create_files
-from optimus.model.hf import plan_hf, write_hf_json
 
 DTYPE = torch.bfloat16
 _BLOCK_BYTES = 4 << 20

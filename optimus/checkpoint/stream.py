@@ -17,9 +17,9 @@ from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
+from optimus.hf import is_hf_directory, places
 from optimus.io import files
 from optimus.io.safetensors import DTYPES, TensorFile, TensorFiles, as_bytes
-from optimus.model.hf import is_hf_directory, places
 from optimus.model.transformer import Transformer
 
 PIECE = 1 << 22

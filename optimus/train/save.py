@@ -27,7 +27,7 @@ from optimus.config import Config, dump_toml
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
-from optimus.model.hf import config_to_hf
+from optimus.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
 from optimus.train.nonfinite import refuse_bad_states

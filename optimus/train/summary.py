@@ -11,8 +11,8 @@ from optimus.checkpoint.manager import full_path
 from optimus.config import Config
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.errors import OptimusError, counted, one_line, printable
+from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
-from optimus.model.hf import config_to_hf
 from optimus.train.preflight import Preflight
 
 MOST_EPOCHS = 4

@@ -31,10 +31,10 @@ from optimus.config import ModelConfig, make_config
 from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
+from optimus.hf import plan_hf
 from optimus.io import safetensors_writer
 from optimus.io.safetensors_writer import Planned, Tally, TensorWriter, create_files, plan_files
 from optimus.launch.environment import read_launch_env
-from optimus.model.hf import plan_hf
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of
 from tests.helpers.reshard import pairwise

@@ -13,7 +13,7 @@ from optimus.data.tokenizer import tokenizer_beside
 from optimus.errors import DataError
 from optimus.evaluate.checkpoint import continue_text
 from optimus.evaluate.generate import generate, sample_text
-from optimus.model.hf import write_hf
+from optimus.hf import write_hf
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_config

@@ -11,8 +11,8 @@ from optimus.checkpoint import manager
 from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError
 from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint
+from optimus.hf import config_to_hf
 from optimus.launch.environment import read_launch_env
-from optimus.model.hf import config_to_hf
 from optimus.model.identity import first_difference
 from optimus.model.layers import MLP
 from optimus.model.router import layer_losses

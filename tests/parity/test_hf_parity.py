@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from optimus.checkpoint.weights import load_weights
-from optimus.model.hf import config_from_hf
+from optimus.hf import config_from_hf
 from optimus.model.transformer import Transformer
 from tests.model.small import relative, some_tokens
 

@@ -17,8 +17,8 @@ from optimus.config import make_config
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import start_world
 from optimus.errors import CheckpointError, ConfigError
+from optimus.hf import write_hf
 from optimus.io import files, safetensors
-from optimus.model.hf import write_hf
 from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import spread as spread_module

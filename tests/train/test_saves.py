@@ -26,8 +26,8 @@ from optimus.checkpoint.save_model import ModelSaver
 from optimus.distributed.collectives import ALONE
 from optimus.distributed.world import start_world
 from optimus.errors import LostPeerError
+from optimus.hf.names import pieces
 from optimus.launch.environment import read_launch_env
-from optimus.model.hf.names import pieces
 from optimus.train import save as save_steps
 from optimus.train.loop import Run
 from optimus.train.stop import StopRequest

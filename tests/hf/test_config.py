@@ -5,7 +5,7 @@ import json
 import pytest
 
 from optimus.errors import CheckpointError, ConfigError
-from optimus.model.hf import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
+from optimus.hf import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
 from tests.model.small import small_config
 
 transformers = pytest.importorskip("transformers")

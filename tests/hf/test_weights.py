@@ -14,10 +14,10 @@ from optimus.checkpoint.convert import from_hf
 from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError, OptimusError
 from optimus.evaluate.load_model import load_model, load_resolved
+from optimus.hf import is_hf_directory, read_hf_config
+from optimus.hf import write_hf as write_stretches
+from optimus.hf.names import pieces
 from optimus.io.safetensors import INDEX, MODEL, TensorFile
-from optimus.model.hf import is_hf_directory, read_hf_config
-from optimus.model.hf import write_hf as write_stretches
-from optimus.model.hf.names import pieces
 from optimus.model.transformer import Transformer
 from tests.model.small import small_model, some_tokens
 
