@@ -43,8 +43,9 @@ ARROWS = {
     "chunks": f"{COMMON} distributed kernels",
     "checkpoint": f"{COMMON} io distributed chunks model hf data data_prep",
     "observe": f"{COMMON} distributed",
-    "resilience": f"{COMMON} distributed checkpoint observe",
-    "planner": f"{COMMON} distributed model parallel chunks checkpoint",
+    "rank": f"{COMMON} kernels distributed model data parallel chunks checkpoint",
+    "resilience": f"{COMMON} distributed model data parallel chunks checkpoint rank observe",
+    "planner": f"{COMMON} distributed model parallel chunks checkpoint rank",
     "evaluate": f"{COMMON} distributed model hf parallel data checkpoint",
     "train": ALL,
     # The faces. Nothing imports them.

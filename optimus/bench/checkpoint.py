@@ -27,7 +27,7 @@ from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.world import World
 from optimus.errors import ConfigError
 from optimus.io import files
-from optimus.planner.states import states_of_rank
+from optimus.rank.states import states_of_rank
 
 
 def bench_checkpoint(

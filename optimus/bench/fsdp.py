@@ -10,13 +10,13 @@ from optimus.bench.meters import paired, race
 from optimus.bench.ours import make_ours
 from optimus.bench.step import PlainLoop
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.world import World
 from optimus.errors import OptimusError, counted
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from optimus.train.batch import BatchPlan
 
 
 class Fsdp(PlainLoop):

@@ -27,7 +27,7 @@ from optimus.launch.environment import LaunchEnv
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.planner.states import check_slots
+from optimus.rank.states import check_slots
 from optimus.train.kernels import take_kernels
 from optimus.train.preflight import divide
 from optimus.train.settle import take_dispatch

@@ -8,13 +8,13 @@ import torch
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World
 from optimus.model.init import initialise_
-from optimus.train.batch import BatchPlan
+from optimus.rank.model import RankModel
 from optimus.train.preflight import divide
-from optimus.train.rank_model import RankModel
 from optimus.train.update import Updater
 
 

@@ -25,6 +25,7 @@ from optimus import platform
 from optimus.bench.meters import GEMMS, Peak
 from optimus.bench.ours import make_ours
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.distributed.world import start_world
 from optimus.errors import ConfigError, counted
 from optimus.launch.environment import SINGLE
@@ -35,7 +36,6 @@ from optimus.model.moe import Experts
 from optimus.model.router import Router
 from optimus.model.transformer import Transformer
 from optimus.parallel.pipeline.executor import Event
-from optimus.train.batch import BatchPlan
 from optimus.train.loop import fix_arithmetic
 
 _WARMUP = 3

@@ -17,13 +17,13 @@ from optimus import platform
 from optimus.bench.meters import clocked, turns
 from optimus.bench.ours import make_ours
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.world import World, start_world
 from optimus.errors import counted
 from optimus.launch.environment import SINGLE
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from optimus.train.batch import BatchPlan
 from optimus.train.loop import fix_arithmetic
 from optimus.train.preflight import divide
 

@@ -356,6 +356,11 @@ class OptimConfig(Section):
     loss_scale_growth_steps: Count = 1000
     """fp16: updates in a row without overflow after which the loss scale doubles."""
 
+    def clips_at(self, step: int) -> bool:
+        """Return whether the gradient norm is clipped at update `step`, counted from 1."""
+        after_warmup = step > self.warmup_steps
+        return self.clip_norm > 0 and (after_warmup or not self.clip_after_warmup)
+
 
 class RecomputeConfig(Section):
     """Selective activation checkpointing."""

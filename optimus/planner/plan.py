@@ -10,7 +10,7 @@ from optimus.config.axes import UNLIKE
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted
 from optimus.model.flops import count_parameters, flops_per_token
-from optimus.planner.states import plan_ranks
+from optimus.rank.states import plan_ranks
 
 _GIB = 1 << 30
 

@@ -35,7 +35,7 @@ def dry_run(
     world_size = nodes * ranks_per_node
     flight = preflight(config, world_size, check_data, check_run_dir)
     # Only now torch, which takes seconds to import.
-    from optimus.planner.states import check_names, check_slots
+    from optimus.rank.states import check_names, check_slots
     from optimus.train.run_dir import check_not_in_use
     from optimus.train.save import check_saves
     from optimus.train.summary import print_start

@@ -27,15 +27,15 @@ from optimus.observe.health import TrainingHealth, expert_loads, load_figures
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
 from optimus.peak import RunPeak
-from optimus.planner.states import check_names, check_slots, states_of_rank
 from optimus.platform import dtype_of
+from optimus.rank.model import RankModel, uncompiled
+from optimus.rank.states import check_names, check_slots, states_of_rank
 from optimus.train.half import check_half
 from optimus.train.heap import Heap
 from optimus.train.kernels import settle_kernels
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, doubts, preflight, with_start
-from optimus.train.rank_model import RankModel, uncompiled
 from optimus.train.run_dir import RunDirectory
 from optimus.train.save import Saves, check_saves
 from optimus.train.settle import recompute_news, settle_dispatch

@@ -16,6 +16,7 @@ from data_prep.token_plan import PARTS
 from optimus.checkpoint.manager import NOTHING, Start, decide_start
 from optimus.checkpoint.manifest import DATA_EOS
 from optimus.config import Config
+from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh, make_mesh
@@ -24,7 +25,6 @@ from optimus.io.files import read_regular
 from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
-from optimus.train.batch import BatchPlan, plan_batch
 from optimus.train.schedule import rate_change
 
 _TOKENIZER_BYTES = 1 << 28

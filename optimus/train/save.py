@@ -29,8 +29,8 @@ from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.hf import config_to_hf
 from optimus.resilience import guards
+from optimus.resilience.nonfinite import refuse_bad_states
 from optimus.train.loss_scale import LossScale
-from optimus.train.nonfinite import refuse_bad_states
 from optimus.train.preflight import Preflight
 
 _TIGHT = 4

@@ -42,9 +42,3 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
         kept["decay_steps"] = end
     keep = " ".join(f"optim.{k}={v}" for k, v in kept.items() if v != getattr(optim, k))
     return f"learning rate of step {step}: {old:.6g} before, {new:.6g} now; to keep it, set {keep}"
-
-
-def clips_at(step: int, optim: OptimConfig) -> bool:
-    """Whether the gradient norm is clipped at update `step`."""
-    after_warmup = step > optim.warmup_steps
-    return optim.clip_norm > 0 and (after_warmup or not optim.clip_after_warmup)

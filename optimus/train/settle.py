@@ -12,8 +12,8 @@ from optimus.parallel.dispatch import measure_dispatches
 from optimus.parallel.expert import dispatchers
 from optimus.parallel.recompute_cost import measure_recompute
 from optimus.platform import dtype_of
+from optimus.rank.model import RankModel
 from optimus.train.preflight import Preflight
-from optimus.train.rank_model import RankModel
 
 _DISPATCH = "parallel.ep_dispatch"
 _SAME = ("parallel.ep", "parallel.tp", "train.microbatch_size", "train.deterministic")

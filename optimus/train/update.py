@@ -11,17 +11,17 @@ from torch import Tensor
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.exact import exact_sums
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.parallel.pipeline.stage import Terms
-from optimus.train.batch import BatchPlan
+from optimus.rank.model import RankModel
+from optimus.resilience.nonfinite import Watch
 from optimus.train.loss_scale import LossScale
-from optimus.train.nonfinite import Watch
-from optimus.train.rank_model import RankModel
-from optimus.train.schedule import clips_at, learning_rate
+from optimus.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Updater:
                 scaling.after_overflow()
                 return
             limit = self._config.optim.clip_norm
-            clips = clips_at(step, self._config.optim) and self._norm > limit
+            clips = self._config.optim.clips_at(step) and self._norm > limit
             self._states.update(lr, (limit / self._norm if clips else 1.0) / scaling.scale)
             scaling.after_update()
 

@@ -20,7 +20,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.config import ModelConfig
 from optimus.distributed.world import World, start_world
 from optimus.model.router import Router
-from optimus.train.rank_model import RankModel
+from optimus.rank.model import RankModel
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 from tests.helpers.updates import make_updater, own_batch
 from tests.helpers.whole import WholeModel

@@ -8,13 +8,13 @@ import torch
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, make_config
+from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import World, start_world
 from optimus.model.init import initialise_
-from optimus.train.batch import BatchPlan, plan_batch
-from optimus.train.rank_model import RankModel
+from optimus.rank.model import RankModel
 from optimus.train.update import Updater
 from tests.helpers.tiny import CONTEXT, VOCAB
 

@@ -12,7 +12,7 @@ import torch
 from optimus.chunks import gradients as gradients_module
 from optimus.distributed.world import World, start_world
 from optimus.errors import NonFiniteError
-from optimus.train.rank_model import RankModel
+from optimus.rank.model import RankModel
 from optimus_kernels import experts_loop
 from tests.helpers.tiny import CONTEXT, tiny_tree
 from tests.helpers.updates import make_updater, own_batch

@@ -23,8 +23,8 @@ from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import CheckpointError
 from optimus.observe.metrics import read_json_lines
-from optimus.planner.states import states_of_rank
-from optimus.train.rank_model import RankModel
+from optimus.rank.model import RankModel
+from optimus.rank.states import states_of_rank
 from tests.helpers.damage import flip
 from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
 from tests.helpers.small_saves import save_full

@@ -8,11 +8,11 @@ import torch
 from optimus.config import load_config
 from optimus.distributed.groups import join_groups
 from optimus.planner.plan import plan
+from optimus.rank.model import RankModel
 from optimus.train.preflight import divide
-from optimus.train.rank_model import RankModel
 from tests.helpers.worlds import fake_world
 from tests.planner.test_plan import CONFIGS
-from tests.planner.test_states import LARGE
+from tests.rank.test_states import LARGE
 
 WORLD = 3072
 META = torch.device("meta")

@@ -12,7 +12,7 @@ from optimus.distributed.collectives import traffic
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.observe.metrics import read_json_lines
-from optimus.planner.states import plan_ranks
+from optimus.rank.states import plan_ranks
 from tests.helpers.changed_runs import make_run
 from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from optimus.config import OptimConfig
-from optimus.train.schedule import clips_at, learning_rate, rate_change
+from optimus.train.schedule import learning_rate, rate_change
 
 PAPER = OptimConfig(lr=4e-4, min_lr=4e-5, warmup_steps=2500, clip_after_warmup=True)
 
@@ -45,10 +45,10 @@ def test_decay_steps_override_max_steps():
 
 
 def test_clipping_waits_for_the_end_of_the_warmup_only_if_asked():
-    assert not clips_at(2500, PAPER)
-    assert clips_at(2501, PAPER)
-    assert clips_at(1, PAPER.model_copy(update={"clip_after_warmup": False}))
-    assert not clips_at(9999, PAPER.model_copy(update={"clip_norm": 0.0}))
+    assert not PAPER.clips_at(2500)
+    assert PAPER.clips_at(2501)
+    assert PAPER.model_copy(update={"clip_after_warmup": False}).clips_at(1)
+    assert not PAPER.model_copy(update={"clip_norm": 0.0}).clips_at(9999)
 
 
 STORED = {"lr": 4e-3, "min_lr": 4e-4, "warmup_steps": 5, "decay_steps": 0, "schedule": "cosine"}

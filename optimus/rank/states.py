@@ -33,8 +33,8 @@ from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.layout import FURTHER_USES, Layout
 from optimus.parallel.placement import whole_model
-from optimus.planner.units import units_of
 from optimus.platform import dtype_of
+from optimus.rank.segments import units_of
 
 
 def make_states(

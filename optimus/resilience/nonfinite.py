@@ -23,9 +23,8 @@ from optimus.distributed.collectives import (
 )
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
+from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
-from optimus.train.rank_model import RankModel, uncompiled
-from optimus.train.schedule import clips_at
 
 _HUGE = 1e18
 """Learning rates, and elements of masters, from which on an update can overflow fp32; and the norm
@@ -105,7 +104,7 @@ def _explanation(bad: BadState, config: Config, step: int) -> tuple[str, str]:
         made = f"the update made {label} {bad.parameter} non-finite on rank {bad.rank} ({bad.host})"
         value = f"{bad.value} at element {bad.element}"
         return f"{made} although gradients were finite: {value}", "lower the learning rate"
-    unclipped = not clips_at(step, optim) or optim.clip_norm >= _HUGE
+    unclipped = not optim.clips_at(step) or optim.clip_norm >= _HUGE
     if bad.state == "exp_avg_sq" and bad.value == "inf" and unclipped:
         return (
             f"{text}: the square of a gradient overflowed, or the state is damaged",

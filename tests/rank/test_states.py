@@ -18,7 +18,7 @@ from optimus.distributed.mesh import Mesh, Place
 from optimus.errors import ConfigError
 from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan
-from optimus.planner.states import plan_rank, plan_ranks, states_of_rank
+from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard, make_updater, numbered
 from tests.planner.test_plan import CONFIGS

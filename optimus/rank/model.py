@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.residency import Pass
 from optimus.config import Config
+from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.groups import Groups
@@ -25,10 +26,9 @@ from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.parallel.placement import share
-from optimus.planner.states import make_states
-from optimus.planner.units import units_of
 from optimus.platform import dtype_of
-from optimus.train.batch import BatchPlan
+from optimus.rank.segments import units_of
+from optimus.rank.states import make_states
 from optimus_kernels import WeightGrads
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.train.batch import plan_batch
+from optimus.data.batch import plan_batch
 from tests.helpers.tiny import tiny_config
 
 

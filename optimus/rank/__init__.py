@@ -1,0 +1,1 @@
+"""What one rank holds: its share of the model, groups, states and segments."""
