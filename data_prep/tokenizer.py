@@ -142,7 +142,10 @@ class Encoder:
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
-        recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
+        try:  # the library takes some files that are no JSON
+            recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
+        except ValueError as error:
+            raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
         if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
             with library_panics(path):
                 memo = MemoEncoder(self._tokenizer, recipe)

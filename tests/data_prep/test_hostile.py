@@ -274,6 +274,14 @@ def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
         Encoder(path).encode([text])
 
 
+def test_tokenizer_that_only_the_library_takes_for_json_is_refused(tmp_path):
+    path = a_tokenizer(tmp_path / "tokenizer.json")
+    path.write_text(path.read_text().replace('"version":"1.0"', '"vers0"', 1))
+    TextTokenizer(path)
+    with pytest.raises(DataError, match="is not a tokenizer.json: Expecting ':' delimiter"):
+        Encoder(path)
+
+
 @pytest.mark.parametrize(
     "shape", [f"({1 << 62},)", "(-5,)", "(" * 300 + ")" * 300, "(1, 'a')", "[]", "(1 << 9,)"]
 )
