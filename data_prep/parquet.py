@@ -48,6 +48,7 @@ def read_column(
             open(name, "rb") as headers,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
+            _check_columns(table.metadata)
             _check_counts(table.metadata)
             first = 1
             for number in range(table.num_row_groups):
@@ -98,6 +99,30 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise DataError(f"{name}: column {column!r} is {kind}, not text; write it as string")
     return wanted
+
+
+def _check_columns(metadata: Any) -> None:
+    """Raise DamagedTable where the description of a column cannot be read.
+
+    A child process tries it: pyarrow throws C++ exceptions for some damaged statistics that end the
+    process, because nothing between them and Python catches them.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 2)  # C++ says there why it ends
+            for number in range(metadata.num_row_groups):
+                group = metadata.row_group(number)
+                for index in range(group.num_columns):
+                    group.column(index)
+            status = 0
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    if ended:
+        raise DamagedTable("the description of its columns cannot be read")
 
 
 def _check_counts(metadata: Any) -> None:

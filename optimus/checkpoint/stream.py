@@ -136,6 +136,8 @@ class ShardWeights(Weights):
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
+        # Every row is read: no two parameters may be read from the same bytes.
+        manifest.check_rows(self._index)
         self.shapes = self._index.shapes
         self.pieces = [
             Piece(name, whole_box(shape), start, min(start + PIECE, math.prod(shape)))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from data_prep import parquet
 from data_prep.cli import main
 from data_prep.importers.foreign import open_foreign
 from data_prep.inspect import inspect
@@ -272,6 +273,23 @@ def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
     path.write_text(json.dumps(tree))
     with pytest.raises(DataError, match=r"table.json: "):
         Encoder(path).encode([text])
+
+
+class AbortingTable:
+    """Metadata whose columns end the process, as pyarrow does at some damaged statistics."""
+
+    num_row_groups, num_columns = 1, 1
+
+    def row_group(self, number: int) -> AbortingTable:
+        return self
+
+    def column(self, index: int) -> None:
+        os.abort()
+
+
+def test_table_whose_description_ends_the_process_is_damaged():
+    with pytest.raises(parquet.DamagedTable, match="description of its columns"):
+        parquet._check_columns(AbortingTable())
 
 
 def test_tokenizer_that_only_the_library_takes_for_json_is_refused(tmp_path):
