@@ -36,9 +36,10 @@ test-sycl: setup ## Run the SYCL kernels on the CPU through Intel's compiler (1.
 	$(BIN)/python -m pip install --quiet -c constraints.txt intel-sycl-rt intel-opencl-rt
 	$(BIN)/python -m pytest tests/kernels/test_sycl.py
 
-lint: setup ## Check style and formatting
+lint: setup ## Check style, formatting and language
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python scripts/language.py
 
 format: setup ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix --exit-zero $(SOURCES)

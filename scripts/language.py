@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""Find words and names that are not plain technical English. Called by `make lint`.
+
+    python scripts/language.py [PATH ...]
+
+Checks docstrings, comments, message strings and names of functions, classes, arguments, variables
+and attributes of Python files; the text of Markdown; comments of TOML, shell, C++, CUDA and SYCL
+files. CONTRIBUTING.md, "Words", gives the rule. Prints a line for each finding: file, line, word,
+suggestion. Paths in EXEMPT are not checked until they are rewritten, unless they are given. Lines
+of scripts/language_allowed.txt are allowed, with a reason each. Exit status 1 with findings.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED = ROOT / "scripts" / "language_allowed.txt"
+MAX_ALLOWED = 30
+FOLDERS = ("optimus", "data_prep", "kernels", "configs", "docs", "scripts", "tests")
+_THIS = "scripts/language.py"
+
+WORDS = {
+    r"behind": '"after", "below" or "following"',
+    r"besides?": '"next to", "as well as" or "in addition"',
+    r"but for": '"except for"',
+    r"begun": '"started"',
+    r"told|tells?": '"reported", "says" or "prints"',
+    r"stands?|stood": '"is" or "contains"',
+    r"lies?|lay|lain": '"is" or "is stored"',
+    r"mend(?:s|ed|ing)?": '"fix" or "repair"',
+    r"alike": '"in the same way" or "both"',
+    r"let (?:be|go)": '"keep", "release"',
+    r"(?:go|goes|going|went|gone) on": '"continue"',
+    r"so many": "the number, or a name for it",
+    r"under ?way": '"in progress"',
+    r"anew": '"again"',
+    r"whoever|whosoever": "the subject that acts",
+    r"gives? out": '"distribute" or "print"',
+}
+"""Idioms, as regular expressions of whole words, and what to write in their place."""
+
+NAMES = {
+    **dict.fromkeys(
+        ("one", "ones", "own", "part", "parts", "held", "told", "what", "place", "places"),
+        "name the element (chunk, shard, rank, path)",
+    ),
+    **dict.fromkeys(
+        ("found", "here", "there", "every", "taken", "begun", "given"), "say what it holds"
+    ),
+    **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
+}
+"""Names that say nothing about what they hold."""
+
+_QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
+"""A docstring begins with a verb or a noun phrase."""
+
+EXEMPT = (
+    # Rewritten by a later issue.
+    "optimus/chunks",
+    "optimus/checkpoint",
+    "optimus/bench",
+    "data_prep",
+    "tests/chunks",
+    "tests/checkpoint",
+    "tests/bench",
+    "tests/data_prep",
+    "tests/helpers",
+    "scripts/drills",
+    # Texts that are kept as they are: input of tests.
+    "tests/golden/v1",
+    "tests/test_language.py",
+    # Not rewritten yet.
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "configs/bench",
+    "docs/benchmarks",
+    "docs/configuration.md",
+    "docs/design",
+    "docs/formats",
+    "docs/gpu_kernels.md",
+    "docs/intel.md",
+    "docs/kernels.md",
+    "docs/launching.md",
+    "docs/residency.md",
+    "docs/trust.md",
+    "docs/updates.md",
+    "kernels/csrc",
+    "kernels/optimus_kernels",
+    "optimus/cli.py",
+    "optimus/config",
+    "optimus/data",
+    "optimus/distributed",
+    "optimus/doctor.py",
+    "optimus/errors.py",
+    "optimus/evaluate",
+    "optimus/hf",
+    "optimus/io",
+    "optimus/launch",
+    "optimus/model",
+    "optimus/observe",
+    "optimus/parallel",
+    "optimus/peak.py",
+    "optimus/planner",
+    "optimus/platform.py",
+    "optimus/rank",
+    "optimus/resilience",
+    "optimus/train",
+    "pyproject.toml",
+    "scripts/bench",
+    "scripts/demo.sh",
+    "scripts/demo_summary.py",
+    "scripts/jobs.sh",
+    "scripts/pbs",
+    "scripts/slurm",
+    "scripts/test_compat.sh",
+    "tests/config",
+    "tests/conftest.py",
+    "tests/data",
+    "tests/distributed",
+    "tests/evaluate",
+    "tests/golden",
+    "tests/hf",
+    "tests/io",
+    "tests/kernels",
+    "tests/launch",
+    "tests/model",
+    "tests/observe",
+    "tests/parallel",
+    "tests/planner",
+    "tests/planted",
+    "tests/rank",
+    "tests/resilience",
+    "tests/test_cli.py",
+    "tests/test_design.py",
+    "tests/test_docs.py",
+    "tests/test_doctor.py",
+    "tests/test_errors.py",
+    "tests/test_fuzz.py",
+    "tests/test_golden.py",
+    "tests/test_hostile_files.py",
+    "tests/test_imports.py",
+    "tests/test_peak.py",
+    "tests/test_planted.py",
+    "tests/test_platform.py",
+    "tests/test_rank_pool.py",
+    "tests/test_torch_names.py",
+    "tests/train",
+)
+
+_PATTERN = re.compile(r"\b(?:" + "|".join(f"({word})" for word in WORDS) + r")\b", re.IGNORECASE)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_SUGGESTIONS = tuple(WORDS.values())
+_COMMENTS = {
+    ".toml": re.compile(r"(?:^|\s)#(.*)$", re.MULTILINE),
+    ".sh": re.compile(r"(?:^|\s)#(.*)$", re.MULTILINE),
+    **dict.fromkeys(
+        (".h", ".hpp", ".c", ".cpp", ".cu", ".cuh"),
+        re.compile(r"//(.*)$|/\*(.*?)\*/", re.MULTILINE | re.DOTALL),
+    ),
+}
+
+
+class Finding(NamedTuple):
+    """One word or name, with the line that has it."""
+
+    path: str
+    line: int
+    word: str
+    suggestion: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.word!r}: {self.suggestion}"
+
+
+def main() -> int:
+    allowed = read_allowed()
+    findings = []
+    for path in _files(sys.argv[1:]):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        lines = text.splitlines()
+        findings += [
+            finding
+            for finding in check_text(path, text)
+            if lines[finding.line - 1].strip() not in allowed
+        ]
+    for finding in findings:
+        print(finding)
+    if findings:
+        print(f"{len(findings)} findings; CONTRIBUTING.md, section Words, says how to write")
+    return 1 if findings else 0
+
+
+def read_allowed() -> set[str]:
+    """Return the allowed lines; each has its reason in a comment above it."""
+    if not ALLOWED.exists():
+        return set()
+    lines = [line.strip() for line in ALLOWED.read_text(encoding="utf-8").splitlines()]
+    allowed = [line for line in lines if line and not line.startswith("# ")]
+    assert len(allowed) <= MAX_ALLOWED, f"{ALLOWED.name} has more than {MAX_ALLOWED} lines"
+    return set(allowed)
+
+
+def check_text(path: str, text: str) -> list[Finding]:
+    """Return the findings of a file with this content, in the order of its lines."""
+    suffix = Path(path).suffix
+    if suffix == ".py":
+        findings = _check_python(path, text)
+    elif suffix == ".md":
+        findings = _check_prose(
+            path, 1, re.sub(r"```.*?```|`[^`\n]*`", _blank, text, flags=re.DOTALL)
+        )
+    else:
+        findings: Iterable[Finding] = (
+            finding
+            for match in _COMMENTS[suffix].finditer(text)
+            for finding in _check_prose(path, _line_of(text, match.start()), match[0])
+        )
+    return sorted(findings, key=lambda finding: finding.line)
+
+
+def _files(chosen: list[str]) -> list[str]:
+    suffixes = {".py", ".md", *_COMMENTS}
+    roots = [ROOT / name for name in chosen or FOLDERS]
+    paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
+    paths += [] if chosen else [*ROOT.glob("*.md"), *ROOT.glob("*.toml")]
+    names = sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.suffix in suffixes and path.is_file() and not path.is_symlink()
+    )
+    exempt = () if chosen else EXEMPT
+    return [
+        name
+        for name in names
+        if not any(f"{name}/".startswith(f"{path}/") for path in exempt) and name != _THIS
+    ]
+
+
+def _check_prose(
+    path: str, first_line: int, text: str, last_line: int | None = None
+) -> Iterator[Finding]:
+    for match in _PATTERN.finditer(text):
+        line = first_line + text.count("\n", 0, match.start())
+        if last_line is not None:  # a string may have more line ends than its source
+            line = min(line, last_line)
+        yield Finding(path, line, match[0], _SUGGESTIONS[match.lastindex - 1])
+
+
+def _check_python(path: str, text: str) -> Iterator[Finding]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _check_prose(path, token.start[0], token.string)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if " " in node.value:  # keys and patterns of one word are no prose
+                yield from _check_prose(path, node.lineno, node.value, node.end_lineno)
+        elif isinstance(node, ast.Expr):
+            continue
+        yield from _check_names(path, node)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring and (match := _QUESTION.match(docstring)):
+                line = node.body[0].lineno
+                yield Finding(path, line, match[0], "begin with a verb or a noun phrase")
+
+
+def _check_names(path: str, node: ast.AST) -> Iterator[Finding]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        names = [node.id]
+    elif isinstance(node, ast.arg):
+        names = [node.arg]
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        names = [node.attr]
+    elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        names = [node.name, *node.name.split("_")]
+    else:
+        return
+    for name in dict.fromkeys(names):
+        if suggestion := NAMES.get(name.lstrip("_")):
+            yield Finding(path, node.lineno, name, suggestion)
+
+
+def _line_of(text: str, position: int) -> int:
+    return 1 + text.count("\n", 0, position)
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return as many line ends as a block of code has, so that lines keep their numbers."""
+    return "\n" * match[0].count("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
