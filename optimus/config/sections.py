@@ -206,10 +206,10 @@ class DataConfig(Section):
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
     """Instead of `path`: several data sets, each with its share of the instances, as exact integer
-    quotas; the sources' instances run on through epochs of their own."""
+    quotas; each source has its own epochs."""
     eval_path: str = ""
     """Directory of the held-out data set; empty: `path`/eval where it exists. Of a `mix` the
-    held-out parts are mixed alike, up to where one would repeat, if every source has one."""
+    held-out parts are mixed in the same way, until one would repeat, if every source has one."""
     document_mask: bool = False
     """Whether attention stays within documents, in training and evaluation; false: it crosses
     them."""
@@ -345,8 +345,8 @@ class OptimConfig(Section):
     """Type in which a rank adds up the gradients of its microbatches: `bf16` (the paper's) takes
     half the memory and rounds every sum; it needs train.dtype = "bf16"."""
     overlap: bool = True
-    """Let gradients travel while backward goes on (never if deterministic) and updated parameters
-    while the next forward does, which changes no bits; false: wait for each."""
+    """Overlap the reduction of gradients with backward (never if deterministic) and the gathering
+    of updated parameters with the next forward, which changes no bits; false: wait for each."""
     loss_scale: NonNegative = 0.0
     """fp16: what backward starts from instead of 1, a power of two, at the first update; 0: 65536
     times the microbatches of the global batch, rounded up. It halves when a gradient overflows
@@ -397,30 +397,31 @@ class CheckpointConfig(Section):
     keep_models_every: CountOrZero = 0
     """With `keep_models`: those of steps that are multiples of this are kept as well; 0: none."""
     scatter: Literal["balanced", "paper"] = "balanced"
-    """Who writes what several ranks hold: all of them equal parts; or, of model-parallel shard m,
-    data-parallel index m mod dp all of it."""
+    """Ranks that write states which several ranks hold: `balanced`: all of them, equal shares;
+    `paper`: of model-parallel shard m, data-parallel index m mod dp writes all."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
-    """How what one rank has read reaches those that hold the same."""
+    """Collective that sends states which one rank has read to the ranks that hold a copy."""
     async_save: bool = False
     """Training waits only while states are copied to host memory (as much again of it); threads
-    write. A checkpoint is sealed an update or two after its last byte is written."""
+    write. A checkpoint is committed an update or two after its last byte is written."""
     direct_io: bool = True
-    """Write past the kernel's cache (O_DIRECT) where the file system can: the cache's pages stay
-    with others. `optimus bench checkpoint` tells which way is faster on a file system."""
+    """Bypass the page cache in writes (O_DIRECT) where the file system supports it, so that the
+    cache keeps its other pages. `optimus bench checkpoint` measures which is faster on a file
+    system."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A save that takes longer than this has failed."""
     max_failures: CountOrZero = 3
-    """The run ends with exit status 1 when so many saves in a row have failed, and goes on with a
-    warning before; 0: however many. A last checkpoint that fails always ends it so."""
+    """Consecutive failed saves that end the run with exit status 1; each failure before only prints
+    a warning; 0: no limit. A failed last checkpoint always ends the run with that status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Frozen settings that this resume may change all the same, such as `optim.weight_decay`."""
+    """Frozen settings that this resume may change, such as `optim.weight_decay`."""
     load: str = "auto"
     """`auto`: the newest valid one of the run; `none`; a checkpoint or a Hugging Face directory;
     or `model@STEP`, that model-only checkpoint with a fresh optimizer."""
 
 
 class ObserveConfig(Section):
-    """What a run tells."""
+    """Logs and metrics of a run."""
 
     tensorboard: bool = True
     """Write TensorBoard events under the run directory's `tb/`."""
