@@ -35,11 +35,19 @@ class Group:
 
     size: int
     rank: int
-    handle: weakref.ref | None = None
+    handle: weakref.ref[distributed.ProcessGroup] | None = None
     """torch's process group. torch alone keeps it alive, until `end_world`: its threads must end
     before the interpreter does, whatever still holds this Group then."""
     axes: str = field(default="all ranks", compare=False)
     """The axes along which its ranks differ, for messages."""
+
+    @property
+    def process_group(self) -> distributed.ProcessGroup:
+        """The process group that `handle` refers to; there is one until `end_world`."""
+        assert self.handle is not None, f"no process group over {self.axes}"
+        process_group = self.handle()
+        assert process_group is not None, f"the process group over {self.axes} has ended"
+        return process_group
 
 
 ALONE = Group(1, 0)
@@ -171,7 +179,7 @@ def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
 def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
     _count("all_reduce", group, tensor)
     total = distributed.ReduceOp.SUM
-    return distributed.all_reduce(tensor, total, group=group.handle(), async_op=async_op)
+    return distributed.all_reduce(tensor, total, group=group.process_group, async_op=async_op)
 
 
 @_collective
@@ -179,7 +187,7 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
     """In place: the elementwise maximum of `tensor` over the group."""
     if group.size > 1:
         _count("all_reduce", group, tensor)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.handle())
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.process_group)
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
@@ -214,7 +222,7 @@ def _gather_into(
     out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False
 ) -> Any:
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    return gather(out, shard, group=group.handle(), async_op=async_op)
+    return gather(out, shard, group=group.process_group, async_op=async_op)
 
 
 @_collective
@@ -224,7 +232,7 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
         out.copy_(sent)
         return
     _count("all_to_all", group, sent)
-    distributed.all_to_all_single(out, sent, group=group.handle())
+    distributed.all_to_all_single(out, sent, group=group.process_group)
 
 
 @_collective
@@ -237,7 +245,7 @@ def all_to_all_rows(
         return rows.clone()
     _count("all_to_all", group, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(out, rows, received, sent, group=group.handle())
+    distributed.all_to_all_single(out, rows, received, sent, group=group.process_group)
     return out
 
 
@@ -267,7 +275,7 @@ def _reduce_scatter_sum(
         getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
     total = distributed.ReduceOp.SUM
-    return scatter(out, whole, total, group=group.handle(), async_op=async_op)
+    return scatter(out, whole, total, group=group.process_group, async_op=async_op)
 
 
 @_collective
@@ -275,13 +283,13 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """In place: `tensor` of the group's rank `source`, on every rank."""
     if group.size > 1:
         _count("broadcast", group, tensor)
-        origin = distributed.get_global_rank(group.handle(), source)
-        distributed.broadcast(tensor, origin, group=group.handle())
+        origin = distributed.get_global_rank(group.process_group, source)
+        distributed.broadcast(tensor, origin, group=group.process_group)
 
 
 def ranks_of(group: Group) -> list[int]:
     """The global ranks of a group that has a handle, in their order within it."""
-    return distributed.get_process_group_ranks(group.handle())
+    return distributed.get_process_group_ranks(group.process_group)
 
 
 @_collective
@@ -289,7 +297,7 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
     """Return the first rank's `data` on every rank; that of other ranks does not count."""
     if group.size == 1:
         return data
-    process_group = group.handle()
+    process_group = group.process_group
     source = distributed.get_global_rank(process_group, 0)
     size = torch.tensor([len(data)], device=_device_of(process_group))
     distributed.broadcast(size, source, group=process_group)
@@ -307,7 +315,7 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     longest has."""
     if group.size == 1:
         return [data]
-    process_group = group.handle()
+    process_group = group.process_group
     sizes = _all_sizes(data, group)
     content = _padded(data, max(sizes), _device_of(process_group))
     received = [torch.empty_like(content) for _ in sizes] if group.rank == 0 else None
@@ -339,7 +347,7 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
         return [value]
     data = encode_object(value)
     sizes = _all_sizes(data, group)
-    content = _padded(data, max(sizes), _device_of(group.handle()))
+    content = _padded(data, max(sizes), _device_of(group.process_group))
     received = content.new_empty(len(sizes) * len(content))
     _gather_into(received, content, group)
     values = _unpadded(received.view(len(sizes), -1), sizes)
@@ -390,7 +398,7 @@ def _device_of(process_group: distributed.ProcessGroup) -> torch.device:
 
 def _all_sizes(data: bytes, group: Group) -> list[int]:
     """Return how many bytes each rank has."""
-    size = torch.tensor([len(data)], device=_device_of(group.handle()))
+    size = torch.tensor([len(data)], device=_device_of(group.process_group))
     sizes = size.new_empty(group.size)
     _gather_into(sizes, size, group)
     return sizes.tolist()
@@ -411,19 +419,19 @@ def _unpadded(rows: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[bytes]
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
-        distributed.barrier(group=group.handle())
+        distributed.barrier(group=group.process_group)
 
 
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
     """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
     _count("send", group, tensor)
-    peer = distributed.get_global_rank(group.handle(), to)
-    return Transfer(tensor, distributed.isend(tensor, peer, group.handle()), group, "send")
+    peer = distributed.get_global_rank(group.process_group, to)
+    return Transfer(tensor, distributed.isend(tensor, peer, group.process_group), group, "send")
 
 
 @_collective
 def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
     """Begin to receive into `tensor` from the group's rank `source`."""
-    peer = distributed.get_global_rank(group.handle(), source)
-    return Transfer(tensor, distributed.irecv(tensor, peer, group.handle()), group, "receive")
+    peer = distributed.get_global_rank(group.process_group, source)
+    return Transfer(tensor, distributed.irecv(tensor, peer, group.process_group), group, "receive")

@@ -46,7 +46,7 @@ def listen_at_meeting_point(where: SplitResult, one_machine: bool) -> int | None
     if not addresses:
         return None
     listener = _bind(addresses, where)
-    is_local = one_machine and is_loopback(where.hostname)
+    is_local = one_machine and is_loopback(where.hostname or "")
     if is_loopback(listener.getsockname()[0]) and not is_local:
         listener.close()
         return None
@@ -161,7 +161,7 @@ def _wait_for_all(store: Store, limit_s: float) -> None:
         store.wait([_ALL_HERE], timedelta(seconds=limit_s))
     except RuntimeError as error:
         told_by_another = store.add("optimus/unmet", 1) > 1
-        store.set(_ALL_HERE, _UNMET)  # those who came later need not wait as long again
+        store.set(_ALL_HERE, _UNMET.decode())  # those who came later need not wait as long again
         raise NotAllHereError(str(error), told_by_another) from error
     if store.get(_ALL_HERE) == _UNMET:
         raise NotAllHereError("another rank waited in vain", told_by_another=True)

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import namedtuple
 from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
 
 from optimus.config.axes import ADDED, AXES, DATA, MODEL, Axes
 from optimus.config.sections import ParallelConfig
@@ -22,11 +23,26 @@ _GROUPS: tuple[Axes, ...] = (
 )
 """The axes of every group that a run makes, in order."""
 
-Place = namedtuple("Place", AXES)
-Place.__doc__ = "A rank's index along each axis."
+if TYPE_CHECKING:  # a type checker cannot read the fields from the table
+
+    class Place(NamedTuple):
+        pp: int
+        dp: int
+        ep: int
+        tp: int
+
+    class _Sizes(NamedTuple):
+        pp: int = 1
+        dp: int = 1
+        ep: int = 1
+        tp: int = 1
+else:
+    Place = namedtuple("Place", AXES)
+    Place.__doc__ = "A rank's index along each axis."
+    _Sizes = namedtuple("Mesh", AXES, defaults=[1] * len(AXES))
 
 
-class Mesh(namedtuple("Mesh", AXES, defaults=[1] * len(AXES))):
+class Mesh(_Sizes):
     """Sizes of the axes of parallelism."""
 
     __slots__ = ()

@@ -80,6 +80,7 @@ def start_world(
     if launch.world_size == 1:
         if trouble is not None:
             raise trouble
+        assert own_device is not None
         return World(launch, own_device, "none", ALONE)
     limit_s = timeout_s if trouble is None else min(timeout_s, _TROUBLED_WAIT_S)
     try:
@@ -89,6 +90,7 @@ def start_world(
         if trouble is not None:
             raise trouble from None
         raise _unmet(error, launch, timeout_s) from error
+    assert own_device is not None  # otherwise `agree_to_start` has raised
     backend = collective_backend(own_device)
     _stay_on_this_machine(launch)
     started = time.monotonic()
@@ -106,6 +108,7 @@ def start_world(
     except RuntimeError as error:
         raise _unconnected(error, backend, store, time.monotonic() - started) from error
     _joined.append(backend)
+    assert distributed.group.WORLD is not None
     everyone = group_of(distributed.group.WORLD)
     barrier(everyone)  # a rank that ended now would break the start of slower ones
     return World(launch, own_device, backend, everyone, timeout_s)
@@ -133,7 +136,8 @@ def _meet(launch: LaunchEnv, limit_s: float) -> distributed.Store:
     limit = timedelta(seconds=limit_s)
     where = urlsplit(launch.init_method)
     if where.scheme == "tcp":  # as torch's own rendezvous, which waits for all and listens on all
-        store = distributed.TCPStore(
+        assert where.hostname is not None and where.port is not None, launch.init_method
+        store: distributed.Store = distributed.TCPStore(
             where.hostname,
             where.port,
             launch.world_size,
