@@ -86,6 +86,6 @@ def place_parameters(
         assert len(dims) == len(by_axis), f"{name}: two axes divide one dim: {by_axis}"
         partial = sequence_parallel and mesh.tp > 1 and tensor.meets_a_part_of_the_sequence(name)
         kind = ParameterKind(tuple(by_axis), ("tp",) if partial else ())
-        intervals = tuple(dims.get(dim, ((0, size),)) for dim, size in enumerate(shape))
-        placements[name] = Placement(shape, kind, intervals)
+        local = tuple(dims.get(dim, ((0, size),)) for dim, size in enumerate(shape))
+        placements[name] = Placement(shape, kind, local)
     return placements

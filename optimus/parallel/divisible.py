@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from optimus.config import Config
 from optimus.config.axes import AXES
@@ -47,5 +48,5 @@ def _sizes(config: Config, key: str) -> list[int]:
     if section != "model":
         return [getattr(getattr(config, section), name)]
     model = config.model
-    sizes = {setting(model.layer(number), name) for number in range(model.num_layers)}
+    sizes: set[Any] = {setting(model.layer(number), name) for number in range(model.num_layers)}
     return sorted(sizes - {0}) or [0]

@@ -102,7 +102,8 @@ class ExpertParallel:
         assert dispatch in DISPATCHES, dispatch
         self._compute, self._group = experts.forward, group
         self.experts, self.num_experts, self.dispatch = experts, experts.num_experts, dispatch
-        experts.forward = self
+        module: nn.Module = experts
+        module.forward = self
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if self.dispatch == "alltoall":

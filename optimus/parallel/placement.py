@@ -67,9 +67,10 @@ def keep_stage(model: Transformer, layers: Collection[int], is_first: bool, is_l
         if int(name) not in layers:
             del model.blocks[name]
     if not is_first and not (is_last and model.config.tie_embeddings):
-        model.embed = None
+        model.embed = None  # type: ignore[assignment]  # stages that use it have it
     if not is_last:
-        model.final_norm, model.head = None, None
+        model.final_norm = None  # type: ignore[assignment]  # the same
+        model.head = None
 
 
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from optimus.model.moe import FastSparseMoE
+from optimus.model.moe import Experts, FastSparseMoE
 from optimus.model.transformer import Block
 
 _switched_off: list[bool] = []
@@ -34,17 +34,24 @@ def wire_recompute(model: nn.Module, modules: Collection[str]) -> None:
         if not isinstance(block, Block):
             continue
         if "block" in modules:
-            block.forward = _again(block.forward)
+            _compute_again(block)
             continue
         moe = isinstance(block.mlp, FastSparseMoE) and "moe" in modules
         if isinstance(block.mlp, FastSparseMoE) and "experts" in modules and not moe:
             block.mlp.experts.register_forward_pre_hook(_without_preactivation)
         norm = "norm" in modules
-        block.attend = _half(block.attention_norm, block.attention, norm, "attention" in modules)
-        block.feed_forward = _half(block.mlp_norm, block.mlp, norm, moe)
+        attend = _half(block.attention_norm, block.attention, norm, "attention" in modules)
+        block.attend = attend  # type: ignore[method-assign]  # replaced in this block only
+        feed_forward = _half(block.mlp_norm, block.mlp, norm, moe)
+        block.feed_forward = feed_forward  # type: ignore[method-assign]  # the same
+
+
+def _compute_again(module: nn.Module) -> None:
+    module.forward = _again(module.forward)
 
 
 def _without_preactivation(experts: nn.Module, arguments: tuple[Any, ...]) -> None:
+    assert isinstance(experts, Experts)
     experts.save_input_only = not _switched_off
 
 

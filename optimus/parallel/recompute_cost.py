@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from optimus import platform
-from optimus.model.transformer import Block, Transformer
+from optimus.model.transformer import Transformer
 from optimus.parallel.recompute import switched_off, watching
 
 _TIMED = 2
@@ -65,13 +65,13 @@ def measure_recompute(
     return RecomputeCost((kept[0], kept[1]), (seconds[0], seconds[1]))
 
 
-def _kept_bytes(block: Block, x: Tensor, rope: tuple[Tensor, Tensor]) -> int:
+def _kept_bytes(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> int:
     with KeptBytes(block) as kept:
         block(x, rope)
     return kept.total
 
 
-def _pass(block: Block, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
+def _pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
     """Seconds of a forward and a backward pass."""
     platform.synchronize(x.device)
     start = time.perf_counter()

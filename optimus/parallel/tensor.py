@@ -71,6 +71,7 @@ def wire_tensor_parallel(model: Transformer, group: Group, sequence_parallel: bo
     first, _ = share(model.config.vocab_size, group.rank, group.size)
     if model.embed is not None:
         model.embed.__class__ = VocabularyParallelEmbedding
+        assert isinstance(model.embed, VocabularyParallelEmbedding)
         model.embed.wiring, model.embed.first = wiring, first
     if model.final_norm is not None:
         model.final_norm.register_forward_hook(lambda module, inputs, out: wiring.enter(out))
@@ -109,6 +110,7 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
     elif isinstance(module, Embedding):
         yield ("weight", 0, columns(module.weight.shape[0]))
     elif isinstance(module, Transformer) and module.head is not None:
+        assert isinstance(module.head, nn.Linear)
         yield ("head.weight", 0, columns(module.head.out_features))
 
 
@@ -130,7 +132,9 @@ def _wire_attention(module: Attention, wiring: Wiring) -> None:
     _make_row_linear(module.o_proj, wiring)
     for norm in (module.q_norm, module.k_norm):
         if isinstance(norm, RMSNorm):
-            norm.__class__, norm.group = DividedRMSNorm, wiring.group
+            norm.__class__ = DividedRMSNorm
+            assert isinstance(norm, DividedRMSNorm)
+            norm.group = wiring.group
 
 
 def _wire_moe(module: FastSparseMoE, wiring: Wiring) -> None:
@@ -158,12 +162,16 @@ def _wire_moe(module: FastSparseMoE, wiring: Wiring) -> None:
 
 
 def _make_row_linear(linear: nn.Linear, wiring: Wiring) -> None:
-    linear.__class__, linear.wiring = RowLinear, wiring
+    linear.__class__ = RowLinear
+    assert isinstance(linear, RowLinear)
+    linear.wiring = wiring
 
 
 class RowLinear(SplitLinear):
     """A linear layer of which each rank holds some columns of the weight and of the input; the bias
     is added once, behind the sum."""
+
+    wiring: Wiring
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.wiring.leave(self.multiply(x, None))
@@ -172,6 +180,9 @@ class RowLinear(SplitLinear):
 
 class VocabularyParallelEmbedding(Embedding):
     """Looks up the tokens whose rows are here; the others come with the sum over ranks."""
+
+    wiring: Wiring
+    first: int
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.first
@@ -182,6 +193,8 @@ class VocabularyParallelEmbedding(Embedding):
 
 class DividedRMSNorm(RMSNorm):
     """An RMSNorm over all heads of which each rank holds some: the sum of squares is summed."""
+
+    group: Group
 
     def forward(self, x: Tensor) -> Tensor:
         return _DividedRMSNorm.apply(x, self.weight, self.eps, self.group)

@@ -223,6 +223,7 @@ class Executor:
             with self._perhaps_last(action, None):
                 backward(held.output, grad, self.loss_scale)
         if held.x is not None:
+            assert held.x.grad is not None
             self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
 
     def _weights(self, action: Action) -> None:

@@ -99,6 +99,7 @@ class Stage:
     ) -> tuple[Tensor, list[Routing]]:
         if self.is_first:
             x = self.model.embed(tokens)
+        assert x is not None, "no input from the previous stage"
         return self.model.run_blocks(x, document_ids, self.layers)
 
 
