@@ -153,6 +153,7 @@ class Completion:
         if owed and name in owed:
             owed.discard(name)
             if not owed:
+                assert self._complete is not None
                 self._complete(chunk)
 
 

@@ -15,7 +15,7 @@ from optimus.chunks.arrivals import Arrivals
 from optimus.chunks.frozen import FrozenParameters
 from optimus.chunks.gradients import Gradients, by_first_use
 from optimus.chunks.layout import STATES, ChunkLayout, Parameter, Slot, lay_out
-from optimus.chunks.memory import count_bytes
+from optimus.chunks.memory import Holder, count_bytes
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.rcache import ChunkCache
@@ -74,6 +74,7 @@ class ChunkEngine:
         self.chunks: list[ChunkStates] = []
         kind = (dtype, grad_dtype, device, residency.divides_parameters)
         for chunk in self.layout.chunks:
+            assert isinstance(chunk.key, Home)
             self.chunks.append(ChunkStates(chunk, chunk.key, *kind))
             self._take_values(self.chunks[-1])
         self._arrivals = Arrivals()
@@ -159,7 +160,9 @@ class ChunkEngine:
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
             return
-        self.gradients.add_use(use, self._home_of(use.name))
+        home = self._home_of(use.name)
+        assert home is not None, use.name
+        self.gradients.add_use(use, home)
 
     def gradient(self, name: str) -> Tensor:
         """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
@@ -274,7 +277,7 @@ class ChunkEngine:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
-        holders = [*self.chunks, self.gradients, self.frozen]
+        holders: list[Holder] = [*self.chunks, self.gradients, self.frozen]
         return count_bytes(piece for one in holders for piece in one.pieces())
 
     @property

@@ -57,6 +57,7 @@ class FrozenParameters:
         into narrower ones' copies counts from `settle` on, which lets the copies go."""
         self._wide = [flat.float() for flat in self._flats]
         for chunk, flat in zip(self.layout.chunks, self._wide, strict=True):
+            assert isinstance(chunk.key, Home)
             yield StateShard(chunk, 0, chunk.key, {"master": flat})
 
     def settle(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from optimus.chunks.departures import Departures, Parcel
 from optimus.chunks.follow import Follower
 from optimus.chunks.layout import Slot
-from optimus.chunks.memory import Piece
+from optimus.chunks.memory import Holder, Piece
 from optimus.chunks.pieces import Buffer, PieceReduction
 from optimus.chunks.rcache import ChunkCache
 from optimus.chunks.reduce import FastReduction
@@ -58,7 +58,9 @@ class Gradients:
         together = any(one.home.adders.size > 1 for one in chunks)
         if in_pieces or (deterministic and together):
             memory = memory if in_pieces else Kept()
-            self._reduction = PieceReduction(self._chunks, deterministic, reduce_dtype, memory)
+            self._reduction: PieceReduction | FastReduction = PieceReduction(
+                self._chunks, deterministic, reduce_dtype, memory
+            )
         else:
             self._reduction = FastReduction(self._chunks, reduce_dtype, overlap)
         early = overlap and together and not (deterministic or in_pieces)
@@ -102,6 +104,7 @@ class Gradients:
         """Give units' buffers memory when they need it; `early` as for Follower."""
         buffer_of: dict[str, Buffer] = {name: one for name, (one, _) in self._by_name.items()}
         buffer_of |= {use.use.name: use for use in self._uses}
+        assert isinstance(self._reduction, PieceReduction), "follow without in_pieces"
         self._follower = Follower(
             units,
             [[buffer_of[name] for name in u.parameters if name in buffer_of] for u in units],
@@ -118,7 +121,8 @@ class Gradients:
 
     def pieces(self) -> Iterator[Piece]:
         """Everything that is held beside the chunks."""
-        for one in (self._reduction, *self._uses):
+        holders: list[Holder] = [self._reduction, *self._uses]
+        for one in holders:
             yield from one.pieces()
 
     def before_backward(self, stage: int) -> None:
@@ -129,6 +133,7 @@ class Gradients:
     def release(self) -> None:
         """After the update."""
         if self._follower is not None:
+            assert isinstance(self._reduction, PieceReduction)
             self._reduction.release()
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,13 @@ class Piece(NamedTuple):
     tensor: Tensor
     chunk: Chunk | None = None
     """Of which it is a part, padding included in proportion."""
+
+
+class Holder(Protocol):
+    """An object that holds states."""
+
+    def pieces(self) -> Iterable[Piece]:
+        """Return all tensors that it holds."""
 
 
 def count_bytes(pieces: Iterable[Piece]) -> dict[str, int]:

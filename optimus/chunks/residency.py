@@ -24,6 +24,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 NEVER = float("inf")
@@ -99,7 +100,7 @@ def visit_order(
     them, visits all of them forward before it goes on.
     """
     again = {region[-1]: region for region in regions}
-    visits = []
+    visits: list[Visit] = []
 
     def visit(units: Iterable[int], backward: bool) -> None:
         visits.extend(Visit(unit, backward, needs[unit]) for unit in units)
@@ -132,7 +133,7 @@ def plan_residency(visits: Sequence[Visit], slots: int) -> ResidencyPlan:
         resident.difference_update(dead)
         missing = tuple(sorted(visit.need - resident))
         spare = len(resident) + len(missing) - slots
-        victims = farthest(resident - visit.need, spare, lambda c, now=now: future.next_use(c, now))
+        victims = farthest(resident - visit.need, spare, partial(future.next_use, now=now))
         resident = (resident - set(victims)) | visit.need
         on_demand.append(_Demand(dead, list(missing), list(victims)))
     return ResidencyPlan(tuple(_begin_early(visits, on_demand, future, slots)), slots)

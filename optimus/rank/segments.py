@@ -48,4 +48,4 @@ def _watch_head(model: Transformer, before_forward: Notice, before_backward: Not
         on_gradient(logits, before_backward)
         return logits
 
-    model._head = watched
+    model._head = watched  # type: ignore[method-assign]  # replaced in this model only
