@@ -96,7 +96,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
 
 def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
     """Runs of states of spans that fit into HOST_BYTES, or are alone."""
-    batch, filled = [], 0
+    batch: list[tuple[str, Span]] = []
+    filled = 0
     for state, span in parts:
         size = (span.stop - span.start) * ITEMSIZE
         if batch and filled + size > HOST_BYTES:

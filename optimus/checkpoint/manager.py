@@ -122,7 +122,7 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
     manifest = read_manifest(path) if path and is_checkpoint(path) else None
     is_full = manifest is not None and manifest.kind == "full"
     if own is None:
-        _refuse_if_begun(run_dir, load, manifest.step if is_full else 0)
+        _refuse_if_begun(run_dir, load, manifest.step if manifest and is_full else 0)
     if path is None:
         return Start("none")
     if manifest is None:
@@ -316,4 +316,6 @@ def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
 
 
 def _step_of(path: Path) -> int:
-    return int(re.search(r"\d+", path.name)[0])
+    digits = re.search(r"\d+", path.name)
+    assert digits is not None, path
+    return int(digits[0])

@@ -150,7 +150,9 @@ class Manifest:
 
     def problems(self, threads: int = 0) -> list[str]:
         """What is not as it was written: a line for each such file, with the first place."""
-        checks = [partial(_read_checked, self.path / one.name, one) for one in self.files]
+        checks: list[partial[Any]] = [
+            partial(_read_checked, self.path / one.name, one) for one in self.files
+        ]
         found = [problem for problem in in_threads(_problem, checks, threads) if problem]
         if not self.is_sharded:
             return found

@@ -83,8 +83,8 @@ class Held(NamedTuple):
 class Part(NamedTuple):
     """One of `count` about equal parts."""
 
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # hides a method of tuple that is not used
+    count: int  # type: ignore[assignment]  # the same
 
 
 WHOLE = Part(0, 1)
@@ -120,7 +120,7 @@ def spans_to_write(
     the pipeline (tied embeddings) goes to them in turns of STRIPE. `paper`: of the copies of
     model-parallel shard m, data-parallel index m mod dp writes it whole, the first stage alone.
     """
-    spans = []
+    spans: list[Span] = []
     parts = {copies: part_of(mesh, place, copies) for copies in {one.copies for one in held}}
     for number, one in enumerate(held):
         turns = {name: Part(int(one.far), 2) for name in on_both_ends}
@@ -138,7 +138,7 @@ def spans_to_read(
 ) -> list[Span]:
     """What the rank at `place` reads: an equal part of each shard, the other parts of which come
     from the ranks that hold the same. A far copy comes whole from the first stage."""
-    spans = []
+    spans: list[Span] = []
     for number, one in enumerate(held):
         if not one.far:
             part = part_of(mesh, place, one.copies)

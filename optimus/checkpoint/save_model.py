@@ -69,6 +69,7 @@ class ModelSaver(Saver):
                         raise OptimusError(f"model of step {step}: no longer wanted")
                     here = slice(at, at + piece.stop - piece.start)
                     if memory is None:
+                        assert self._staging is not None
                         values = self._staging.taken(state, span)[here]
                     else:
                         values = memory[: piece.stop - piece.start]

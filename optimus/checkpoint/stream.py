@@ -69,9 +69,12 @@ class FileWeights(Weights):
         boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
         own = ((name, name, parameter) for name, parameter in model.named_parameters())
         found = []
-        for theirs, ours, part in places(config, self._files) if is_hf_directory(path) else own:
+        for theirs, ours, part in (
+            places(config, self._files.names()) if is_hf_directory(path) else own
+        ):
             file, stored = self._files.find(theirs)
-            begun, stop = part.storage_offset(), part.storage_offset() + part.numel()
+            begun = int(part.storage_offset())
+            stop = begun + part.numel()
             for start in range(begun, stop, PIECE):
                 piece = Piece(ours, boxes[ours], start, min(start + PIECE, stop))
                 at = stored.start + (start - begun) * DTYPES[stored.dtype].itemsize

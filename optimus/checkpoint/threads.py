@@ -23,7 +23,8 @@ class Task:
     """One piece of work in a thread of its own. Does not keep the process from ending."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._value = self._error = None
+        self._value: Any = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=[work], name="optimus-save", daemon=True
         )

@@ -53,9 +53,9 @@ def write_shard(
     boxes: dict[tuple[str, Box], int] = {}
     rows: list[tuple[int, ...]] = []
     for span, of_state in begins.items():
-        for (name, box, start, stop), at in span.pieces:
+        for (name, box, start, end), at in span.pieces:
             offsets = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
-            rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
+            rows.append((boxes.setdefault((name, box), len(boxes)), start, end, *offsets))
     return Written(shard, list(boxes), rows)
 
 

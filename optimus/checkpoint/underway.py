@@ -99,6 +99,7 @@ class Underway:
         if worst == _BUSY:
             return None
         if self._phase == "writing":
+            assert self._task is not None
             self._begin_seal(gather_bytes(self._task.value(), self._group))
             return None
         self._phase = "over"

@@ -35,6 +35,7 @@ class WriteBehind:
         block = self._empty.get()
         if block is None:
             self.finish()
+        assert block is not None, "take() after close()"
         return block
 
     def give(self, block: memoryview) -> None:
