@@ -54,17 +54,21 @@ def _make_states(world: World, hidden: int) -> RankStates:
     return states
 
 
+def _at(place: Place, act: Callable[[Path], None]) -> Callable[[], None]:
+    return lambda: act(place.now)
+
+
 def measure_checkpoint(world: World, hidden: int, rounds: int, scratch: Path) -> dict[str, Any]:
     """All ways in turn at the same states, in directories of `scratch`. A collective of all."""
     states = _make_states(world, hidden)
     ways = make_ways(states, world)
     places = {name: Place(scratch / name, world) for name in ways}
     save_s = _race(
-        {name: lambda way=way, at=places[name]: way.save(at.now) for name, way in ways.items()},
+        {name: _at(places[name], way.save) for name, way in ways.items()},
         {name: place.renew for name, place in places.items()}, rounds, world,
     )  # fmt: skip
     load_s = _race(
-        {name: lambda way=way, at=places[name]: way.load(at.now) for name, way in ways.items()},
+        {name: _at(places[name], way.load) for name, way in ways.items()},
         {name: place.forget for name, place in places.items()}, rounds, world,
     )  # fmt: skip
     own = sum(flat.nbytes for flat in flats_of(states))

@@ -60,6 +60,7 @@ def ours(states: RankStates, direct: bool = True) -> Way:
 
     def save(directory: Path) -> None:
         outcome = saver.begin(states, directory / STEP, lambda path: None, step=1).drain()
+        assert outcome is not None
         assert outcome.failure is None, outcome.failure
 
     def load(directory: Path) -> None:
@@ -91,6 +92,7 @@ class Stall:
         """For a save that `begin` began. A collective of all ranks."""
         if self._underway is not None:
             outcome = self._underway.drain()
+            assert outcome is not None
             assert outcome.failure is None, outcome.failure
         self._underway = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from optimus.errors import ConfigError, OptimusError
@@ -94,6 +95,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
 
         divide(config, nproc)
         return spawn_local(arguments, nproc)
+    result: dict[str, Any] | None
+    text: Callable[[dict[str, Any]], str]
     if args.profile:
         from optimus.bench.profile import format_profile, profile_step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from optimus.bench.meters import paired, race
 from optimus.bench.ours import make_ours
@@ -25,18 +26,22 @@ class Fsdp(PlainLoop):
 
     def __init__(self, config: Config, plan: BatchPlan, world: World) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         model, self._world = Transformer(config.model), world
         initialise_(model, 0)
         mesh = init_device_mesh("cpu", (world.size,))
         for module in (*model.blocks.values(), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
+            assert isinstance(module, FSDPModule)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
             module.set_gradient_divide_factor(1.0)  # the loss carries the scale
         super().__init__(config, model, plan, world.device)
-        model.forward = self.objective
-        self.objective = model  # through the hooks of its call
+        whole: nn.Module = model
+        whole.forward = super().objective
+
+    def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._model(tokens)  # through its forward hooks
 
     def run(self, microbatches: list[Microbatch]) -> float:
         """One update; the loss as ours counts it."""

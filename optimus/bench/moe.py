@@ -31,7 +31,7 @@ from optimus.bench.meters import (
     versions,
 )
 from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
-from optimus.bench.moe_peers import PEERS, Peer
+from optimus.bench.moe_peers import PEERS, Peer, gradient_of
 from optimus.config import make_config
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.model.moe import FastSparseMoE
@@ -86,7 +86,8 @@ class Ours(nn.Module):
         return self.block(x)[0]
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        return self.block.experts.gate_up.grad, self.block.experts.down.grad
+        experts = self.block.experts
+        return gradient_of(experts.gate_up), gradient_of(experts.down)
 
 
 class Theirs(nn.Module):
@@ -150,7 +151,7 @@ def _bench_case(
     if (free := free_bytes(device)) < case.bytes_needed:
         return {"skipped": f"needs {case.bytes_needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
     weights, x, grad = make_tensors(case, device)
-    blocks: dict[str, nn.Module] = {"ours": Ours(case, weights)}
+    blocks: dict[str, Ours | Theirs] = {"ours": Ours(case, weights)}
     absent: dict[str, str] = {}
     for name in peers:
         try:
@@ -219,10 +220,10 @@ def _seconds(block: nn.Module, x: Tensor, grad: Tensor) -> float:
     return clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
 
 
-def _outputs(block: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def _outputs(block: Ours | Theirs, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     out = block(x)
     out.backward(grad)
-    result = (out.detach(), x.grad, block.router.grad, *block.gradients())
+    result = (out.detach(), gradient_of(x), gradient_of(block.router), *block.gradients())
     forget(block, x)
     return result
 

@@ -17,6 +17,12 @@ from optimus.bench.meters import Absent
 from optimus_kernels.grouped_mm import torch_form_works, torch_grouped_mm
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf after a backward pass."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 class Peer(nn.Module):
     """Over gate_up [E, 2F, D] and down [E, D, F], shared rather than copied where layouts allow.
 
@@ -32,7 +38,7 @@ class Peer(nn.Module):
         self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up.grad, self.down.grad
+        return gradient_of(self.gate_up), gradient_of(self.down)
 
 
 class Loop(Peer):
@@ -72,6 +78,7 @@ class ThreeGrouped(Peer):
         self.down = nn.Parameter(down)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        assert torch_grouped_mm is not None
         slots = chosen.flatten()
         order = slots.argsort(stable=True)
         ends = torch.bincount(slots, minlength=len(self.down)).cumsum(0, dtype=torch.int32)
@@ -83,7 +90,8 @@ class ThreeGrouped(Peer):
         return torch.zeros_like(x).index_add_(0, token, out)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.gate.grad, self.up.grad], 1), self.down.grad
+        gate_up = torch.cat([gradient_of(self.gate), gradient_of(self.up)], 1)
+        return gate_up, gradient_of(self.down)
 
 
 class HuggingFace(Peer):

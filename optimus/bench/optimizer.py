@@ -41,8 +41,14 @@ SIZES = (1 << 16, 1 << 26)
 """Parameters: 1 MiB, which a core's own cache holds, and 1 GiB, beyond any."""
 _PARAMETERS_A_SAMPLE = 1 << 22
 """Small sizes are repeated so often that the clock's own steps do not count."""
-_NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_OF_A_CLASS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_NUMBERS: dict[str, Any] = {
+    "lr": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+_OF_A_CLASS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """The same as optimizers of torch and DeepSpeed take them."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
@@ -196,7 +202,7 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
     """The exact sum of squares of `size` fp32 gradients: seconds by round, on the wall (clock 0) or
     of the processor (1), and paired ratios to ours. `read` is torch's plain sum of the same."""
     flat, bins = torch.randn(max(BLOCK, size - size % BLOCK), device=device), new_bins(device)
-    ways = {
+    ways: dict[str, list[Callable[[], Any]]] = {
         "ours": [lambda: square_bins_(bins, flat)],
         "twin": [lambda: square_bins_twin_(bins, flat)],
         "read": [flat.sum],

@@ -229,7 +229,10 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[Row]:
         part, phase = _place(event, part_of)
         column = {"forward": 0, "backward": 1}.get(phase, 2)
         seconds[part][column] += event.self_cpu_time_total / 1e6
-    rows = [Row(part, *columns, bounds.get(part)) for part, columns in seconds.items()]
+    rows = [
+        Row(part, forward, backward, update, bounds.get(part))
+        for part, (forward, backward, update) in seconds.items()
+    ]
     return sorted(rows, key=lambda row: -row.seconds)
 
 

@@ -110,8 +110,8 @@ def measure_optimizer(world: World, hidden: int, rounds: int, scratch: Path) -> 
     peak = measure_peak(large, small, world)
     shardings = []
     for ep in (2, size // 2):
-        configs = [mula_like(hidden, size, ep, sharding=name) for name in ("so", "epso")]
-        shardings.append(compare_shardings(*configs, world, rounds))
+        so, epso = (mula_like(hidden, size, ep, sharding=name) for name in ("so", "epso"))
+        shardings.append(compare_shardings(so, epso, world, rounds))
         if size == 4:
             break
     fsdp = against_fsdp(mula_like(hidden, size, sharding="epso"), world, rounds)

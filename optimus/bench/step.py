@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class PlainLoop:
     and copied back. It accumulates microbatches in the parameters' dtype.
     """
 
-    def __init__(self, config: Config, model: nn.Module, plan: BatchPlan, device: torch.device):
+    def __init__(self, config: Config, model: Transformer, plan: BatchPlan, device: torch.device):
         self._config, self._model, self._plan, self._device = config, model, plan, device
         self._params = list(model.parameters())
         self._masters = self._params
@@ -70,6 +71,7 @@ class PlainLoop:
         mixed = self._masters is not self._params
         if mixed:
             for master, param in zip(self._masters, self._params, strict=True):
+                assert param.grad is not None
                 master.grad = param.grad.float()
         nn.utils.clip_grad_norm_(self._masters, self._config.optim.clip_norm)
         self._optimizer.step()
@@ -91,7 +93,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     updater, microbatches = ours.updater(), ours.microbatches()
     taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
     for number, name in turns(taken, steps + 1):
-        run = functools.partial(plain.run, microbatches)
+        run: Callable[[], object] = functools.partial(plain.run, microbatches)
         if name == "ours":
             run = functools.partial(updater.run, number + 1, microbatches)
         seconds, _ = clocked(run, world.device)
