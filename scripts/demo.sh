@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on real text: prepare the interpreter's own standard library, train a small
 # Mixture-of-Experts model on it with two ranks, evaluate, draw, sample. Run by `make demo`.
-# A second demo keeps the data and trains afresh; one that was interrupted goes on where it was.
+# A second demo keeps the data and trains a new model; an interrupted demo continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ step() {
 library=$(python -P -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 echo "Optimus demo: Python's standard library in $library; everything goes under $DEMO/"
 mkdir -p "$DEMO"
-# A handful of files are badly encoded on purpose, to test Python: they are set aside and counted.
+# Some files have an invalid encoding on purpose, to test Python: they are quarantined and counted.
 text=(--input "$library/**/*.py" --exclude '*/site-packages/*' --on-error quarantine)
 
 if [ ! -f "$DEMO/tokenizer.json" ]; then

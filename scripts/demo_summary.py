@@ -1,4 +1,4 @@
-"""What the demo reached, and where its results are: `python scripts/demo_summary.py DEMO`."""
+"""Print the losses of the demo and where its results are: `python scripts/demo_summary.py DEMO`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-# What the job scripts of slurm/ and pbs/ share; they source it with `set -euo pipefail`. Each has its
-# options in variables of their names, its command behind -- in `command`, what a job is submitted by
-# in `submit`, and what runs in the job in `launch`.
+# Functions of the job scripts in slurm/ and pbs/, which source this file with `set -euo pipefail`. Each
+# script has its options in variables of the same names, the command after -- in `command`, the command
+# that submits the job in `submit`, and the command that runs in the job in `launch`.
 
-unset CDPATH # with it, cd prints, and goes elsewhere
+unset CDPATH # with it, cd prints the directory and may change to another one
 me=$(basename "$0")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry='' inside='' command=() flags=()
@@ -13,7 +13,7 @@ refuse() {
 }
 
 # "NAME ..." WHAT ARGUMENT...: reads the options of these names, --dry-run and --inside, and the
-# command, which is a WHAT, behind --. An option named NAME! takes no value and goes to `flags`.
+# command after --, which messages call a WHAT. An option NAME! takes no value and is added to `flags`.
 read_options() {
     local names=" $1 " what=$2 name
     shift 2
@@ -37,7 +37,7 @@ read_options() {
     command=("${@:2}")
 }
 
-# OPTIONS VALUE...: an empty one is not given.
+# OPTIONS VALUE...: an empty value means that the option is not set.
 need_whole_numbers() {
     local number
     for number in "${@:2}"; do
@@ -46,16 +46,16 @@ need_whole_numbers() {
     done
 }
 
-# What a job takes of the environment it is submitted from: where programs and libraries are, what
-# modules left, and the settings of Optimus and of what it runs on. Nothing else: PBS shows what a job
-# takes to every user that may query it, and a secret has no use there.
+# Variables that a job takes from the environment of its submission: paths of programs and libraries,
+# variables that modules set, and settings of Optimus and of the libraries it uses. Nothing else: PBS
+# shows the variables of a job to every user that may query it, and a job needs no secrets.
 job_needs='PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|PYTHON.*|VIRTUAL_ENV|CONDA_.*|LANG|LC_.*|TZ'
 job_needs+='|XDG_CACHE_HOME|CC|CXX|CUDA_.*|NVIDIA_.*|OCL_.*|ZE_.*|ZES_.*|SYCL_.*|ONEAPI_.*|IGC_.*|Neo.*|MASTER_.*'
 job_needs+='|LOADEDMODULES|_LMFILES_|MODULE.*|LMOD_.*|CMPLR_ROOT|MKLROOT|TBBROOT|CCL_.*|FI_.*|I_MPI_.*|MPI_.*'
 job_needs+='|MPICH_.*|MPIR_.*|PALS_.*|UCX_.*|NCCL_.*|GLOO_.*|OMP_.*|KMP_.*|MKL_.*|DNNL_.*|MALLOC_.*|TORCH_.*|PYTORCH_.*'
 job_needs+='|IPEX_.*|TOKENIZERS_PARALLELISM|OPTIMUS|OPTIMUS_.*'
 
-# NAME,...: sets `exported` to the names of the variables that a job takes, these and what it needs.
+# NAME,...: sets `exported` to the names of the variables that a job takes: these and the needed ones.
 read_exported() {
     local name names=()
     IFS=, read -ra names <<<"$1"
@@ -63,7 +63,7 @@ read_exported() {
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
             refuse "--export takes names of variables with commas between, not '$name'"
         [[ -v $name ]] || refuse "--export $name: it is not set"
-        export "${name?}" # a variable that is set here but not exported would not arrive
+        export "${name?}" # a variable that is set but not exported would not reach the job
     done
     while read -r name; do
         case $name in
@@ -74,7 +74,7 @@ read_exported() {
     exported=$(printf '%s\n' "${names[@]}" | sort -u | paste -sd, -)
 }
 
-# Of `optimus-data`: jobs of --nodes or an --array of jobs, and the program.
+# Reads the options of an `optimus-data` job: --nodes or --array, and the program.
 read_data_options() {
     read_options "$1" command "${@:2}"
     [[ -z $nodes || -z $array ]] || refuse "give --nodes or --array, not both"
@@ -83,7 +83,7 @@ read_data_options() {
     program=${OPTIMUS_DATA:-$root/.venv/bin/optimus-data}
     [[ -n $dry ]] || type -P "$program" >/dev/null ||
         refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS_DATA"
-    export TOKENIZERS_PARALLELISM=false # processes divide the work, threads would only get in their way
+    export TOKENIZERS_PARALLELISM=false # processes divide the work; more threads would compete for their cores
 }
 
 # Refuses a run as `optimus train` would, before its job waits in a queue; prints what it will do.
@@ -92,7 +92,7 @@ check_run() {
     "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
 }
 
-# WORD...: a line for the job's shell, which alone knows PBS_NODEFILE.
+# WORD...: prints a line for the job's shell, the only one that has PBS_NODEFILE.
 show() {
     local word
     for word in "$@"; do
@@ -104,23 +104,23 @@ show() {
     echo
 }
 
-# COMMAND...: what to do in the job; goes on where this is not one.
+# COMMAND...: runs the command if this is a job; returns otherwise.
 in_job() {
     [[ -n $inside ]] || return 0
     [[ -z $dry ]] || { show "${launch[@]}"; exit; }
     "$@"
 }
 
-# Runs ranks that cannot do without each other, and ends as they do.
+# Runs the ranks of one program and exits with their status.
 run_ranks() {
     local status=0
-    trap : TERM # it reaches the ranks, which save and end; this shell tells how
+    trap : TERM # the ranks receive it, too, save and end; this shell returns their status
     "${launch[@]}" || status=$?
-    exit $((status > 128 ? 5 : status)) # a rank ended by a signal is a lost one
+    exit $((status > 128 ? 5 : status)) # a rank that a signal ended is lost
 }
 
-# VARIABLE PROGRAM OPTION...: submits a job that runs this script inside, with these options, the same
-# command and the program in the variable; a dry run prints it and what it launches.
+# VARIABLE PROGRAM OPTION...: submits a job that runs this script with --inside, these options, the same
+# command and the program in the variable; a dry run prints the job and the command that it launches.
 submit_job() {
     local job this
     this=$(cd "$(dirname "$0")" && pwd)/$me

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the whole test suite on the oldest stack that Optimus supports: torch 2.8 with
-# intel-extension-for-pytorch 2.8 (its CPU build, all that the registry holds), in an environment of
-# its own. Needs some 8 GB of disk and, the first time, a few minutes for packages.
+# intel-extension-for-pytorch 2.8 (its CPU build, the only one in the registry), in a separate
+# environment. Needs some 8 GB of disk and, the first time, a few minutes to install packages.
 #
 #   VENV     directory of the environment (.venv-compat)
 #   PYTHON   interpreter to build it with
-#   TESTS    a part of the tests, as for `make test`
+#   TESTS    paths of tests, as for `make test`
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,7 +27,7 @@ if [ "$(wanted)" != "$(cat "$stamp" 2>/dev/null)" ]; then
     fi
     rm -f "$stamp"
     "${PYTHON:-python3.11}" -m venv "$VENV"
-    # The suite's own pins, but for torch and what comes with it: those are what is tested.
+    # The pins of the suite, except torch and its dependencies: other versions of these are tested.
     grep -v -E '^(torch|sympy|networkx|fsspec|mpmath|Jinja2|MarkupSafe)==' constraints.txt \
         >"$VENV/constraints.txt"
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" "setuptools>=77"

@@ -39,7 +39,7 @@ VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
 def save_tokenizer(path: Path, size: int) -> None:
-    """A tokenizer of so many ids, of which 0 ends documents."""
+    """Save a tokenizer of `size` ids, of which 0 ends documents."""
     from tokenizers import Tokenizer, models
 
     words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, size)}
@@ -70,8 +70,8 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
         file.write(lengths.tobytes() + ((stops - lengths) * 2).tobytes())
         file.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
     out = str(folder / "ours")
-    given = ["--tokenizer", str(folder / "tokenizer.json"), "--out", out, "--workers", "1"]
-    assert optimus_data(["import", "--input", str(folder / "peer.bin"), *given]) == 0
+    options = ["--tokenizer", str(folder / "tokenizer.json"), "--out", out, "--workers", "1"]
+    assert optimus_data(["import", "--input", str(folder / "peer.bin"), *options]) == 0
     for seed, name in ((0, out), (1, f"{out}-1"), (2, f"{out}-2")):
         shuffle = ["shuffle", out, "--to", name, "--context", str(context), "--seed", str(seed)]
         assert optimus_data(shuffle) == 0 and optimus_data(["shard", name, "--workers", "1"]) == 0
@@ -99,9 +99,9 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
         with Loader(source, BATCH, BATCH, 0, 1, variant == "document mask") as loader:
             start = time.process_time()
             read = sum(
-                one.tokens.numel()
+                microbatch.tokens.numel()
                 for step in range(first, first + steps)
-                for one in loader.microbatches(step)
+                for microbatch in loader.microbatches(step)
             )
             if round_number:  # the first warms
                 cpu_s, tokens = cpu_s + time.process_time() - start, tokens + read
@@ -154,7 +154,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rounds; ours and the peer's in turn, so that a noisy machine disturbs both alike."""
+    """All rounds; ours and the peer's in turn, so that load on the machine affects both."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):
@@ -198,7 +198,7 @@ def main() -> None:
         print(json.dumps(read_ours(args.pass_of, args.variant)))
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        result = bench(args, Path(folder))  # what optimus-data says is not the result
+        result = bench(args, Path(folder))  # optimus-data's output is not the result
     print(json.dumps(result, indent=1))
 
 

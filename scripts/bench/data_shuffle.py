@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What shuffling and sharding cost, against reading and writing the same bytes; and at many rows.
+"""Measure shuffling and sharding against reading and writing the same bytes, and at many rows.
 
     python scripts/bench/data_shuffle.py ratio [--megabytes 1000] [--context 4096] [--rounds 5]
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
@@ -151,9 +151,11 @@ def memory(args: argparse.Namespace) -> dict:
                 "within_limit": peak <= args.memory,
                 "wall_s": round(time.time() - start, 1),
             }
-        one, two = (sorted(Path(base, name, "shards").iterdir()) for name in ("gather", "bucket"))
+        gather, bucket = (
+            sorted(Path(base, name, "shards").iterdir()) for name in ("gather", "bucket")
+        )
         result["identical"] = all(
-            files.xxh3_file(a) == files.xxh3_file(b) for a, b in zip(one, two, strict=True)
+            files.xxh3_file(a) == files.xxh3_file(b) for a, b in zip(gather, bucket, strict=True)
         )
     return result
 
@@ -163,9 +165,9 @@ def scaling(args: argparse.Namespace) -> dict:
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
-        found = find_inputs(args.input)
+        inputs = find_inputs(args.input)
         for half in ("a", "b"):
-            for number, file in enumerate(found):
+            for number, file in enumerate(inputs):
                 link = Path(base, half, f"{number:06d}-{Path(file.name).name}")
                 link.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file.name, link)
@@ -184,16 +186,17 @@ def scaling(args: argparse.Namespace) -> dict:
                     used = after.children_user + after.children_system
                     cpu[workers].append(used - before.children_user - before.children_system)
                 shutil.rmtree(out)
-    against = [one / two for one, two in zip(times[1], times[2], strict=True)]
+    against = [single / double for single, double in zip(times[1], times[2], strict=True)]
     return {
-        "input_bytes": sum(file.size for file in found),
+        "input_bytes": sum(file.size for file in inputs),
         "one_worker_s": [round(s, 2) for s in sorted(times[1])],
         "two_workers_twice_the_text_s": [round(s, 2) for s in sorted(times[2])],
         "efficiency": [round(q, 3) for q in np.quantile(against, [0, 0.5, 1])],
         "efficiency_by_cpu": [
             round(q, 3)
             for q in np.quantile(
-                [2 * one / two for one, two in zip(cpu[1], cpu[2], strict=True)], [0, 0.5, 1]
+                [2 * single / double for single, double in zip(cpu[1], cpu[2], strict=True)],
+                [0, 0.5, 1],
             )
         ],
     }

@@ -90,11 +90,11 @@ PEERS = ("datatrove", "dolma", "megatron")
 
 
 def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
-    """How a contestant is run on the corpus."""
+    """Return the command that runs a contestant on the corpus."""
     corpus, tokenizer = str(args.corpus.resolve()), str(args.tokenizer.resolve())
     if name == "optimus-data":
-        given = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
-        return [python, "-c", OURS, *given, "--workers", "1"]
+        arguments = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
+        return [python, "-c", OURS, *arguments, "--workers", "1"]
     if name == "megatron":
         tool = [python, str(args.megatron_tree / "tools" / "preprocess_data.py"), "--append-eod"]
         tool += ["--input", corpus, "--output-prefix", str(out / "ids"), "--workers", "1"]
@@ -138,8 +138,8 @@ def ids_of(name: str, out: Path) -> np.ndarray:
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
-    found = sorted(out.rglob(pattern))
-    return np.concatenate([np.fromfile(file, np.uint16) for file in found])
+    files = sorted(out.rglob(pattern))
+    return np.concatenate([np.fromfile(file, np.uint16) for file in files])
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
@@ -147,7 +147,7 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (
-        sorted(part.tobytes() for part in np.split(a, np.flatnonzero(a == eos) + 1))
+        sorted(document.tobytes() for document in np.split(a, np.flatnonzero(a == eos) + 1))
         for a in (ids, expected)
     )
     if ours == theirs:
@@ -156,14 +156,14 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """The corpus as dolma would have it: see above."""
+    """Write the corpus in the form that dolma needs: see above."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
         for number, line in enumerate(file):
             if text := json.loads(line)["text"].strip():
-                one = {"id": str(number), "text": text}
-                out.write(json.dumps(one, ensure_ascii=False) + "\n")
+                document = {"id": str(number), "text": text}
+                out.write(json.dumps(document, ensure_ascii=False) + "\n")
     return path
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What the pipeline executor itself costs, per action.
+"""Measure the overhead of the pipeline executor per action.
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
 `interpretation`: the loop over a list whose actions do nothing, trace included. `bookkeeping`: one
-rank with four stages of a model that adds one number to its input, so that what is left is the
-entry into autograd and what the executor keeps; the same forwards and backwards called by hand are
-taken off. CPU seconds of one thread; medians and quartiles.
+rank with four stages of a model that adds one number to its input, so that the rest is the
+entry into autograd and the executor's bookkeeping; the time of the same forwards and backwards
+called by hand is subtracted. CPU seconds of one thread; medians and quartiles.
 
-`posting`: what it takes to post a send or a receive of a message of --bytes to another process over
+`posting`: the time to post a send or a receive of a message of --bytes to another process over
 gloo, from the executor's own trace: wall-clock time, since gloo's threads share the work. Waiting
 for a message is none of it.
 """
@@ -83,12 +83,12 @@ def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
 
 def measure(function, repeat: int) -> list[float]:
     function()
-    taken = []
+    seconds = []
     for _ in range(repeat):
         start = time.process_time()
         function()
-        taken.append(time.process_time() - start)
-    return taken
+        seconds.append(time.process_time() - start)
+    return seconds
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
@@ -137,13 +137,13 @@ def main() -> None:
         executor.run(microbatches, lambda stage, microbatch: None, lambda: None)
 
     whole, hand = [], []
-    for _ in range(args.repeat):  # in turn, so that a noisy machine disturbs both alike
+    for _ in range(args.repeat):  # in turn, so that load affects both
         whole += measure(run, 1)
         hand += measure(lambda: by_hand(stages, microbatches), 1)
     show("with autograd entry, all", [1e6 * s / len(compute) for s in whole])
     show("the same by hand", [1e6 * s / len(compute) for s in hand])
-    own = [1e6 * (a - b) / len(compute) for a, b in zip(whole, hand, strict=True)]
-    show("bookkeeping (the difference)", own)
+    overhead = [1e6 * (a - b) / len(compute) for a, b in zip(whole, hand, strict=True)]
+    show("bookkeeping (the difference)", overhead)
     with tempfile.TemporaryDirectory() as folder:
         rank = (f"file://{folder}/meeting", args.microbatches, args.repeat, args.bytes // 4)
         processes.spawn(post, rank, nprocs=2)

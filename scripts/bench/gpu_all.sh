@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, on one card, in under ten minutes: build the CUDA kernels, run their
+# Run everything that needs a GPU, on one card, in under ten minutes: build the CUDA kernels, run their
 # tests, run all GPU benchmarks, and write a table of them with versions and date.
 #
 #   scripts/bench/gpu_all.sh [--out FOLDER] [--budget SECONDS] [--dry-run] [--rehearse]
 #
-# FOLDER (build/gpu_all) gets every part's output, in place of an earlier one's, and what else lies
-# there stays; the table goes to docs/benchmarks/DEVICE.md too.
+# FOLDER (build/gpu_all) gets the output of every part and replaces that of an earlier run; other files
+# in it are kept. The table is also written to docs/benchmarks/DEVICE.md.
 # A part that fails or has no time left is named in the table, and the exit status is 1.
 # --dry-run prints the commands. --rehearse does a small version of it all on the CPU, table in FOLDER.
 # PYTHON names the interpreter (.venv/bin/python if it is there, else python3).

@@ -1,4 +1,4 @@
-"""The table of `scripts/bench/gpu_all.sh`: what every part of it gave, with versions and date."""
+"""Write the table of `scripts/bench/gpu_all.sh`: results of its benchmarks, versions and date."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from optimus.bench import meters, moe, step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """The device's name and the page, from FOLDER's parts.tsv and what the parts wrote."""
-    parts = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
-    bodies, found = [], {}
-    for name, _, outcome in parts:
+    """Return the device's name and the page, from parts.tsv and the outputs in FOLDER."""
+    benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
+    bodies, header = [], {}
+    for name, _, outcome in benchmarks:
         path = folder / f"{name}.json"
         if outcome == "done" and path.exists():
             result = json.loads(path.read_text().splitlines()[-1])
-            found.setdefault("device", result["device"])
-            found.setdefault("date", result.get("date"))
+            header.setdefault("device", result["device"])
+            header.setdefault("date", result.get("date"))
             bodies.append(f"## {name}\n\n{_body(result)}")
-    device = found.get("device", "unknown device")
+    device = header.get("device", "unknown device")
     versions = ", ".join(f"{name} {version}" for name, version in meters.versions().items())
     lines = [
         f"# All GPU benchmarks on {device}",
         "",
-        f"`scripts/bench/gpu_all.sh`; {found.get('date') or 'no date'}; {versions}.",
+        f"`scripts/bench/gpu_all.sh`; {header.get('date') or 'no date'}; {versions}.",
         "",
         "| part | seconds | outcome |",
         "|---|---|---|",
         *(
             f"| {name} | {seconds} | {outcome}{_last(folder, name)} |"
-            for name, seconds, outcome in parts
+            for name, seconds, outcome in benchmarks
         ),
         "",
         *bodies,

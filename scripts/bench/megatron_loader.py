@@ -19,7 +19,7 @@ from megatron.core.datasets.utils import Split
 
 
 class Tokenizer:
-    """What GPTDataset asks a tokenizer for."""
+    """Attributes that GPTDataset reads from a tokenizer."""
 
     vocab_size, eod, pad = 50257, 0, -1
 

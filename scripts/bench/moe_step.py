@@ -1,6 +1,6 @@
-"""How much a model's training speeds up by the MoE block, and how much its share predicts.
+"""Measure the speed-up of a model's training by the MoE block, and predict it from its share.
 
-One model; its experts are exchanged between passes, so that everything else is the same, and the
+The experts of one model are replaced between passes, so that everything else is the same, and the
 contestants take turns. A pass is forward, loss and backward of one microbatch; the update is left
 out, being the same for all. The block alone is timed in the same turns on as many tokens: with it
 a peer's pass of T seconds, of which the blocks take B, is predicted to take T - B + B_ours.
@@ -48,12 +48,16 @@ class Contest:
         self.model.to(dtype)
         self.config, self.absent = config, {}
         self._layers = [m for m in self.model.modules() if isinstance(m, FastSparseMoE)]
-        self._experts: dict[str, list[nn.Module]] = {"ours": [one.experts for one in self._layers]}
+        self._experts: dict[str, list[nn.Module]] = {
+            "ours": [layer.experts for layer in self._layers]
+        }
         for name in names:
             try:
                 self._experts[name] = [
-                    PEERS[name](one.experts.gate_up, one.experts.down, config.num_experts_per_tok)
-                    for one in self._layers
+                    PEERS[name](
+                        layer.experts.gate_up, layer.experts.down, config.num_experts_per_tok
+                    )
+                    for layer in self._layers
                 ]
             except Absent as why:
                 self.absent[name] = str(why)
@@ -82,7 +86,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     dtype = next(contest.model.parameters()).dtype
     x = torch.randn(*batch, config.hidden_size, device=device).to(dtype).requires_grad_()
     times: dict[str, dict[str, list]] = {name: {"pass": [], "block": []} for name in contest.names}
-    one = torch.ones((), device=device)
+    unit_grad = torch.ones((), device=device)
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
         # New tokens each time, and an untimed pass before: see optimus.bench.moe on oneDNN.
@@ -97,7 +101,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
                 losses[name] = float(contest.loss(tokens).detach())
             contest.loss(before).backward()
             forget(contest.model, x)
-            _, whole = clocked(functools.partial(contest.loss, tokens), device, one)
+            _, whole = clocked(functools.partial(contest.loss, tokens), device, unit_grad)
             _, block = clocked(functools.partial(contest.block, x), device, torch.ones_like(x))
             forget(contest.model, x)
             if number:
@@ -115,22 +119,23 @@ def summary(contest: Contest, times, clock: int, seq_len: int) -> dict[str, Any]
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)
     middle = {
         name: {
-            part: statistics.median(one[clock] for one in found) for part, found in parts.items()
+            span: statistics.median(seconds[clock] for seconds in rounds)
+            for span, rounds in spans.items()
         }
-        for name, parts in times.items()
+        for name, spans in times.items()
     }
     ours, rows = middle["ours"], {}
-    for name, parts in middle.items():
+    for name, spans in middle.items():
         pairs = zip(times[name]["pass"], times["ours"]["pass"], strict=True)
         ratios = sorted(theirs[clock] / mine[clock] for theirs, mine in pairs)
-        saved = config.num_layers * (parts["block"] - ours["block"])
+        saved = config.num_layers * (spans["block"] - ours["block"])
         rows[name] = {
-            "pass_s": parts["pass"],
-            "block_s": parts["block"],
-            "block_ratio": parts["block"] / ours["block"],
+            "pass_s": spans["pass"],
+            "block_s": spans["block"],
+            "block_ratio": spans["block"] / ours["block"],
             "speed_up": statistics.median(ratios),
             "speed_up_range": [ratios[0], ratios[-1]],
-            "predicted": parts["pass"] / (parts["pass"] - saved),
+            "predicted": spans["pass"] / (spans["pass"] - saved),
         }
     return {"clock": _CLOCKS[clock], "flop_share_of_experts": share, "blocks": rows}
 

@@ -42,8 +42,8 @@ def main() -> None:
         settings = (args.config.resolve(), args.steps, args.overrides)
         results = {checkout: bench(checkout, *settings) for checkout in order}
         for clock, values in ratios.items():
-            here, other = (results[one][f"ours_{clock}_s"] for one in both)
-            values.append(here / other)
+            new, old = (results[checkout][f"ours_{clock}_s"] for checkout in both)
+            values.append(new / old)
     for clock, values in ratios.items():
         print(
             f"{clock}: here / other {statistics.median(values):.3f} "

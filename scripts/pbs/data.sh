@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Submits an `optimus-data` command to PBS (Aurora and alike), on nodes together or as a job array.
+# Submits an `optimus-data` command to PBS (as on Aurora), as one job of several nodes or as a job array.
 #
 #   scripts/pbs/data.sh --nodes 4 --account PROJECT --queue debug-scaling --walltime 4:00:00 -- \
 #       run --input '/flare/text/*.json.gz' --tokenizer tokenizer.json --context 4096 --out OUT
 #
 # --nodes N        one job of N nodes, a rank on each, all its cores as workers (1)
 # --array N        instead: an array of N one-node jobs, which need not run at the same time
-# --account, --queue, --walltime, --filesystems      as PBS has them
-# --export NAMES   variables that the job takes besides those it needs, such as A,B; docs/launching.md
+# --account, --queue, --walltime, --filesystems      the options of qsub
+# --export NAMES   variables that the job takes in addition to those it needs, such as A,B; docs/launching.md
 # --dry-run        print what would be submitted and launched, and do neither
-# Submit the same again after a kill or the end of the walltime, with any N: it goes on.
+# Submit the same command again after a kill or the end of the walltime, with any N: it continues.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 nodes='' array='' account='' queue='' walltime=1:00:00 filesystems='' export=''
 read_data_options "nodes array account queue walltime filesystems export" "$@"
 [[ $array != 1 ]] || array='' # PBS has no array of one job
-if [[ -n $array ]]; then # PBS does not tell an array's size
+if [[ -n $array ]]; then # PBS does not provide the size of an array
     launch=(env "OPTIMUS_ARRAY_SIZE=$array" "$program" "${command[@]}")
     how=(--array "$array")
 else # PALS may not set PMI_SIZE

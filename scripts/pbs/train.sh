@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Submits `optimus train` to PBS with PALS, as Aurora has them: a rank on each of a node's 12 tiles.
+# Submits `optimus train` to PBS with PALS, as on Aurora: a rank on each of a node's 12 tiles.
 #
 #   scripts/pbs/train.sh --nodes 256 --account PROJECT --queue prod --walltime 6:00:00 -- \
 #       configs/run/mula-7b-a1b.toml data.path=/flare/P/mix train.run_dir=/flare/P/a parallel.ep=12
 #
 # --nodes N        nodes (1)
 # --ranks R        ranks on each, one for each of its devices (12)
-# --cpu-bind LIST  as mpiexec has it (the cores next to each tile of Aurora; more ranks: depth)
-# --account, --queue, --walltime, --filesystems      as PBS has them (home:flare)
-# --export NAMES   variables that the job takes besides those it needs, such as A,B; docs/launching.md
+# --cpu-bind LIST  the option of mpiexec (the cores next to each tile of Aurora; more ranks: depth)
+# --account, --queue, --walltime, --filesystems      the options of qsub (home:flare)
+# --export NAMES   variables that the job takes in addition to those it needs, such as A,B; docs/launching.md
 # --dry-run        print what would be submitted and launched, and do neither
 # --skip-data-check, --skip-run-dir-check            where this machine does not see them
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
-# What comes after -- is what `optimus train` takes. Submit the same again after a kill or the end of
-# the walltime: it goes on from the last checkpoint (train.deadline_s makes one before the end).
+# The arguments after -- are those of `optimus train`. Submit the same command again after a kill or
+# the end of the walltime: it continues from the last checkpoint (train.deadline_s makes one before the end).
 # A variable named below that is already set keeps its value. `module load frameworks` comes first.
 set -euo pipefail
 
@@ -22,7 +22,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
 nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare export=''
 read_options "nodes ranks cpu-bind account queue walltime filesystems export skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes and --ranks" "$nodes" "$ranks"
-case $queue in # what Aurora's queues take
+case $queue in # the sizes that Aurora's queues accept
     debug) least=1 most=2 ;;
     debug-scaling) least=2 most=256 ;;
     prod) least=256 most=10624 ;;
@@ -32,7 +32,7 @@ esac
     refuse "--queue $queue takes $least to $most nodes, not --nodes $nodes"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
-tiles=(4-7 8-11 12-15 16-19 20-23 24-27 56-59 60-63 64-67 68-71 72-75 76-79) # cores beside each
+tiles=(4-7 8-11 12-15 16-19 20-23 24-27 56-59 60-63 64-67 68-71 72-75 76-79) # cores closest to each tile
 if [[ -z $cpu_bind ]]; then
     cpu_bind=depth
     ((ranks > ${#tiles[@]})) || cpu_bind=list:$(IFS=: && echo "${tiles[*]:0:ranks}")
@@ -42,7 +42,7 @@ environment=()
 default() { # NAME VALUE: for the ranks, unless it is set already
     [[ -v $1 ]] || environment+=("$1=$2")
 }
-default ZE_FLAT_DEVICE_HIERARCHY FLAT # 12 tiles are 12 devices, of which each rank takes its own
+default ZE_FLAT_DEVICE_HIERARCHY FLAT # 12 tiles are 12 devices, one for each rank
 default CCL_PROCESS_LAUNCHER pmix
 default CCL_ATL_TRANSPORT mpi
 default CCL_KVS_MODE mpi

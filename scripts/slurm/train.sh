@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Submits `optimus train` to Slurm, some ranks on each of some nodes.
+# Submits `optimus train` to Slurm, with several ranks on each node.
 #
 #   scripts/slurm/train.sh --nodes 4 --ranks 8 --gpus 8 --account PROJECT --time 4:00:00 -- \
 #       configs/run/mula-7b-a1b.toml data.path=/data/mix train.run_dir=/runs/a parallel.ep=8
 #
 # --nodes N        nodes (1)
 # --ranks R        ranks on each, one for each of its devices (1)
-# --gpus G         devices asked of Slurm on each node; every rank sees all and takes its own
-# --cpus C         cores of each rank, which it is bound to; without it none is bound
-# --account, --partition, --time                     as Slurm has them
+# --gpus G         devices to request on each node; every rank sees all and uses one of them
+# --cpus C         cores that each rank is bound to; without it ranks are not bound
+# --account, --partition, --time                     the options of sbatch
 # --export NAMES   take these variables, such as A,B, and those it needs; without it the whole environment
 # --dry-run        print what would be submitted and launched, and do neither
 # --skip-data-check, --skip-run-dir-check            where this machine does not see them
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
-# What comes after -- is what `optimus train` takes. Submit the same again after a kill or the end of
-# the time limit: it goes on from the last checkpoint (train.deadline_s makes one before the limit).
+# The arguments after -- are those of `optimus train`. Submit the same command again after a kill or
+# the end of the time limit: it continues from the last checkpoint (train.deadline_s makes one before the limit).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
@@ -24,9 +24,9 @@ read_options "nodes ranks gpus cpus account partition time export skip-data-chec
 need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
-# Unlike data jobs, ranks cannot do without each other: the first that ends in error ends all.
+# Unlike in data jobs, every rank needs all others: the first that ends with an error ends all.
 launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
-    --kill-on-bad-exit=1 --export=ALL) # of the job's environment, whatever sbatch let in
+    --kill-on-bad-exit=1 --export=ALL) # the environment of the job, with all that sbatch passed
 if [[ -n $cpus ]]; then
     launch+=("--cpus-per-task=$cpus" --cpu-bind=cores)
 else

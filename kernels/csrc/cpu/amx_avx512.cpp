@@ -3,7 +3,7 @@
 // oneDNN compiles for every number of rows and reaches half of this on a few hundred of them. Both
 // operands are first laid out as tiles (16 rows of 64 bytes): all of A's block, and of B a panel of
 // 32 columns at a time. Sums run over k in one order in fp32, so results depend neither on the
-// number of threads nor on how many rows there are besides.
+// number of threads nor on the number of other rows.
 
 #include "amx.h"
 

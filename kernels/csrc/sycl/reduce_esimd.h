@@ -58,7 +58,7 @@ struct ReduceEsimd {
   }
 };
 
-// Stands for launch(Stream, groups, Reduce<T, Width>) where it can: bf16, whole blocks.
+// Replaces launch(Stream, groups, Reduce<T, Width>) for bf16 and whole blocks; else returns false.
 template <int Width>
 bool launch_esimd(Stream stream, int64_t groups, const Reduce<BFloat16, Width>& plain) {
   if (Width == 1 || plain.hidden % kBlock) return false;

@@ -1,4 +1,4 @@
-// The kernels of a GPU: functors that CUDA and SYCL launch alike, over the bodies of ../bodies.h.
+// The kernels of a GPU: functors that both CUDA and SYCL launch, over the bodies of ../bodies.h.
 //
 // `Item` is where a functor runs. Of the sub-group (a warp on CUDA, 16 or 32 lanes on Intel GPUs;
 // any size up to the work-group's): lane(), lanes(), sum(x), scan(x) (sum of the lanes up to this
