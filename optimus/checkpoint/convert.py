@@ -49,6 +49,7 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
             f"{source}: not a Hugging Face directory (config.json and safetensors)"
         )
     config = read_hf_config(source)
+    _check_weight_links(source)
     with open_weights(config, source) as weights:
         dtypes = weights.dtypes()
         tensors = (Planned(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
@@ -82,6 +83,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
 def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
     config = model_config_of(path)
+    _check_weight_links(path)
     config = config.model_copy(update={"eos_token_ids": eos_token_ids(path, config)})
     with open_weights(config, path) as weights:
         dtypes = weights.dtypes()
@@ -98,11 +100,12 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 
 def _copy_kept(source: Path, target: Path) -> None:
     """Copy the files of `_KEPT` that are there. Raises CheckpointError for one that is not what its
-    name says: a link in a downloaded directory may lead to any file of this user, and what is
-    copied here is published."""
+    name says or links out of `source`: a link in a downloaded directory may lead to any file of
+    this user, and what is copied here is published."""
     for name in _KEPT:
         found = [source / name]
         if (source / name).is_dir():
+            _resolve_inside(source / name, source)
             found = sorted(path for path in (source / name).rglob("*") if not path.is_dir())
         for path in found:
             if not os.path.lexists(path):
@@ -113,17 +116,33 @@ def _copy_kept(source: Path, target: Path) -> None:
             copy.write_bytes(content)
 
 
+def _check_weight_links(source: Path) -> None:
+    """Raise CheckpointError for a file of weights that links out of `source`."""
+    for path in sorted(source.glob("*.safetensors")):
+        _resolve_inside(path, source)
+
+
+def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
+    """Return `path` without links, and the directory that contains it: `source` or, for a snapshot
+    in the hub's cache, the folder of its repository. Raises CheckpointError for a link to anything
+    else."""
+    real, home = path.resolve(), source.resolve()
+    if real.is_relative_to(home):
+        return real, home
+    # The hub's cache keeps contents in blobs/, next to the folder with the snapshots.
+    repository = home.parent.parent
+    if home.parent.name == "snapshots" and real.parent == repository / "blobs":
+        return real, repository
+    raise CheckpointError(
+        f"{path}: links to {real}, outside its directory; replace it by a copy or remove it"
+    )
+
+
 def _read_kept(path: Path, source: Path) -> bytes:
     """Return the content of a file to copy. Raises CheckpointError."""
-    if path.suffix in _TEXTS:
-        # The hub's cache keeps contents in blobs/, next to the folder with the snapshots.
-        real, home = path.resolve(), source.resolve()
-        if not (real.is_relative_to(home) or real.parent == home.parent.parent / "blobs"):
-            raise CheckpointError(
-                f"{path}: links to {real}, outside its directory; replace it by a copy or remove it"
-            )
+    real, below = _resolve_inside(path, source)
     try:
-        content = read_regular(path, _KEPT_BYTES)
+        content = read_regular(real, _KEPT_BYTES, below)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if path.suffix in _TEXTS:

@@ -162,14 +162,16 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
     return json.loads(data)
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
+def open_regular(path: str | os.PathLike, below: str | os.PathLike | None = None) -> BinaryIO:
     """Open a regular file for reading, without a buffer.
 
     A FIFO would wait for a writer, and a device can be read for ever: both may be named by a
-    manifest or lie in a directory that another user made. Raises OSError naming `path`.
+    manifest or lie in a directory that another user made. With `below`, a directory that contains
+    `path`, no link under that directory is followed. Raises OSError naming `path`.
     """
     # Without O_NONBLOCK a FIFO would wait already here; reads of regular files ignore it.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags) if below is None else _open_below(Path(path), Path(below), flags)
     try:
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
@@ -182,9 +184,29 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
         raise
 
 
-def read_regular(path: str | os.PathLike, limit_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises OSError, also if it is larger than the limit."""
-    with open_regular(path) as file:
+def _open_below(path: Path, below: Path, flags: int) -> int:
+    """Open `path` from the directory `below` on, folder by folder: one that another process
+    replaces by a link meanwhile is refused."""
+    fd = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in path.relative_to(below).parts:
+        try:
+            found = os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        finally:
+            os.close(fd)
+        fd = found
+    return fd
+
+
+def read_regular(
+    path: str | os.PathLike,
+    limit_bytes: int | None = None,
+    below: str | os.PathLike | None = None,
+) -> bytes:
+    """Return the content of a regular file; `below` as for `open_regular`. Raises OSError, also if
+    it is larger than the limit."""
+    with open_regular(path, below) as file:
         size = os.fstat(file.fileno()).st_size
         if limit_bytes is not None and size > limit_bytes:
             what = f"larger than {limit_bytes:,} bytes"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data_prep.manifest import read_manifest as read_data_manifest
-from optimus.checkpoint import manager
-from optimus.checkpoint.convert import _copy_kept, eos_token_ids
+from optimus.checkpoint import convert, manager
+from optimus.checkpoint.convert import _KEPT, _copy_kept, eos_token_ids, from_hf, to_hf
 from optimus.checkpoint.manifest import MANIFEST, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
@@ -20,6 +20,7 @@ from optimus.config import make_config
 from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
 from optimus.errors import CheckpointError, DamageError
 from optimus.io import files
+from optimus.io.files import read_regular
 from optimus.train.preflight import preflight
 from tests.data_prep.corpus import write_sentencepiece
 from tests.helpers.damage import flip
@@ -274,30 +275,84 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
         ("additional_chat_templates/a.jinja", b"secret"),
     ],
 )
-def test_a_link_to_something_else_is_not_copied(tmp_path, name, content):
+def test_what_the_name_does_not_say_is_not_copied(tmp_path, name, content):
     """What leads out of a downloaded directory could be published with the model."""
     secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
     secret.write_bytes(content)
     (source / name).parent.mkdir(parents=True)
     target.mkdir()
     (source / name).symlink_to(secret)
-    with pytest.raises(CheckpointError, match=r"a JSON object|sentencepiece|outside its") as error:
+    with pytest.raises(CheckpointError, match="outside its directory") as error:
         _copy_kept(source, target)
     assert "secret" not in str(error.value).replace(str(secret), "")
     (source / name).unlink()
+    if not name.endswith((".txt", ".jinja")):
+        (source / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a JSON object|sentencepiece"):
+            _copy_kept(source, target)
+        (source / name).unlink()
     os.mkfifo(source / name)
     with pytest.raises(CheckpointError, match="not a regular file"):
         _copy_kept(source, target)
     assert not list(target.rglob("*.*"))
 
 
+@pytest.mark.parametrize("name", _KEPT)
+def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
+    """A JSON object of the user could be a key, a session or a password."""
+    secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
+    for folder in (secrets, source, target):
+        folder.mkdir()
+    (secrets / "a.json").write_text('{"auths": "secret", "model": {}}')
+    for leads_to in (secrets / "a.json", secrets):
+        (source / name).symlink_to(leads_to)
+        with pytest.raises(CheckpointError, match="links to .*, outside its directory"):
+            _copy_kept(source, target)
+        (source / name).unlink()
+    (source / "additional_chat_templates").mkdir(exist_ok=True)
+    (source / "additional_chat_templates" / "a.json").symlink_to(secrets / "a.json")
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        _copy_kept(source, target)
+    assert not list(target.iterdir())
+
+
+def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeypatch):
+    secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
+    folder = source / "additional_chat_templates"
+    for one in (secrets, folder, target):
+        one.mkdir(parents=True)
+        (one / "a.json").write_text("{}")
+    (target / "a.json").unlink()
+
+    def replace_first(path, *rest):
+        folder.rename(tmp_path / "was")
+        folder.symlink_to(secrets)
+        return read_regular(path, *rest)
+
+    monkeypatch.setattr(convert, "read_regular", replace_first)
+    with pytest.raises(CheckpointError, match=r"a\.json: "):
+        _copy_kept(source, target)
+    assert not list(target.iterdir())
+
+
+def test_weights_that_link_out_of_a_hugging_face_directory_are_refused(run_dir, tmp_path):
+    out = tmp_path / "hf"
+    to_hf(run_dir, out)
+    weights = out / "model.safetensors"
+    weights.rename(tmp_path / "weights")
+    weights.symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        from_hf(out, tmp_path / "checkpoint")
+
+
 def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
-    """Its snapshots link into ../../blobs; a tokenizer may also come from elsewhere."""
+    """Its snapshots link into ../../blobs."""
     source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
     for path in (source, target, tmp_path / "blobs"):
         path.mkdir(parents=True)
     tokenizer = manager.full_path(run_dir, 2) / "tokenizer.json"
-    (source / "tokenizer.json").symlink_to(tokenizer)
+    shutil.copy(tokenizer, tmp_path / "blobs" / "4")
+    (source / "tokenizer.json").symlink_to("../../blobs/4")
     (tmp_path / "blobs" / "5").write_text("{{ messages }}")
     (source / "chat_template.jinja").symlink_to("../../blobs/5")
     _copy_kept(source, target)

@@ -334,7 +334,9 @@ def _lay_out(where: Path) -> list[tuple]:
     (where / "outside").mkdir(parents=True)
     (where / "inside").mkdir(mode=0o700)
     for name in ("secret", "secret.json", "secret.npy"):
-        (where / "outside" / name).write_text(f"{CANARY} 1\n")
+        is_json = name.endswith(".json")
+        content = f'{{"{CANARY}": 1}}\n' if is_json else f"{CANARY} 1\n"
+        (where / "outside" / name).write_text(content)
     return _listing(where)
 
 
@@ -471,7 +473,8 @@ def place(case: Case, inside: Path) -> None:
     elif change.place == "endless":
         path.symlink_to("/dev/zero")
     elif change.place == "foreign":
-        path.symlink_to(outside / "secret")
+        # Both kinds: readers of JSON refuse the text, but may copy the object.
+        path.symlink_to(outside / ("secret.json", "secret")[case.number % 2])
     elif change.place == "copy":
         with contextlib.suppress(FileExistsError):
             (inside / "copy").write_bytes(before)
