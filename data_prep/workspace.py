@@ -6,6 +6,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from optimus.errors import DataError
 from optimus.io import files
 
 _ABANDONED_S = 86_400.0
+_LOCK = ".lock"
+_LOCK_S, _POLL_S = 60.0, 0.05
+"""How long a run waits for another that sweeps, and how often it asks."""
 _in_use: list[Path] = []
 """Directories that this process is working in."""
 
@@ -32,23 +37,23 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Make `directory`, and leave nothing half-written in it that a killed run left behind.
 
     Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
-    of killed runs of this machine are removed while no other run of this machine holds the
-    directory, which a shared lock on it tells; none needs to reach other machines. Other leftovers
-    stay until nobody has written into them for a day and rank 0 passes. Raises DataError where the
-    directory cannot be made or written to.
+    of killed runs of this user and machine are removed while no other run of both is there, which a
+    lock shows; it need not reach other machines. Other leftovers stay until nobody has written into
+    them for a day and rank 0 passes. Raises DataError where the directory cannot be made or written
+    to, or the lock cannot be had.
     """
     directory = Path(directory)
     make_folder(directory, directory)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    lock = _Lock(directory / _LOCK)
     _in_use.append(directory)
     try:
-        _sweep(directory, fd, everywhere=rank == 0)
-        _lock(fd, fcntl.LOCK_SH)
+        _sweep(directory, lock.is_alone(), everywhere=rank == 0)
+        lock.share()
         yield directory
-        _sweep(directory, fd, everywhere=rank == 0)
+        _sweep(directory, lock.is_alone(), everywhere=rank == 0)
     finally:
         _in_use.remove(directory)
-        os.close(fd)
+        lock.close()
 
 
 def remove_temporaries(pids: Collection[int]) -> list[Path]:
@@ -66,25 +71,92 @@ def remove_temporaries(pids: Collection[int]) -> list[Path]:
     return directories
 
 
-def _lock(fd: int, mode: int) -> bool:
-    try:
-        fcntl.flock(fd, mode)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+class _Lock:
+    """A file that every run of this user locks while it works: shared, or alone to sweep.
+
+    Other users may read the directory, so a lock on that would let them stop a run: the file has
+    mode 0600. Where it cannot be made or belongs to someone else, there is no lock, and `is_alone`
+    returns False.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._fd = path, -1
+        self._open()
+
+    def is_alone(self) -> bool:
+        """Return whether no other run has the lock; none can take it then."""
+        return bool(self._flock(fcntl.LOCK_EX)) and self._is_named()
+
+    def share(self) -> None:
+        """Take the lock together with other runs. Raises DataError where one sweeps too long."""
+        until = time.monotonic() + _LOCK_S
+        while (has_lock := self._flock(fcntl.LOCK_SH)) is not None:
+            if has_lock and self._is_named():
+                return
+            if has_lock:  # on a file that the last run removed
+                os.close(self._fd)
+                self._open()
+            elif time.monotonic() > until:
+                raise DataError(
+                    f"{self._path}: another process has locked it for {_LOCK_S:g} s; end that, or "
+                    "remove the file"
+                )
+            else:
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Let go of the lock; the last run removes the file."""
+        if self._fd < 0:
+            return
+        if self.is_alone():
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _open(self) -> None:
+        """Open the file, or leave -1 where it is not a file of this user alone."""
+        self._fd = -1
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, flags, 0o600)
+            about = os.fstat(fd)
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_nlink <= 1:
+                self._fd = fd
+                os.fchmod(fd, 0o600)  # a `chmod -R` may have opened it to others
+            else:
+                os.close(fd)
+
+    def _flock(self, mode: int) -> bool | None:
+        """Return whether the lock could be had at once; None where there are no locks."""
+        if self._fd < 0:
+            return None
+        try:
+            fcntl.flock(self._fd, mode | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                return False
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                return None
+            raise
+        return True
+
+    def _is_named(self) -> bool:
+        """Whether the open file is the one under the name."""
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
+        except OSError:
             return False
-        raise
-    return True
 
 
-def _sweep(directory: Path, fd: int, everywhere: bool) -> None:
-    alone = _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
     if not (alone or everywhere):
         return
     now = None
     for folder, _, names in os.walk(directory):
         for name in filter(files.is_temporary, names):
             path = os.path.join(folder, name)
-            if not (alone and files.is_temporary_of_this_host(name)):
+            if not (alone and files.is_temporary_of_this_host(name) and _is_own(path)):
                 if not everywhere:
                     continue
                 now = now or _file_system_time(directory)
@@ -92,6 +164,14 @@ def _sweep(directory: Path, fd: int, everywhere: bool) -> None:
                     continue
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file belongs to this user: the lock of another cannot be seen."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _modified(path: str, otherwise: float) -> float:

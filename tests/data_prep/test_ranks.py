@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from data_prep import workspace
 from data_prep.cli import main
 from data_prep.options import team_of
 from data_prep.peers import Peers
@@ -200,7 +202,72 @@ def test_leftovers_of_other_machines_stay_for_a_day(tmp_path):
     os.utime(old, (0, time.time() - 90_000))
     assert files.is_temporary_of_this_host(own) and not files.is_temporary_of_this_host(theirs)
     with working_in(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {theirs.name}
+        assert {path.name for path in tmp_path.iterdir()} == {theirs.name, ".lock"}
+    assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
+
+
+def test_who_may_read_a_directory_cannot_stop_a_run(tmp_path):
+    """Its lock is a file for this user alone, and a lock on the directory has no effect."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with working_in(tmp_path):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+        (tmp_path / ".lock").chmod(0o644)
+        with working_in(tmp_path):  # of a run that begins after a chmod -R
+            assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    os.close(fd)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_held_too_long_ends_a_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace, "_LOCK_S", 0.1)
+    with open(tmp_path / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with (
+            pytest.raises(
+                DataError, match=r"\.lock: another process has locked it for 0\.1 s; end"
+            ),
+            working_in(tmp_path),
+        ):
+            pass
+
+
+def test_a_run_goes_on_where_its_lock_is_not_its_own(tmp_path):
+    """It removes nothing then that another run may be writing."""
+    secret, mine = tmp_path / "secret", files.temporary_name(tmp_path / "a.npy")
+    for path in (secret, mine):
+        path.write_bytes(b"half")
+    secret.chmod(0o644)
+    lock = tmp_path / ".lock"
+    for make in (lock.mkdir, lambda: os.mkfifo(lock), lambda: lock.symlink_to(secret)):
+        make()
+        with working_in(tmp_path):
+            assert mine.exists()
+        lock.rmdir() if lock.is_dir() else lock.unlink()
+    lock.hardlink_to(secret)
+    with working_in(tmp_path):
+        assert mine.exists()
+    assert secret.read_bytes() == b"half" and secret.stat().st_mode & 0o777 == 0o644
+    lock.unlink()
+    with working_in(tmp_path):
+        assert not mine.exists()
+
+
+def test_a_run_that_waits_takes_the_lock_that_has_the_name(tmp_path):
+    """The last run removes the file: whoever waited for that one locks the next."""
+    path = tmp_path / ".lock"
+    first, second = workspace._Lock(path), workspace._Lock(path)
+    assert first.is_alone()
+    first.close()
+    second.share()
+    third = workspace._Lock(path)
+    assert path.exists() and not third.is_alone()
+    second.close()
+    assert not path.exists() and not third.is_alone()
+    third.share()
+    assert path.exists()
+    third.close()
+    assert not path.exists()
 
 
 def test_options_and_environment(monkeypatch):
