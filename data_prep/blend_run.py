@@ -38,8 +38,9 @@ def blend(
             order = read_any_order(out)
         except DataError:
             return None
-        same = isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans
-        return order if same else None
+        if isinstance(order, BlendOrder) and [s.plan for s in order.sources] == plans:
+            return order
+        return None
 
     def write() -> None:
         _write(out, folders, weights, ask, instances)

@@ -117,12 +117,12 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
     pieces[:, 0] = starts
     for shard in range(order.num_shards):
         piece = rows[starts[shard] : starts[shard + 1]]
-        pieces[shard, 1] = _signed(xxhash.xxh3_64_intdigest(piece))
+        pieces[shard, 1] = _signed(xxhash.xxh3_64_intdigest(piece.data))
     header = layout.npy_header(pieces.shape, "int64")
     files.write_bytes(spill.pieces_path(run), header + pieces.tobytes())
     with files.atomic_writer(path) as file:
         file.write(layout.npy_header((rows.size,), order.dtype))
-        file.write(rows)
+        file.write(rows.data)
     advance(stop - first)
 
 
@@ -171,7 +171,7 @@ class SpillReader:
     def _check(self, run: int, piece: np.ndarray) -> None:
         """Raises DamageError where a piece has been read to its end and is not what was written."""
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
-        digest.update(piece)
+        digest.update(piece.data)
         if self._next[run] < self._stop[run]:
             return
         if _signed(self._digests.pop(run).intdigest()) != self._xxh3[run]:

@@ -138,7 +138,8 @@ def _kill_and_clean() -> list[object]:
     Modules that are still being imported are skipped: nothing was started or written then.
     """
     pids = {os.getpid()}
-    processes = getattr(sys.modules.get("multiprocessing.process"), "active_children", list)()
+    module = sys.modules.get("multiprocessing.process")
+    processes: list = getattr(module, "active_children", list)()
     for child in processes:
         child.kill()
     for child in processes:

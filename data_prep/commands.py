@@ -76,6 +76,7 @@ def _add_makers(commands: Any) -> None:
 def _add_steps(commands: Any) -> None:
     """The steps of `run`, each by itself."""
     text = "The first step of run: text into token arrays."
+    made_of: tuple[Callable[[argparse.ArgumentParser], None], ...]
     made_of = (options.add_inputs, options.add_tokenize, options.add_out)
     who = (options.add_workers, options.add_memory, options.add_ranks)
     _add(commands, "tokenize", _tokenize, text, *made_of, *who)

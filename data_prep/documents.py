@@ -135,7 +135,7 @@ class InputReader:
                 f"{raw.size} now; let nobody write to it, remove the output and start again"
             )
 
-    def _documents(self, buffered: io.BufferedReader) -> Iterator[Document | Problem | LongText]:
+    def _documents(self, buffered: IO[bytes]) -> Iterator[Document | Problem | LongText]:
         name, packing = self._file.name, packing_of(self._file.name)
         if packing and self._file.size == 0:
             raise DamagedFile(1, f"damaged {packing}: the file is empty")

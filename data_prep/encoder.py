@@ -81,9 +81,11 @@ class MemoEncoder:
         self._memo = _Memo(tokenizer)
         added = sorted(recipe.added, key=len, reverse=True)  # the library takes the longest
         self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
-        self._added_ids = {
-            token: np.uint32(tokenizer.token_to_id(token)).tobytes() for token in added
-        }
+        self._added_ids = {}
+        for token in added:
+            number = tokenizer.token_to_id(token)
+            assert number is not None, f"{token!r} is an added token of this tokenizer"
+            self._added_ids[token] = np.uint32(number).tobytes()
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:

@@ -21,7 +21,7 @@ class Told:
 
     hidden: Callable[[str], None]
     """Of names with a leading dot."""
-    unread: Callable[[str, str], None]
+    unread: Callable[[str, str | None], None]
     """Of directories that may not be read, and why."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class _Source:
 
     plan: TokenPlan
     inputs: tuple[InputEntry, ...]
-    records: Sequence[dict[str, Any]]
+    records: Sequence[Mapping[str, Any]]
 
 
 def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:

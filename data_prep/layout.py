@@ -252,7 +252,8 @@ def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:
                 raise ValueError(f"{inner} is missing") from None
             items = iter(_column(hint, [v[name] for v in values if name in v], inner))
             columns.append([next(items) if name in v else default for v in values])
-    if not dataclasses.is_dataclass(kind):
+    is_dataclass = dataclasses.is_dataclass(kind)
+    if not is_dataclass:
         return values
     if len(values) == 1:
         return [kind(*next(zip(*columns, strict=True)))]

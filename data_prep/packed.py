@@ -58,7 +58,7 @@ def _pack(ids: np.ndarray) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(ids.tobytes())
 
 
-def _unpack(data: bytes, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
+def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
     """Raises ValueError for a frame that is damaged or does not hold `tokens` tokens."""
     import zstandard
 
@@ -125,7 +125,7 @@ class PackedStore:
         """Ids [first, stop) for a checkpoint."""
         return _pack(self.read(first, stop))
 
-    def restore(self, saved: bytes) -> int:
+    def restore(self, saved: bytes | memoryview) -> int:
         """Append what `save` gave; how many ids."""
         ids = _unpack(saved, self._dtype)
         self.append(ids)

@@ -128,9 +128,9 @@ def _walk(file: IO[bytes], chunk: Any) -> ColumnPages:
             repeats = encoding not in (_PLAIN, _DELTA_LENGTH)
             pages.append((count, size, dictionary if coded else size, repeats))
         start = header.place + packed
-    values, sizes, most, repeats = zip(*pages, strict=True) if pages else ((), (), (), ())
-    whole = (np.array(column, np.int64) for column in (values, sizes, most))
-    return ColumnPages(*whole, np.array(repeats, bool), dictionary)
+    columns: list[tuple[Any, ...]] = list(zip(*pages, strict=True)) if pages else [()] * 4
+    values, sizes, most = (np.array(column, np.int64) for column in columns[:3])
+    return ColumnPages(values, sizes, most, np.array(columns[3], bool), dictionary)
 
 
 class _Header:

@@ -148,7 +148,7 @@ def growth(folder: Path) -> tuple[int, int]:
     return count, size
 
 
-def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], None]) -> None:
+def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], object]) -> None:
     """What one rank does for all: rank 0 at once, others only if it stays away too long."""
     if team.rank == 0:
         do()

@@ -174,7 +174,7 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
 
     Gives the manifests, the training part's first. Raises DataError and ConfigError.
     """
-    manifests = []
+    manifests: list[Manifest] = []
     with working_in(out, team.rank), together(team, out) as team:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():

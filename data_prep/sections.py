@@ -90,6 +90,7 @@ class Cutter:
         """No added token crosses the middle, nor does one that NFC would make there."""
         if self._added is None:
             return True
+        moves: re.Match[str] | bool | None
         if self._all_ascii:
             moves = _TO_ASCII.search(around)
         else:

@@ -271,8 +271,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         for begin in range(first, stop, step):
             instances = permutation.apply(np.arange(begin, min(begin + step, stop)))
             rows = source.rows(instances, buffer[: len(instances)])
-            file.write(rows)
-            digest.update(rows)
+            file.write(rows.data)
+            digest.update(rows.data)
             advance(len(rows))
         size = file.tell()
         if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):

@@ -42,9 +42,12 @@ class InShards:
     part: str
     context: int
     dtype: str
-    num_instances: int
     instances_per_shard: int
     seed: int
+
+    @property
+    def num_instances(self) -> int:
+        raise NotImplementedError
 
     @property
     def row_bytes(self) -> int:

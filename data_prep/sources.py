@@ -65,7 +65,7 @@ def find_inputs(
     be read, and a kind of file that is not read yet.
     """
 
-    def unread(folder: str, why: str) -> None:
+    def unread(folder: str, why: str | None) -> None:
         if not (_matches(os.path.join(folder, ""), exclude) or _below(folder, out)):
             raise DataError(f"{folder}: cannot be read: {why}; mend it, or --exclude '{folder}/*'")
 

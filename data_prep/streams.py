@@ -10,7 +10,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, cast
 
 import xxhash
 
@@ -166,7 +166,8 @@ class _GzipReader(io.RawIOBase):
             self._file = gzip.GzipFile(fileobj=file)
         else:
             self._file = IGzipFile(fileobj=file)
-            self._damage = (*_GZIP_DAMAGE, IsalError)
+            # isal's stub declares the class as an exception itself.
+            self._damage = (*_GZIP_DAMAGE, cast(type[Exception], IsalError))
 
     def readable(self) -> bool:
         return True

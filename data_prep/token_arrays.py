@@ -61,7 +61,7 @@ class PlainStore:
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids of the array's dtype."""
-        self._file.write(ids)
+        self._file.write(ids.data)
 
     def truncate(self, tokens: int) -> None:
         """Drop all but the first `tokens`."""
@@ -81,7 +81,7 @@ class PlainStore:
         assert len(ids) == size
         return ids
 
-    def restore(self, saved: bytes) -> int:
+    def restore(self, saved: bytes | memoryview) -> int:
         """Append what `save` gave; how many ids."""
         self._file.write(saved)
         return len(saved) // self._itemsize
@@ -252,7 +252,7 @@ class TokenArrayReader:
         if not isinstance(one, int):
             one.read_into(out, start)
             return
-        view = memoryview(out.view(np.uint8))
+        view = out.view(np.uint8).data
         offset = HEADER_BYTES + start * self._dtype.itemsize
         while view:
             count = os.preadv(one, [view], offset)

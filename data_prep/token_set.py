@@ -77,7 +77,7 @@ def write_unit(
     `inputs` are hashes. `more` of a part's sidecar is what only some units have: `dropped` by
     duplicate ids, which version 1 does not know, and `mended` by import.
     """
-    for part in reversed(folders):
+    for part in reversed(list(folders)):
         folder, writer, own = folders[part], writers[part], more.get(part, {})
         docs, ids = writer.docs_bytes(), writer.ids_bytes()
         files.write_bytes(docs_path(folder, unit), docs)
@@ -124,6 +124,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
         raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
+    described: Mapping[str, Any] = record
     for key, file in (
         ("array", array_path(tokens_dir, unit)),
         ("docs", docs_path(tokens_dir, unit)),
@@ -134,9 +135,9 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         size = os.path.getsize(file) if file.exists() else None
         if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
             continue
-        if size != record[key]["size"]:
+        if size != described[key]["size"]:
             kind = DataError if size is None else DamageError
-            raise kind(f"{file}: has size {size}, not the {record[key]['size']} of its sidecar")
+            raise kind(f"{file}: has size {size}, not the {described[key]['size']} of its sidecar")
         require_header(file, *_headers(key, record))
     return record
 

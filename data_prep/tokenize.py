@@ -177,7 +177,7 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
 
 
 def check_inputs_of(
-    work: TokenizeWork, unit: int, record: dict[str, Any], advance: Callable[[int], None]
+    work: TokenizeWork, unit: int, record: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
     """The same of one unit, whose sidecar this is."""
     first, stop = work.plan.units[unit]
@@ -207,7 +207,7 @@ def _check_unchanged(
 
 def complete_and_whole(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
-) -> dict[str, Any] | None:
+) -> Mapping[str, Any] | None:
     """`complete`, with the hashes of the unit's files compared where it is in the sample."""
     record = complete(work, unit, dropped)
     if record is None or unit not in work.sample:
@@ -220,7 +220,7 @@ def complete_and_whole(
 
 def complete(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None = None
-) -> dict[str, Any] | None:
+) -> Mapping[str, Any] | None:
     """The training part's sidecar if every part of the unit stands, without documents that were
     dropped, else None."""
     records = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _check_packed(
-    tokens_dir: Path, unit: int, dtype: str, promised: dict[str, Any]
+    tokens_dir: Path, unit: int, dtype: str, promised: Mapping[str, Any]
 ) -> Iterator[str]:
     """A packed array, which stands until `run --fused` comes to its end."""
     path = packed_path(tokens_dir, unit)

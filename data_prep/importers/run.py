@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -66,7 +67,7 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
         make_units(work, request.workers, team, "import", _do_unit)
         units = range(len(plan.units))
         records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
-    mended = [record.get("mended", {}) for record in records]
+    mended: list[Mapping[str, Any]] = [record.get("mended", {}) for record in records]
     keys = ("eos_added", "empty_documents")
     return {key: sum(counts.get(key, 0) for counts in mended) for key in keys}
 
@@ -147,7 +148,8 @@ def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
     """Documents' ids without EOS, uint32 each, a block of them at a time: they end where the source
     says and behind every EOS."""
-    ids, held, seen_eos = foreign.ids, [], len(foreign.ends) > 0 or len(foreign.ids) == 0
+    ids, seen_eos = foreign.ids, len(foreign.ends) > 0 or len(foreign.ids) == 0
+    held: list[np.ndarray] = []
     for start in range(0, len(ids), _BLOCK_TOKENS):
         block = _checked(name, ids, start, facts.vocab_size)
         after_eos = np.flatnonzero(block == facts.eos_id) + 1
