@@ -86,9 +86,11 @@ def experts(
     if x.dtype is not torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            operands = (operand.to(dtype) for operand in (x, weights, gate_up, down))
             out = experts(
-                *operands, rows, save_input_only=save_input_only, weight_grads=weight_grads
+                *(x.to(dtype), weights.to(dtype), gate_up.to(dtype), down.to(dtype)),
+                rows,
+                save_input_only=save_input_only,
+                weight_grads=weight_grads,
             )
             return out.to(x.dtype)
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))

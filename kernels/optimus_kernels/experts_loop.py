@@ -105,7 +105,8 @@ def backward(
     dx = memory.empty((rows.token.shape[0] + extra_rows(x), hidden), x)
     both = memory.empty((2, most, hidden), x)  # copies of x and of grad
     da, dh = memory.empty((end, inner), x), memory.empty((end, 2 * inner), x)
-    again = memory.empty((most, 2 * inner), x) if h is None else None
+    source = memory.empty((most, 2 * inner), x) if h is None else h
+    again = source if h is None else None
     matrices = list(zip(gate_up.unbind(0), down.unbind(0), strict=True))
     targets = None if into is None else _Targets(into, rows, x)
     views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -123,7 +124,7 @@ def backward(
         if again is not None:
             product(copies, to_h.t(), again.narrow(0, 0, padded))
         product(dy, to_y, da_part)
-        source, at = (h, start) if again is None else (again, 0)
+        at = start if again is None else 0
         outs = (dh_part, da_part, dweights)
         swiglu_backward_into(source, at, da_part, weights, rows.slot, start, count, outs)
         if targets is not None:

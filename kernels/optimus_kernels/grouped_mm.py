@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
 """What torch's grouped_mm wants strides to be a multiple of."""
 _form = "auto"
-torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """torch.nn.functional's since 2.10, before that the private op of the same meaning."""
 
 

@@ -20,6 +20,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ def onednn() -> Iterator[None]:
     processor has AMX, in bf16. A setting of the process: the last of its threads to leave puts it
     back."""
     global _inside, _before
-    settings = torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn  # makes its attributes when it is imported
+    settings = mkldnn.matmul
     with _lock:
         if not _inside:
             _before = settings.fp32_precision

@@ -138,7 +138,9 @@ def _extension(job: Mapping[str, Any], work: Path) -> tuple[Any, Any]:
 
 def _torch_has_sycl_extension() -> bool:
     spec = importlib.util.find_spec("torch.utils.cpp_extension")
-    return spec is not None and "def SyclExtension" in Path(spec.origin).read_text()
+    if spec is None or spec.origin is None:
+        return False
+    return "def SyclExtension" in Path(spec.origin).read_text()
 
 
 def _has_dpcpp_extension() -> bool:
