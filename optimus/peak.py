@@ -174,7 +174,8 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
     """Processor seconds of products by this thread alone."""
-    run, taken = _product(size, dtype, torch.device("cpu")), []
+    run = _product(size, dtype, torch.device("cpu"))
+    taken: list[float] = []
     end = time.perf_counter() + budget_s
     while len(taken) < _FEWEST_RUNS or time.perf_counter() < end:
         taken.append(max(_timed(run, time.thread_time), 1e-9))
@@ -195,7 +196,8 @@ def _clean_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
     """Seconds of products on another device than a CPU."""
-    run, taken = _product(size, dtype, device), []
+    run = _product(size, dtype, device)
+    taken: list[float] = []
 
     def finished() -> None:
         run()
@@ -269,7 +271,8 @@ def _parse(data: bytes) -> Peak:
     del tree["self_xxh3"]
     peak = Peak(**tree | {"setup": Setup(**tree["setup"])})
     for part in (peak, peak.setup):
-        kinds = {field.name: _KINDS.get(field.type, Setup) for field in dataclasses.fields(part)}
+        fields = dataclasses.fields(part)
+        kinds: dict[str, Any] = {one.name: _KINDS.get(str(one.type), Setup) for one in fields}
         values = {key: getattr(part, key) for key in kinds}
         is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
         texts = (text for text in values.values() if isinstance(text, str))

@@ -34,6 +34,6 @@ class BufferPool:
             memory = np.empty(self._items, self._dtype)
         # Views of an array refer to what owns the memory, not to the array; through a memoryview,
         # which numpy does not look behind, they refer to `lent`.
-        lent = np.frombuffer(memoryview(memory), self._dtype)
+        lent = np.frombuffer(memory.data, self._dtype)
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return lent

@@ -79,6 +79,7 @@ def _convert(
     byte_fallback = bool(trainer.get(35, 0))
     unknown = next((i for i, (_, _, kind) in enumerate(pieces) if kind == _UNKNOWN), None)
     kind = trainer.get(3, _UNIGRAM)
+    model: models.Model
     if kind == _UNIGRAM:
         vocabulary = [(p, _NEVER if kind == _CONTROL else score) for p, score, kind in pieces]
         model = models.Unigram(vocabulary, unk_id=unknown, byte_fallback=byte_fallback)

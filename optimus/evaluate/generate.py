@@ -49,6 +49,7 @@ def generate(
         logits = model(seen.unsqueeze(0))
         drawn = tokens.new_zeros(1)
         if group.rank == source:
+            assert logits is not None
             drawn[0] = _draw(logits[0, -1].float().cpu(), temperature, top_k, generator)
         broadcast(drawn, group, source)
         tokens = torch.cat([tokens, drawn])

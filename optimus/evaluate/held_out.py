@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.data.dataset import FiniteSource
 from optimus.data.loader import Microbatch, make_microbatch
 from optimus.distributed.collectives import Group
 from optimus.distributed.exact import exact_sums
+from optimus.model.transformer import Transformer
 
 _AT_ONCE = 16  # microbatches held in memory; a pipeline passes them on in rounds of its length
 
@@ -71,7 +72,7 @@ def held_out_loss(
     return HeldOutLoss(total / targets, count * dataset.context)
 
 
-def by_model(model: nn.Module, device: torch.device) -> CrossEntropies:
+def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
     """For a whole model on one device."""
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -162,7 +163,7 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
     return json.loads(data)
 
 
-def open_regular(path: str | os.PathLike, below: str | os.PathLike | None = None) -> BinaryIO:
+def open_regular(path: str | os.PathLike, below: str | os.PathLike | None = None) -> io.FileIO:
     """Open a regular file for reading, without a buffer.
 
     A FIFO would wait for a writer, and a device can be read for ever: both may be named by a

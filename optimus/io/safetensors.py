@@ -145,7 +145,7 @@ class TensorFiles:
         for file in self._open.values():
             file.close()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def _table(self) -> dict[str, str]:
@@ -193,4 +193,4 @@ def check_shapes(
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, where they are."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -63,15 +63,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    headers: Mapping[str, bytes]
+    headers: dict[str, bytes]
     """What each file begins with."""
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     """Of each file."""
-    names: Mapping[str, str]
+    names: dict[str, str]
     """The file of each tensor, by its name there."""
-    rows: Mapping[str, list[Row]]
+    rows: dict[str, list[Row]]
     """Of each parameter of ours, ascending."""
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: dict[str, torch.dtype]
     """In which each parameter of ours is written."""
 
 
@@ -103,7 +103,8 @@ def _add_file(
     plan: FilePlan, file: str, tensors: list[Planned], metadata: Mapping[str, str] | None
 ) -> None:
     tensors = sorted(tensors, key=lambda one: (_ORDER.index(_NAMES[one.dtype]), one.name))
-    about, at = {"__metadata__": metadata} if metadata else {}, 0
+    about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
     for one in tensors:
         offsets = [at, at + one.nbytes]
         about[one.name] = {

@@ -125,7 +125,7 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
             f"{launcher.rank} is set but none of {', '.join(launcher.local_ranks)}, which pick the "
             "device; export LOCAL_RANK"
         )
-    if None not in (local_rank, local_world) and local_rank >= local_world:
+    if local_rank is not None and local_world is not None and local_rank >= local_world:
         raise ConfigError(
             f"local rank {local_rank} does not lie among the "
             f"{counted(local_world, 'rank')} of this machine; "
@@ -267,8 +267,9 @@ def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
 
 def first_of_nodelist(nodes: str) -> str:
     """`rack1-[03-07,9]n[1-2],x5` -> rack1-03n1, as `scontrol show hostnames` has it first."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert found is not None, "an empty match is one"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])
 
 
 def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:

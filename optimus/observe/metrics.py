@@ -84,7 +84,7 @@ class JsonLines:
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
-            if not lines:
+            if not lines or self._copy is None:
                 return
             try:
                 with os.fdopen(os.open(self._copy, _APPEND, 0o644), "ab", buffering=0) as file:
