@@ -12,7 +12,7 @@ Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ import optimus_kernels as kernels
 from optimus.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_Theirs = Any
+"""A module of transformers or of its user: what it has is looked at before a change."""
 
 MERGED = (
     "OlmoeExperts",
@@ -54,7 +56,7 @@ def use_fast_moe(model: _Model) -> _Model:
     or with hooks, and for a block itself whose experts are modules of their own.
     """
     found = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
-    blocks = [block for block in found if not isinstance(block.experts, FastExperts)]
+    blocks: list[_Theirs] = [block for block in found if not isinstance(block.experts, FastExperts)]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no MoE block; use_fast_moe takes "
@@ -115,10 +117,11 @@ class FastExpertsByModule(FastExperts):
         return views
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        merged = (self.gate_up_proj, self.down_proj)
+        gate_up: Tensor = self.gate_up_proj
+        down: Tensor = self.down_proj
         if not keep_vars:
-            merged = tuple(parameter.detach() for parameter in merged)
-        destination.update(self._slices(*merged, prefix))
+            gate_up, down = gate_up.detach(), down.detach()
+        destination.update(self._slices(gate_up, down, prefix))
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -160,7 +163,7 @@ class FastExpertsByModule(FastExperts):
 class FastBlock(nn.Module):
     """The OlmoeSparseMoeBlock of transformers 4: its router, and its experts merged."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: _Theirs) -> None:
         super().__init__()
         self.num_experts, self.top_k = block.num_experts, block.top_k
         self.norm_topk_prob = block.norm_topk_prob
@@ -182,7 +185,7 @@ def _experts(module: nn.Module) -> object:
     return module._modules.get("experts")
 
 
-def _check(block: nn.Module) -> None:
+def _check(block: _Theirs) -> None:
     """ConfigError, naming the class, for a block that ours does not compute exactly."""
     experts, name = block.experts, type(block).__name__
     if isinstance(experts, nn.ModuleList):
@@ -214,7 +217,7 @@ def _check(block: nn.Module) -> None:
         )
 
 
-def _check_hooks(block: nn.Module) -> None:
+def _check_hooks(block: _Theirs) -> None:
     """ConfigError if something hangs on a module, or on a parameter, that is to go."""
     gone = list(block.experts.modules())
     if isinstance(block.experts, nn.ModuleList):
@@ -239,17 +242,18 @@ def _check_modules(name: str, expert: nn.Module) -> None:
         )
 
 
-def _merged(experts: nn.Module) -> FastExperts:
+def _merged(experts: _Theirs) -> FastExperts:
     fast = FastExperts(experts.gate_up_proj, experts.down_proj)
     return fast.train(experts.training)
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
     """Copies; an expert's own weights are let go as soon as its copy is made."""
-    first = experts[0]
-    inner, hidden = first.gate_proj.weight.shape
-    like = {"dtype": first.gate_proj.weight.dtype, "device": first.gate_proj.weight.device}
-    grad = first.gate_proj.weight.requires_grad
+    first: _Theirs = experts[0]
+    weight: nn.Parameter = first.gate_proj.weight
+    inner, hidden = weight.shape
+    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    grad = weight.requires_grad
     fast = FastExpertsByModule(
         nn.Parameter(torch.empty(len(experts), 2 * inner, hidden, **like), requires_grad=grad),
         nn.Parameter(torch.empty(len(experts), hidden, inner, **like), requires_grad=grad),

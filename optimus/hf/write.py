@@ -26,7 +26,7 @@ def plan_hf(
 ) -> FilePlan:
     """The files of a model whose parameters are written in these dtypes, an expert a tensor."""
     tensors = (
-        Planned(theirs, name, view.storage_offset(), dtypes[name], tuple(view.shape))
+        Planned(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
         for theirs, name, view in places(config, ())
     )
     return plan_files(tensors, file_bytes, {"format": "pt"})
