@@ -181,6 +181,12 @@ class ModelConfig(Section):
         """Numbers of the layers that have experts."""
         return tuple(n for n, experts in enumerate(self.experts_by_layer) if experts)
 
+    @property
+    def experts(self) -> int:
+        """E, of settings with one number for all layers, as `layer` gives them."""
+        assert isinstance(self.num_experts, int)
+        return self.num_experts
+
     def layer(self, number: int) -> ModelConfig:
         """The settings that one layer is made from: num_experts is its own, intermediate_size that
         of its SwiGLU or of one of its experts."""

@@ -19,6 +19,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """
     import torch  # here, so that a launcher can count operations without it
 
+    from optimus.model.moe import FastSparseMoE
     from optimus.model.transformer import Block, Transformer
 
     with torch.device("meta"):
@@ -30,6 +31,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
         total += layers * _count(block)
         idle = 0
         if experts:
+            assert isinstance(block.mlp, FastSparseMoE)
             idle = _count(block.mlp.experts) // experts * (experts - config.num_experts_per_tok)
         active += layers * (_count(block) - idle)
     return total, active

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from optimus.config import ModelConfig
 from optimus.model.layers import Embedding, RMSNorm
 from optimus.model.moe import Experts
 from optimus.model.router import Router
@@ -27,8 +28,9 @@ _BLOCK = 1 << 20
 class Part(Protocol):
     """What a rank holds of a parameter."""
 
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part."""
@@ -45,7 +47,9 @@ def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = 
     `model` is a Transformer or some ranks' part of one; `parts` names what it holds where
     parameters are divided.
     """
-    std, parts = model.config.init_std, parts or {}
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    std, parts = config.init_std, parts or {}
     with torch.no_grad():
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -57,7 +61,7 @@ def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = 
                         target.copy_(one.take(draw(one.shape, std, seed, full_name, expert)))
                 else:
                     is_embedding = isinstance(module, Embedding)
-                    width = model.config.embedding_init_std if is_embedding else 0.0
+                    width = config.embedding_init_std if is_embedding else 0.0
                     _fill(module, name, parameter, part, width or std, seed, full_name)
 
 

@@ -73,8 +73,14 @@ def _put_off(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tensor | Non
     late = in_force()
     if late is None or gradient is None:  # None: put off by its layer
         return gradient
-    late.put_off(lambda: accumulate(leaf(), gradient))
+    late.put_off(lambda: _accumulate_into(leaf, gradient))
     return gradient.new_zeros(()).expand_as(gradient)
+
+
+def _accumulate_into(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
+    weight = leaf()
+    assert weight is not None
+    accumulate(weight, gradient)
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:

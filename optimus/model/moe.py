@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        experts, hidden, inner = config.experts, config.hidden_size, config.intermediate_size
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
         self.num_experts = experts

@@ -63,7 +63,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden_size))
         self.top_k = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
         self.choose = CHOICES[config.router]

@@ -135,7 +135,7 @@ class Transformer(nn.Module):
     def _head(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)
-        weight = self.embed.weight
+        weight: Tensor = self.embed.weight
         if self._tied_head is not None:
             assert self._tied_head.data_ptr() == weight.data_ptr(), "separate_tied_uses() again"
             weight = self._tied_head
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         """The modules that a forward pass here calls one after the other, each with the names of
         all parameters that it reads; the final norm also with what is read behind it."""
         behind = ("final_norm.", "head.") + (("embed.",) if self.config.tie_embeddings else ())
-        parts = [(self.embed, ("embed.",))]
+        parts: list[tuple[nn.Module | None, tuple[str, ...]]] = [(self.embed, ("embed.",))]
         parts += [(block, (f"blocks.{number}.",)) for number, block in self.blocks.items()]
         names = [name for name, _ in self.named_parameters()]
         for module, prefixes in [*parts, (self.final_norm, behind)]:

@@ -50,7 +50,7 @@ def measure_grouped_gemm(config: Config, device: torch.device) -> str:
         set_form("auto")
     times = ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
     print(
-        f"optimus: grouped products of {counted(layer.num_experts, 'expert')}, "
+        f"optimus: grouped products of {counted(layer.experts, 'expert')}, "
         f"{counted(tokens, 'token')}: {times}",
         file=sys.stderr,
         flush=True,
@@ -73,7 +73,7 @@ def _experts_pass(
     leaves = [x, weights, *experts.parameters()]
 
     def run() -> None:
-        out = experts(x, weights, slots % layer.num_experts)
+        out = experts(x, weights, slots % layer.experts)
         # Of a scalar: given a gradient, autograd imports sympy (0.3 s) to compare two shapes.
         torch.autograd.grad(out.square().sum(), leaves)
 
