@@ -52,7 +52,9 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     a signal.
     """
     start_up = StartUp(process)
-    flight = directory = trouble = None
+    flight: Preflight | None = None
+    directory: RunDirectory | None = None
+    trouble: OptimusError | None = None
     try:
         platform.check_compile(config.train.compile)
         flight = preflight(config, launch.world_size)
@@ -68,6 +70,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         trouble = error  # told in one line once the ranks have met
         directory = None  # free for whoever gives the right command meanwhile
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
+    assert flight is not None, "start_world raises what kept it from being"
     try:
         start = broadcast_object(flight.start, world.everyone, Start)
         flight = replace(flight, start=start)
@@ -97,7 +100,8 @@ def fix_arithmetic(config: Config, world: World) -> int:
     if deterministic:
         # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
         torch.set_deterministic_debug_mode("error")
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        switches: Any = torch.utils.deterministic  # a property of its module, not in its stub
+        switches.fill_uninitialized_memory = False
     return threads
 
 
@@ -148,7 +152,7 @@ class Run:
             config, self.groups, self.part, self.states, flight.plan, world.device, scaling
         )
         self.loader = Loader(
-            flight.dataset,
+            flight.data,
             flight.plan.instances,
             config.train.microbatch_size,
             self.groups.data.rank,
@@ -261,7 +265,7 @@ class Run:
         with uncompiled(self.config):
             text = sample_text(
                 self.part.logits_after,
-                self.flight.eval_dataset or self.flight.dataset,
+                self.flight.eval_dataset or self.flight.data,
                 train.sample_tokens,
                 self.world.device,
                 seed=train.seed + step,
@@ -276,6 +280,7 @@ class Run:
         """The line of metrics.jsonl of one update."""
         plan, model = self.flight.plan, self.config.model
         flops = flops_per_token(model, plan.seq_len) * plan.tokens / seconds / self.world.size
+        assert self.peak is not None, "of the first rank, which writes the line"
         record = {
             "step": result.step,
             "loss": _or_none(result.loss),
@@ -298,6 +303,7 @@ class Run:
         return record
 
     def _find_peak(self) -> RunPeak:
+        assert self.directory is not None, "of the first rank alone"
         like = torch.empty(0, dtype=dtype_of(self.config.train.dtype), device=self.world.device)
         with fastest_library(like):
             return RunPeak(

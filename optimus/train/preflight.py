@@ -79,6 +79,12 @@ class Preflight:
     """Content of the data's tokenizer file, of which every checkpoint gets a copy; empty on ranks
     that write none."""
 
+    @property
+    def data(self) -> InstanceSource:
+        """The data set of a run that is no dry run."""
+        assert self.dataset is not None
+        return self.dataset
+
     def tokens_after(self, step: int) -> int:
         """Tokens that the run has read once update `step` is done."""
         return self.start.tokens + (step - self.start.step) * self.plan.tokens

@@ -97,7 +97,7 @@ class Saves:
         self._saver = FullSaver(rank_states, scatter, direct=settings.direct_io, **limits)
         self._model_saver: ModelSaver | None = None
         if settings.model_interval:
-            eos = with_data_eos(config.model, flight.dataset.eos_id)
+            eos = with_data_eos(config.model, flight.data.eos_id)
             self._warned: set[str] = set()
             self._exported = config.model.model_copy(update={"eos_token_ids": eos})
             self._model_saver = ModelSaver(rank_states, self._exported, scatter, **limits)
@@ -166,7 +166,7 @@ class Saves:
                 f"{before.step}"
             )
         try:
-            if lane.under_way is not None:
+            if before is not None and lane.under_way is not None:
                 raise OptimusError(f"the disk has not taken what step {before.step} gave it")
             lane.under_way = begin(step)
         except LostPeerError:
@@ -220,6 +220,7 @@ class Saves:
 
     def _begin_model(self, step: int, beside: Callable[[], int] = lambda: 0) -> Underway:
         """It yields where there is no room for `beside` more: for the full one due with it."""
+        assert self._model_saver is not None, "due only where there is an interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, beside)
 
@@ -304,7 +305,7 @@ class Saves:
         sealed, the curve up to its step, which a resume will go on from."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
-        name = Path(self._flight.dataset.tokenizer_file).name
+        name = Path(self._flight.data.tokenizer_file).name
         (directory / name).write_bytes(self._flight.tokenizer)
 
     def _write_model_companions(self, directory: Path) -> None:

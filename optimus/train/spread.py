@@ -89,7 +89,8 @@ def _size(piece: Piece) -> int:
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Runs of PIECE elements together at most."""
-    batch, filled = [], 0
+    batch: list[Piece] = []
+    filled = 0
     for piece in pieces:
         if batch and filled + _size(piece) > PIECE:
             yield batch

@@ -10,6 +10,7 @@ from typing import Any
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
 from optimus.data.dataset import InstanceSource, TokenDataset
+from optimus.data.mixture import MixedDataset
 from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
@@ -116,6 +117,7 @@ def _epochs(config: Config, flight: Preflight) -> Iterator[tuple[TokenDataset, f
     if isinstance(flight.dataset, TokenDataset):
         yield flight.dataset, instances / flight.dataset.num_instances
         return
+    assert isinstance(flight.dataset, MixedDataset)
     total = sum(float(source.weight) for source in config.data.mix)
     for source, dataset in zip(config.data.mix, flight.dataset.sources, strict=True):
         yield dataset, instances * float(source.weight) / total / dataset.num_instances
