@@ -191,6 +191,7 @@ def read_allowed() -> set[str]:
 def check_text(path: str, text: str) -> list[Finding]:
     """Return the findings of a file with this content, in the order of its lines."""
     suffix = Path(path).suffix
+    findings: Iterable[Finding]
     if suffix == ".py":
         findings = _check_python(path, text)
     elif suffix == ".md":
@@ -198,7 +199,7 @@ def check_text(path: str, text: str) -> list[Finding]:
             path, 1, re.sub(r"```.*?```|`[^`\n]*`", _blank, text, flags=re.DOTALL)
         )
     else:
-        findings: Iterable[Finding] = (
+        findings = (
             finding
             for match in _COMMENTS[suffix].finditer(text)
             for finding in _check_prose(path, _line_of(text, match.start()), match[0])
@@ -231,7 +232,9 @@ def _check_prose(
         line = first_line + text.count("\n", 0, match.start())
         if last_line is not None:  # a string may have more line ends than its source
             line = min(line, last_line)
-        yield Finding(path, line, match[0], _SUGGESTIONS[match.lastindex - 1])
+        number = match.lastindex
+        assert number is not None, "every alternative of the pattern is a group"
+        yield Finding(path, line, match[0], _SUGGESTIONS[number - 1])
 
 
 def _check_python(path: str, text: str) -> Iterator[Finding]:

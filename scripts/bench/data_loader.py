@@ -87,14 +87,15 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     start = time.process_time()
-    dataset = source = TokenDataset(folder / "ours")
+    dataset = TokenDataset(folder / "ours")
+    source: TokenDataset | MixedDataset = dataset
     open_s = time.process_time() - start
     if variant == "mix of three":
         others = [TokenDataset(folder / f"ours-{seed}") for seed in (1, 2)]
         source = MixedDataset([dataset, *others], [5, 3, 2])
     steps = dataset.num_instances // BATCH
     first = 1 + (steps * 2 if variant == "later epoch" else 0)
-    cpu_s = tokens = 0
+    cpu_s, tokens = 0.0, 0
     for round_number in range(1 + PASSES):
         with Loader(source, BATCH, BATCH, 0, 1, variant == "document mask") as loader:
             start = time.process_time()

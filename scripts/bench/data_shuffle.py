@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -115,9 +116,9 @@ def ratio(args: argparse.Namespace) -> dict:
             for name in times:
                 out = Path(base, "out")
                 done = timed(
-                    (lambda out=out: copy(source / "tokens", out, block, args.shard_size))
+                    functools.partial(copy, source / "tokens", out, block, args.shard_size)
                     if name == "copy"
-                    else (lambda out=out, name=name: prepare(out, name))
+                    else functools.partial(prepare, out, name)
                 )
                 shutil.rmtree(out)
                 if turn:  # the first warms the page cache

@@ -186,6 +186,8 @@ def main() -> None:
     from tokenizers import Tokenizer
 
     eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
+    if eos is None:
+        parser.error(f"{args.tokenizer} has no <|endoftext|>")
     pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
     pythons |= dict(peer.split("=", 1) for peer in args.peer)
     if "megatron" in pythons and args.megatron_tree is None:
@@ -200,7 +202,8 @@ def main() -> None:
     for name in ("bare", *(name for name in pythons if name in PEERS)):
         print(name, version_of(pythons[name], packages.get(name, (name, "tokenizers"))))
     spent: dict[str, list[float]] = {name: [] for name in pythons}
-    expected, answers = None, {}
+    expected: np.ndarray | None = None
+    answers = {}
     for _ in range(args.rounds):
         for name, python in pythons.items():
             cpu, wall, out = run_once(name, python, args, eos)
@@ -209,6 +212,7 @@ def main() -> None:
             answers[name] = same_ids(name, ids, expected, eos)
             spent[name].append(cpu)
             print(f"# {name} {cpu:.2f} CPU-s {wall:.2f} s {answers[name]}", flush=True)
+    assert expected is not None
     tokens, size = len(expected), args.corpus.stat().st_size
     print(f"{size / 1e6:.1f} MB, {tokens} tokens, {args.rounds} rounds interleaved")
     best = max((tokens / statistics.median(spent[n]) for n in pythons if n in PEERS), default=None)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -68,7 +69,9 @@ class Interpreted(Executor):
 def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
     """The same forwards and backwards with no executor."""
     for tokens, ids in microbatches:
-        outputs, inputs, x = [], [], None
+        outputs: list[Any] = []
+        inputs: list[Any] = []
+        x: Tensor | None = None
         for number in range(STAGES):
             if x is not None:
                 x = x.detach().requires_grad_()
@@ -96,11 +99,10 @@ def post(rank: int, init_method: str, microbatches: int, repeat: int, length: in
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels
-    stage, schedule = OneNumber(rank, 2), make_schedule("1f1b", 2, 1, microbatches)
-    executor = Executor(
-        schedule, {rank: stage}, channels, lambda tokens: (1, length), torch.float32
-    )
-    posted = {"send": [], "receive": []}
+    stages: dict[int, Any] = {rank: OneNumber(rank, 2)}
+    schedule = make_schedule("1f1b", 2, 1, microbatches)
+    executor = Executor(schedule, stages, channels, lambda tokens: (1, length), torch.float32)
+    posted: dict[str, list[float]] = {"send": [], "receive": []}
     for _ in range(repeat):
         executor.run([(torch.zeros(1, length), None)] * microbatches, lambda *_: None, lambda: None)
         for name, kinds in (("send", SENDS), ("receive", RECEIVES)):
@@ -125,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     schedule = make_schedule("interleaved", 1, STAGES, args.microbatches)
-    stages = {number: OneNumber(number) for number in range(STAGES)}
+    stages: dict[int, Any] = {number: OneNumber(number) for number in range(STAGES)}
     executor = Interpreted(schedule, stages, Channels(), lambda tokens: (1, 1), torch.float32)
     microbatches = [(torch.zeros(1, 1), None)] * args.microbatches
     compute = [a for a in schedule.ranks[0] if a.kind in executor._table]

@@ -21,7 +21,8 @@ from optimus.bench import meters, moe, step
 def page(folder: Path) -> tuple[str, str]:
     """Return the device's name and the page, from parts.tsv and the outputs in FOLDER."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
-    bodies, header = [], {}
+    bodies: list[str] = []
+    header: dict[str, str] = {}
     for name, _, outcome in benchmarks:
         path = folder / f"{name}.json"
         if outcome == "done" and path.exists():

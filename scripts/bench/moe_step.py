@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
@@ -48,9 +48,7 @@ class Contest:
         self.model.to(dtype)
         self.config, self.absent = config, {}
         self._layers = [m for m in self.model.modules() if isinstance(m, FastSparseMoE)]
-        self._experts: dict[str, list[nn.Module]] = {
-            "ours": [layer.experts for layer in self._layers]
-        }
+        self._experts: dict[str, list[Any]] = {"ours": [layer.experts for layer in self._layers]}
         for name in names:
             try:
                 self._experts[name] = [

@@ -49,7 +49,8 @@ class Saved:
     """The files of one layout at a time."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._layout = scratch, None
+        self._scratch = scratch
+        self._layout: Layout | None = None
 
     def under(self, layout: Layout) -> tuple[Path, Index, dict]:
         if layout != self._layout:
@@ -92,10 +93,10 @@ def main() -> int:
             if number % 50 == 0:
                 print(f"{number}/{len(left)}", flush=True)
     records = [done[_name(pair)] for pair in pairs if _name(pair) in done]
-    broken = [record["pair"] for record in records if record["broken"]]
-    print(f"{len(records)} pairs of {len(pairs)} compared; broken: {len(broken)}")
-    print("\n".join(broken), end="\n" if broken else "")
-    return 1 if broken else 0
+    failed = [record["pair"] for record in records if record["broken"]]
+    print(f"{len(records)} pairs of {len(pairs)} compared; broken: {len(failed)}")
+    print("\n".join(failed), end="\n" if failed else "")
+    return 1 if failed else 0
 
 
 def _name(pair: Pair) -> str:

@@ -12,8 +12,9 @@ class Results:
 
     def __init__(self, path: str | Path) -> None:
         self._path = None if str(path) == "-" else Path(path)
-        there = self._path is not None and self._path.is_file()
-        lines = self._path.read_text(encoding="utf-8").splitlines() if there else []
+        lines: list[str] = []
+        if self._path is not None and self._path.is_file():
+            lines = self._path.read_text(encoding="utf-8").splitlines()
         self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def add(self, **record: Any) -> dict[str, Any]:
