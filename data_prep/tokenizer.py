@@ -10,10 +10,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Spellings of the end-of-document token that are recognised without `--eos`."""
 
+MAX_GROWTH = 16
+"""Of the bytes of a text by replacements; those of sentencepiece's space and a prefix give 9."""
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
 """Measured at a token a character: 241 and 49; ordinary text takes half of it."""
@@ -60,10 +63,35 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
         raise
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
+    _check_growth(path, "normalizer", tokenizer.normalizer)
+    _check_growth(path, "decoder", tokenizer.decoder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _check_growth(path: str | os.PathLike, name: str, part: Any) -> None:
+    """Raise DataError where a normalizer or decoder makes a text much longer: a few steps, each of
+    which replaces a letter by a thousand, take all memory."""
+    growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+    if growth > MAX_GROWTH:
+        raise DataError(
+            f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
+            f"with at most {MAX_GROWTH}"
+        )
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """Return by how much the replacements of a step and of those in it can lengthen a text."""
+    if step["type"] == "Sequence":
+        return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
+    if step["type"] == "Prepend":
+        return float(max(1, len(step["prepend"].encode())))
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String", "")  # a regular expression may match one byte
+        return max(1.0, len(step["content"].encode()) / max(1, len(pattern.encode())))
+    return 1.0
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data_prep import parquet
 from data_prep.cli import main
@@ -285,6 +285,26 @@ class AbortingTable:
 
     def column(self, index: int) -> None:
         os.abort()
+
+
+@pytest.mark.parametrize("name", ["normalizer", "decoder"])
+def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
+    """A few steps that replace a letter by many take all memory, and the process is aborted."""
+    of, key = (normalizers, "normalizer") if name == "normalizer" else (decoders, "decoder")
+    bomb = [of.Sequence([of.Replace("a", "a" * 1000)] * 2), of.Replace(Regex("a*"), "b" * 99)]
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    for steps in ([bomb[0], bomb[0]], [bomb[1]]):
+        setattr(tokenizer, key, of.Sequence(steps))
+        tokenizer.save(str(path))
+        with pytest.raises(DataError, match=rf"its {name} makes texts up to (1e\+12|99) times"):
+            open_tokenizer(path)
+    usual = [of.Replace(" ", "\u2581"), of.Replace("\u2581", " ")]
+    setattr(tokenizer, key, of.Sequence(usual))
+    if name == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), usual[0]])
+    tokenizer.save(str(path))
+    open_tokenizer(path)
 
 
 def test_table_whose_description_ends_the_process_is_damaged():
