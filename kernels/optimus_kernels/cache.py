@@ -32,6 +32,8 @@ INFO = "info.json"
 LOCK_WAIT_S = 900.0
 """Longest wait for another process that compiles; an AOT build for PVC takes minutes."""
 _POLL_S = 0.1
+_MOST_LINKS = 40
+"""On the way to a file, as Linux has it."""
 _INFO_BYTES = 1 << 20
 """Of an info.json that are read: more than any build writes."""
 
@@ -156,20 +158,52 @@ def _why_untrusted_cache(root: Path) -> str:
         root.stat()
     except OSError:
         return ""  # absent or unreadable: nothing is taken from it
-    real, owners = root.resolve(), _trusted_owners(root)
+    owners = _trusted_owners(root)
+    try:
+        real, folders, links = _walk(root)
+    except OSError as error:
+        return f"{error.filename or root}: {error.strerror}"
+    for link in links:
+        found = link.lstat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"another user's link leads to the cache folder: {_describe(link, found)}"
     reason = _why_untrusted(real, owners, stat.S_ISDIR)
     if reason:
         return reason
     # Whoever can rename a folder on the way can put another cache in this place. For a cache of
     # this user the sticky bit prevents that; a colleague's could have been put there first.
     foreign = real.stat().st_uid not in (0, os.geteuid())
-    for above in dict.fromkeys([*real.parents, *Path(os.path.abspath(root)).parents]):
+    for above in folders:
         mode = above.stat()
         others = mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH if foreign else stat.S_IWOTH)
         protected = mode.st_mode & stat.S_ISVTX and not foreign
         if (others and not protected) or (foreign and mode.st_uid not in owners):
             return f"others may replace the cache folder: {_describe(above, mode)}"
     return ""
+
+
+def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
+    """Return the real path, every folder in which a component is looked up on the way there, and
+    the links followed. A folder between two links is a parent of neither path. Raises OSError."""
+    at, folders, links = Path("/"), {}, []
+    rest = [*reversed(path.absolute().parts[1:])]
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            at = at.parent
+            continue
+        folders[at] = None
+        if not (at / name).is_symlink():
+            at /= name
+            continue
+        links.append(at / name)
+        if len(links) > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = links[-1].readlink()
+        if target.is_absolute():
+            at = Path("/")
+        rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return at, list(folders), links
 
 
 def _trusted_owners(root: Path) -> set[int]:

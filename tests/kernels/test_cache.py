@@ -290,3 +290,58 @@ def test_read_only_cache_of_a_colleague_is_used_where_nobody_could_plant_it():
         os.chmod(root, 0o755)
         run_in_child(take_from_root, root, ["cpu-1"])
         assert use_cache(root) == []  # root trusts itself alone
+
+
+def make_colleagues_cache(home: Path) -> Path:
+    """Make a cache with a planted entry, all of another user."""
+    root = home / "cache"
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    run_in_child(plant_as_nobody, root, "cpu-1")
+    for path in (root, home):
+        path.chmod(0o755)
+        os.chown(path, 65534, 65534)
+    return root
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+@pytest.mark.parametrize("owner", [65534, 1234], ids=["theirs", "own"])
+@pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
+def test_a_folder_between_two_links_that_others_can_write_is_found(mode, owner):
+    """.cache -> project/v/cache, and others make v lead to a cache of their own."""
+    safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
+    if safe is None:
+        pytest.skip("no folder here that only root can write")
+    with tempfile.TemporaryDirectory(dir=safe) as directory:
+        top = Path(directory)
+        top.chmod(0o755)
+        theirs = make_colleagues_cache(top / "theirs")
+        project, home = top / "project", top / "home"
+        for path in (project, home):
+            path.mkdir()
+        (home / ".cache").symlink_to("../project/v")
+        (project / "v").symlink_to(theirs)
+        os.lchown(project / "v", owner, owner)
+        os.lchown(home / ".cache", 1234, 1234)
+        project.chmod(mode)
+        run_in_child(take_from_root, home / ".cache", [])
+        project.chmod(0o755)  # nobody but root could have placed the link
+        run_in_child(take_from_root, home / ".cache", ["cpu-1"] if owner == 1234 else [])
+
+
+@pytest.mark.parametrize("name", ["plain", "relative", "absolute", "dots", "chain"])
+def test_a_path_is_resolved_as_the_system_does(tmp_path, name):
+    (tmp_path / "plain" / "deep").mkdir(parents=True)
+    (tmp_path / "relative").symlink_to("plain/deep/../")
+    (tmp_path / "absolute").symlink_to(tmp_path / "relative")
+    (tmp_path / "dots").symlink_to("absolute/../plain/./deep")
+    (tmp_path / "chain").symlink_to("dots/../../absolute/deep")
+    real, folders, links = cache._walk(tmp_path / name / "..")
+    assert real == (tmp_path / name / "..").resolve() and tmp_path in folders
+    assert all(link.is_symlink() for link in links) and bool(links) is (name != "plain")
+
+
+def test_links_that_lead_to_themselves_end(tmp_path):
+    (tmp_path / "a").symlink_to("a")
+    with pytest.raises(OSError, match="Too many levels"):
+        cache._walk(tmp_path / "a")
