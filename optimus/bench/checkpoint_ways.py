@@ -55,11 +55,16 @@ def make_ways(states: RankStates, world: World) -> dict[str, Way]:
     }
 
 
+def _write_config(directory: Path) -> None:
+    """Write the file that every checkpoint has."""
+    (directory / "config.toml").write_text("", encoding="utf-8")
+
+
 def ours(states: RankStates, direct: bool = True) -> Way:
     saver = FullSaver(states, "balanced", direct=direct)
 
     def save(directory: Path) -> None:
-        outcome = saver.begin(states, directory / STEP, lambda path: None, step=1).drain()
+        outcome = saver.begin(states, directory / STEP, _write_config, step=1).drain()
         assert outcome is not None
         assert outcome.failure is None, outcome.failure
 
@@ -80,9 +85,7 @@ class Stall:
         self._underway: Underway | None = None
 
     def begin(self, directory: Path) -> None:
-        self._underway = self._saver.begin(
-            self._states, directory / STEP, lambda path: None, step=1
-        )
+        self._underway = self._saver.begin(self._states, directory / STEP, _write_config, step=1)
 
     def copy(self) -> None:
         for flat, memory in self._copies:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -103,17 +104,26 @@ class Index:
         right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None]) & (offsets & 3 == 0)
         if not (right | (offsets == -1)).all():
             raise ValueError("a row leads out of its shard file")
+        # A frozen parameter has a master alone.
+        if (offsets[:, 0] < 0).any() or (
+            (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
+        ).any():
+            raise ValueError(f"a row without some of {', '.join(STATES)}")
 
     @functools.cached_property
     def _shard_sizes(self) -> numpy.ndarray:
         return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
 
-    def check_rows(self) -> None:
-        """Check that every parameter lies in the shard files in whole and that no two stretches of
-        them overlap. Raises CheckpointError."""
+    def check_rows(self, frozen: Sequence[str] = ()) -> None:
+        """Check that every parameter lies in the shard files in whole, with all states unless a
+        pattern of `frozen` matches its name, and that no two stretches of the files overlap. Raises
+        CheckpointError."""
         found = [numpy.empty((0, 3), dtype=numpy.int64)]
         for name in self.lines:
             rows = self.stored(name).rows
+            is_partial = (rows[:, 4:] < 0).any()
+            if is_partial and not any(fnmatchcase(name, pattern) for pattern in frozen):
+                raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
             length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
             for offset in rows[:, 4:].T:
                 kept = offset >= 0

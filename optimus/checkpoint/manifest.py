@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,13 +26,15 @@ from optimus.checkpoint.index import INDEX, Index, decode
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
-from optimus.io import files
+from optimus.io import files, tensor_file
 
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
 MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 """Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
+_CONFIGS = ("config.toml", "config.json")
+_FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
 _BLOCKS_A_TASK = 16
@@ -44,11 +47,15 @@ _READ_SETTINGS = {
     **dict.fromkeys(("optim.lr", "optim.min_lr"), int | float),
     **dict.fromkeys(("optim.sharding", "optim.schedule", "parallel.schedule"), str),
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
+    _FROZEN: list,
 }
 """Settings of a checkpoint that are used for more than a comparison, and their types."""
 _MOST_RANKS = 1 << 22
-_MANIFEST_BYTES = 64 << 20
+_MANIFEST_BYTES = 4 << 20
 """Largest manifest that is read; ours have some kilobytes."""
+_COMPANION_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
+"""Largest files besides weights, and largest index: 40 times that of 400,000 pieces."""
+_FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
 def _plain_name(name: str) -> str:
@@ -122,11 +129,25 @@ class Manifest:
         those of a model alone, with their sizes alone), shard files with their sizes and headers:
         what can be done at once. The bytes of shard files, and of weights by whoever streams them,
         are compared when they are read. CheckpointError names the first that differs."""
+        self._check_unlisted()
         for entry in self.files:
             is_later = not weights and entry.name.endswith(".safetensors")
             compare = _read_checked if entry.size <= hashed_bytes and not is_later else _check_size
             compare(self.path / entry.name, entry)
         self.check_shards()
+
+    def _check_unlisted(self) -> None:
+        """Refuse weights and configurations that the manifest does not list: readers open them by
+        their names. Raises CheckpointError."""
+        listed = {entry.name for entry in self.files}
+        try:
+            found = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        for name in found:
+            is_read = name.endswith(".safetensors") or name in (tensor_file.INDEX, *_CONFIGS)
+            if is_read and name not in listed:
+                raise CheckpointError(f"{self.path / name}: its manifest does not list it")
 
     def check_shards(self) -> None:
         """Compare sizes and headers of the shard files, if any; raises CheckpointError."""
@@ -139,7 +160,7 @@ class Manifest:
         """Check that the index leads to every element of every parameter once. Raises
         CheckpointError."""
         try:
-            index.check_rows()
+            index.check_rows(self.settings.get(_FROZEN) or ())
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
@@ -150,9 +171,8 @@ class Manifest:
 
     def problems(self, threads: int = 0) -> list[str]:
         """What is not as it was written: a line for each such file, with the first place."""
-        checks: list[partial[Any]] = [
-            partial(_read_checked, self.path / one.name, one) for one in self.files
-        ]
+        checks: list[Callable[[], object]] = [partial(self._verify_file, one) for one in self.files]
+        checks.append(self._check_unlisted)
         found = [problem for problem in in_threads(_problem, checks, threads) if problem]
         if not self.is_sharded:
             return found
@@ -172,6 +192,18 @@ class Manifest:
             if problem:
                 first_of.setdefault(number, problem)
         return [*found, *first_of.values()]
+
+    def _verify_file(self, entry: FileEntry) -> None:
+        """Compare a file with its hash, and read its header if it holds weights."""
+        path = self.path / entry.name
+        _read_checked(path, entry)
+        if entry.name.endswith(".safetensors"):
+            tensor_file.TensorFile(path).close()
+        elif entry.name == tensor_file.INDEX:
+            listed = {one.name for one in self.files}
+            for name in sorted(set(tensor_file.weight_map(self.path).values())):
+                if name not in listed:
+                    raise CheckpointError(f"{path}: names {name}, which the manifest does not list")
 
     def index(self, data: bytes | None = None) -> Index:
         """Where the states lie; `data`: the index file's content, if another rank has read it."""
@@ -234,10 +266,9 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     path = Path(path)
     try:
         data = files.read_regular(path / MANIFEST, _MANIFEST_BYTES)
-        raw = json.loads(data)
-        if raw["format"] == FORMAT:
-            files.parse_checked_json(data)
-        elif raw["format"] != 1 or raw["kind"] != "model":
+        is_hashed = not _FORMAT_1.match(data)
+        raw = files.parse_checked_json(data) if is_hashed else json.loads(data)
+        if raw["format"] != FORMAT if is_hashed else (raw["format"], raw["kind"]) != (1, "model"):
             raise CheckpointError(
                 f"{path}: {raw.get('kind')} checkpoint of format {raw['format']}, this version "
                 f"reads {FORMAT}"
@@ -264,6 +295,13 @@ def _check_dependent(fields: _Fields) -> None:
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
+    if not all(isinstance(pattern, str) for pattern in fields.settings.get(_FROZEN) or ()):
+        raise ValueError(f"settings: {_FROZEN} is not a list of patterns")
+    _check_listed(fields.kind, set(names))
+    for entry in fields.files:
+        most = _INDEX_BYTES if entry.name == INDEX else _COMPANION_BYTES
+        if entry.size > most and not entry.name.endswith(".safetensors"):
+            raise ValueError(f"files: {entry.name} is larger than {most:,} bytes")
     scale, ranks = fields.loss_scale, fields.ranks
     if scale is not None and scale.keys() != {"scale", "good_steps", "skipped"}:
         raise ValueError(f"loss_scale has only {', '.join(scale) or 'no field'}")
@@ -272,6 +310,19 @@ def _check_dependent(fields: _Fields) -> None:
     sizes = [ranks.get(axis, 1) for axis in AXES]
     if not {"pp", "per_node"} <= ranks.keys() or math.prod(sizes) > _MOST_RANKS:
         raise ValueError(f"ranks = {ranks} is no mesh of at most {_MOST_RANKS:,} ranks")
+
+
+def _check_listed(kind: str, names: set[str]) -> None:
+    """Check that the files of a checkpoint include what every save of its kind writes. Raises
+    ValueError."""
+    if kind == "full" and INDEX not in names:
+        raise ValueError(f"files of a full checkpoint lists no {INDEX}")
+    if kind == "model" and INDEX in names:
+        raise ValueError(f"files of a model lists {INDEX}, which only a full checkpoint has")
+    if kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
+        raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
+    if names.isdisjoint(_CONFIGS):
+        raise ValueError(f"files lists neither {' nor '.join(_CONFIGS)}")
 
 
 def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:

@@ -19,7 +19,8 @@ from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
 from optimus.hf import is_hf_directory, places
 from optimus.io import files
-from optimus.io.safetensors import DTYPES, TensorFile, TensorFiles, as_bytes
+from optimus.io.safetensors import DTYPES, TensorFiles, as_bytes
+from optimus.io.tensor_file import TensorFile
 from optimus.model.transformer import Transformer
 
 PIECE = 1 << 22

@@ -12,7 +12,8 @@ from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError, counted
 from optimus.hf import check_hf_weights, is_hf_directory, read_hf_config
-from optimus.io.safetensors import MODEL, TensorFile, check_shapes
+from optimus.io.safetensors import check_shapes
+from optimus.io.tensor_file import MODEL, TensorFile
 from optimus.model.identity import first_difference
 from optimus.model.transformer import Transformer
 

@@ -21,7 +21,8 @@ from optimus.config.load import explain
 from optimus.config.sections import ROPE_FIELDS, Count
 from optimus.errors import CheckpointError, ConfigError, counted, one_line
 from optimus.io.files import read_regular
-from optimus.io.safetensors import INDEX, MODEL, TensorFiles
+from optimus.io.safetensors import TensorFiles
+from optimus.io.tensor_file import INDEX, MODEL
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20

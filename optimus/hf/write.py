@@ -15,8 +15,8 @@ from optimus.errors import CheckpointError, ConfigError, OptimusError, counted
 from optimus.hf.config import config_to_hf
 from optimus.hf.names import places
 from optimus.io.files import commit, temporary_name, write_json
-from optimus.io.safetensors import INDEX
 from optimus.io.safetensors_writer import FilePlan, Planned, TensorWriter, create_files, plan_files
+from optimus.io.tensor_file import INDEX
 
 FILE_BYTES = 5_000_000_000
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from optimus.io import files
-from optimus.io.safetensors import DTYPES, MODEL, as_bytes
+from optimus.io.safetensors import DTYPES, as_bytes
+from optimus.io.tensor_file import MODEL
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = tuple(DTYPES)

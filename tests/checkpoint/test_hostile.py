@@ -21,6 +21,8 @@ from optimus.checkpoint.transfer import Readers, Want
 from optimus.cli import main
 from optimus.errors import CheckpointError
 from optimus.io import files
+from optimus.io.tensor_file import INDEX as WEIGHTS_INDEX
+from optimus.io.tensor_file import MODEL
 
 SHAPES = {"embed.weight": (6, 4), "head.weight": (4, 4)}
 ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
@@ -145,6 +147,20 @@ ENTRY = {"name": "x", "size": 0, "xxh3": "0" * 16}
         {"loss_scale": {"scale": 1.0}},
         {"loss_scale": {"scale": float("nan"), "good_steps": 0, "skipped": 0}},
         {"begun": "x"},
+        {"kind": "model"},
+        {"files": []},
+        {"files": [ENTRY | {"name": INDEX}]},
+        {
+            "files": [
+                ENTRY | {"name": INDEX, "size": (1 << 30) + 1},
+                ENTRY | {"name": "config.toml"},
+            ]
+        },
+        {"files": [ENTRY | {"name": INDEX}, ENTRY | {"name": "config.toml", "size": 400 << 30}]},
+        {"files": [ENTRY | {"name": "config.toml"}]},
+        {"kind": "model", "files": [ENTRY | {"name": "config.toml"}]},
+        {"kind": "model", "files": [ENTRY | {"name": "model.safetensors"}]},
+        {"settings": {"optim.frozen": [5]}},
     ],
     ids=str,
 )
@@ -154,6 +170,26 @@ def test_a_manifest_that_no_save_wrote_is_refused(checkpoint, capsys, fields):
         read_manifest(checkpoint)
     told = look(checkpoint, capsys)
     assert "manifest.json: not readable" in told and "Value error" not in told
+
+
+def test_a_manifest_is_parsed_only_if_its_hash_is_right(checkpoint, monkeypatch):
+    data = (checkpoint / MANIFEST).read_bytes()
+    (checkpoint / MANIFEST).write_bytes(data.replace(b'"step": 3', b'"step": 4'))
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match="does not match the hash"):
+        read_manifest(checkpoint)
+    (checkpoint / MANIFEST).write_bytes(bytes((4 << 20) + 1))
+    with pytest.raises(CheckpointError, match="larger than 4,194,304 bytes"):
+        read_manifest(checkpoint)
+
+
+def test_a_hash_is_left_out_in_format_1_alone(checkpoint):
+    raw = json.loads((checkpoint / MANIFEST).read_bytes())
+    raw.pop("self_xxh3")
+    text = json.dumps(raw)[1:]
+    (checkpoint / MANIFEST).write_text('{"format": 1, ' + text)  # the key is there twice
+    with pytest.raises(CheckpointError, match="of format 2, this version reads"):
+        read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("content", [nested(), b"[" * 100_000, b"1" * 5000, b"\xff"])
@@ -213,6 +249,9 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4160, 4224], [0, 1, 0, 12, 4288, 4352, 4416]
         (set_rows([*FIRST[:4], 0, *FIRST[5:]], SECOND), "out of its shard file"),
         (set_rows([*FIRST[:4], 4097, *FIRST[5:]], SECOND), "out of its shard file"),
         (set_rows([*FIRST[:4], -2, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([*FIRST[:4], -1, -1, -1], SECOND), "a row without some of master, exp_avg"),
+        (set_rows([*FIRST[:5], -1, FIRST[6]], SECOND), "a row without some of master, exp_avg"),
+        (set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]), "has not all of its states"),
         (set_rows([*FIRST[:4], 4100, *FIRST[5:]], SECOND), None),
         (set_rows([*FIRST[:4], 4128, *FIRST[5:]], SECOND), "two rows lead to the same bytes"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 4]]]] * 2), "its boxes"),
@@ -231,10 +270,66 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told
         assert verify(checkpoint)["valid"]
         return
     assert told in look(checkpoint, capsys)
-    if "two rows" in told:  # of several parameters or states; a load looks at one at a time
+    if (
+        "two rows" in told or "not all" in told
+    ):  # of several parameters or states; a load looks at one at a time
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
         load(checkpoint)
+
+
+def test_a_frozen_parameter_has_a_master_alone(checkpoint):
+    rewrite_index(checkpoint, set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]))
+    rewrite_manifest(checkpoint, settings={"optim.frozen": ["embed.*"]})
+    assert verify(checkpoint)["valid"]
+
+
+def write_model(directory: Path, parts: int) -> None:
+    """Write a model's weights: a tensor in each of its files."""
+    names = [f"model-{n + 1}.safetensors" for n in range(parts)] if parts > 1 else [MODEL]
+    for n, name in enumerate(names):
+        header = json.dumps({f"w{n}": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+        data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+        (directory / name).write_bytes(data)
+    if parts > 1:
+        table = {f"w{n}": name for n, name in enumerate(names)}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": table}))
+    (directory / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "content", "told"),
+    [
+        (1, MODEL, b"garbage that is no safetensors", "cut short, or no safetensors file"),
+        (2, "model-2.safetensors", b"garbage that is no safetensors", "cut short"),
+        (2, "model-2.safetensors", None, "names model-2.safetensors, which the manifest does not"),
+        (2, WEIGHTS_INDEX, b'{"weight_map": {"w0": "../x"}}', "not readable"),
+        (2, WEIGHTS_INDEX, b'{"weight_map": {"w0": "a.bin"}}', "names a.bin, which"),
+    ],
+)
+def test_a_model_whose_weights_cannot_be_read_is_refused(
+    tmp_path, capsys, parts, name, content, told
+):
+    def write(directory: Path) -> None:
+        write_model(directory, parts)
+        if content is not None:
+            (directory / name).write_bytes(content)
+        else:
+            (directory / name).unlink()
+
+    seal(tmp_path / "m", lambda directory: write_model(directory, parts), kind="model")
+    assert verify(tmp_path / "m")["valid"]
+    seal(tmp_path / "c", write, kind="model")
+    assert main(["checkpoint", "verify", str(tmp_path / "c")]) == 1
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", MODEL, WEIGHTS_INDEX, "config.json"])
+def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys, name):
+    (checkpoint / name).write_text("{}")
+    assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)
+    with pytest.raises(CheckpointError, match="does not list it"):
+        read_manifest(checkpoint).check()
 
 
 def load(checkpoint: Path) -> None:
@@ -253,7 +348,8 @@ def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, "shard-00000.bin", "x"])
 def test_a_fifo_is_refused_and_not_waited_for(checkpoint, name):
     if name == "x":
-        rewrite_manifest(checkpoint, files=[ENTRY])
+        entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
+        rewrite_manifest(checkpoint, files=[*entries, ENTRY])
     else:
         (checkpoint / name).unlink()
     os.mkfifo(checkpoint / name)

@@ -7,16 +7,27 @@ import subprocess
 import pytest
 
 from optimus.checkpoint import manager
+from optimus.checkpoint.index import INDEX, encode
 from optimus.checkpoint.manifest import seal
 from optimus.errors import CheckpointError
 from optimus.io import files
 from tests.helpers.disks import immutable
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
 
 def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
     place = manager.full_path if kind == "full" else manager.model_path
     path = place(run_dir, step)
-    write = lambda directory: (directory / "data").write_text(f"{step}")  # noqa: E731
+
+    def write(directory):
+        (directory / "data").write_text(f"{step}")
+        (directory / "config.toml").write_text("")
+        if kind == "full":
+            (directory / INDEX).write_bytes(encode("g", step, [], {}))
+        else:
+            (directory / "model.safetensors").write_bytes(NO_TENSORS)
+
     facts = {"settings": {"checkpoint.interval": interval}, "origin": origin, "begun": begun}
     return seal(path, write, kind=kind, step=step, tokens=step * 10, **facts)
 

@@ -14,7 +14,10 @@ from optimus.errors import CheckpointError, OptimusError
 from optimus.io import files
 
 
-def write_two_files(directory):
+def write_files(directory):
+    """Write the least that a model has, and two files more."""
+    (directory / "config.toml").write_text("")
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (directory / "a.bin").write_bytes(os.urandom(1000))
     (directory / "sub").mkdir()
     (directory / "sub" / "b.bin").write_bytes(b"")
@@ -22,13 +25,18 @@ def write_two_files(directory):
 
 @pytest.fixture
 def sealed(tmp_path):
-    return seal(tmp_path / "c", write_two_files, kind="full", step=3, settings={"train.seed": 1})
+    return seal(tmp_path / "c", write_files, kind="model", step=3, settings={"train.seed": 1})
 
 
 def test_sealed_checkpoint_reads_back(sealed):
     manifest = read_manifest(sealed.path)
     assert manifest == sealed and manifest.step == 3
-    assert [entry.name for entry in manifest.files] == ["a.bin", "sub/b.bin"]
+    assert [entry.name for entry in manifest.files] == [
+        "a.bin",
+        "config.toml",
+        "model.safetensors",
+        "sub/b.bin",
+    ]
     manifest.verify()
 
 
@@ -46,7 +54,7 @@ def test_all_files_are_durable_before_the_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    seal(tmp_path / "c", write_two_files, kind="full")
+    seal(tmp_path / "c", write_files, kind="model")
     assert (tmp_path / "c" / MANIFEST).is_file()
 
 
@@ -69,28 +77,28 @@ def test_a_bad_manifest_is_no_checkpoint(sealed, content):
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path):
     def fail(directory):
-        write_two_files(directory)
+        write_files(directory)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError):
-        seal(tmp_path / "c", fail, kind="full")
+        seal(tmp_path / "c", fail, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_place_is_refused_and_kept(sealed):
     before = json.loads((sealed.path / MANIFEST).read_text())
     with pytest.raises(CheckpointError, match="exists already"):
-        seal(sealed.path, write_two_files, kind="full")
+        seal(sealed.path, write_files, kind="model")
     assert json.loads((sealed.path / MANIFEST).read_text()) == before
     sealed.verify()
 
 
 @pytest.mark.parametrize("kind", ["model", "full"])
 def test_of_format_1_models_alone_are_read(tmp_path, kind):
-    sealed = seal(tmp_path / "c", write_two_files, kind=kind, step=3)
+    sealed = seal(tmp_path / "c", write_files, kind="model", step=3)
     raw = json.loads((sealed.path / MANIFEST).read_text())
     del raw["self_xxh3"]
-    (sealed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1}))
+    (sealed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1, "kind": kind}))
     if kind == "model":
         assert read_manifest(sealed.path) == sealed
     else:
@@ -125,7 +133,7 @@ def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypa
 
     monkeypatch.setattr(files, "fsync_dir", fsync_dir)
     with pytest.raises(OSError, match="Input/output error"):
-        seal(tmp_path / "c", lambda directory: (directory / "a").write_text("a"), kind="model")
+        seal(tmp_path / "c", write_files, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +147,7 @@ def test_what_stands_under_its_name_is_told_as_sealed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(manifests, "read_manifest", read)
     stop = Stop()
-    sealed = seal(tmp_path / "c", write_two_files, kind="full", stop=stop)
+    sealed = seal(tmp_path / "c", write_files, kind="model", stop=stop)
     assert sealed == plain(tmp_path / "c")
     assert not stop.set() and not stop.is_set()  # too late
 
@@ -148,5 +156,5 @@ def test_what_is_stopped_gets_no_name(tmp_path):
     stop = Stop()
     assert stop.set()
     with pytest.raises(OptimusError, match="c: no longer wanted"):
-        seal(tmp_path / "c", write_two_files, kind="full", stop=stop)
+        seal(tmp_path / "c", write_files, kind="model", stop=stop)
     assert list(tmp_path.iterdir()) == []

@@ -42,10 +42,15 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     return RankStates(groups, shards, boxes, SHAPES)
 
 
+def write_config(directory: Path) -> None:
+    """Write the file that every checkpoint lists."""
+    (directory / "config.toml").write_text("")
+
+
 def save_full(
     states: RankStates,
     final: Path,
-    write_companions: Callable[[Path], None] = lambda directory: None,
+    write_companions: Callable[[Path], None] = write_config,
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:

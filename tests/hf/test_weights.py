@@ -17,7 +17,7 @@ from optimus.evaluate.load_model import load_model, load_resolved
 from optimus.hf import is_hf_directory, read_hf_config
 from optimus.hf import write_hf as write_stretches
 from optimus.hf.names import pieces
-from optimus.io.safetensors import INDEX, MODEL, TensorFile
+from optimus.io.tensor_file import INDEX, MODEL, TensorFile
 from optimus.model.transformer import Transformer
 from tests.model.small import small_model, some_tokens
 

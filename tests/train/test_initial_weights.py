@@ -18,7 +18,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import start_world
 from optimus.errors import CheckpointError, ConfigError
 from optimus.hf import write_hf
-from optimus.io import files, safetensors
+from optimus.io import files, tensor_file
 from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import spread as spread_module
@@ -47,12 +47,12 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     for parameter in shard.model.parameters():
         parameter.data.fill_(torch.nan)
     states = shard.make_states()
-    for traffic in (safetensors.traffic, shards.traffic):
+    for traffic in (tensor_file.traffic, shards.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
     how = config.checkpoint.distribute
     spread(shard.layout, partial(states.put, "master"), opening, world, how)
-    read = {key: safetensors.traffic[key] + shards.traffic[key] for key in shards.traffic}
+    read = {key: tensor_file.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
     whole = WholeModel(config, shard.layout, groups).gather(states, "master")
     return read, {name: one.clone() for name, one in whole.items()}
@@ -111,9 +111,9 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
         return plain(path)
 
     files.xxh3_file = xxh3_file
-    safetensors.traffic.update(opens=0, bytes=0)
+    tensor_file.traffic.update(opens=0, bytes=0)
     run_tree(tree)
-    return safetensors.traffic["bytes"], hashed
+    return tensor_file.traffic["bytes"], hashed
 
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
