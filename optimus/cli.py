@@ -1,4 +1,4 @@
-"""The `optimus` command. Rooms are imported by the subcommand that needs them."""
+"""The `optimus` command. Each subcommand imports the packages that it needs."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(arguments)
         return args.run(args, arguments)
     except OptimusError as error:
-        _tell(error)
+        _print_error(error)
         if _is_rank_of_a_launcher():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends, and with its own status
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # the rank ends by itself, with its own status
         return error.exit_code
     except _kernel_errors() as error:
-        _tell(ConfigError(str(error)))
+        _print_error(ConfigError(str(error)))
         return ConfigError.exit_code
     except OSError as error:
         if error.filename is None and error.errno not in _DISK_TROUBLE:
             raise
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        _tell(OptimusError(f"{what}; fix it and give the same command again to continue"))
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        _print_error(OptimusError(f"{reason}; fix it and give the same command again to continue"))
         return OptimusError.exit_code
     except KeyboardInterrupt:
         from optimus.launch.environment import read_rank
@@ -82,7 +84,7 @@ def process() -> NoReturn:
     except Exception:
         if not _leaves_at_once():
             raise
-        with _unheard():
+        with _without_output_errors():
             traceback.print_exc()
         code = 1
     if _leaves_at_once():
@@ -105,11 +107,11 @@ def _reader_has_gone() -> bool:
 
 
 class _Stderr:
-    """Standard error that can neither end nor hold up a command.
+    """Standard error that can neither end nor block a command.
 
-    Text that nobody takes is dropped: the reader has gone, the terminal is closed, the disk is
-    full. A reader that only stopped is waited for once; while it does not read, lines are dropped
-    and counted, because other ranks would take a rank that waits here for lost.
+    Text that cannot be written is dropped: the reader has exited, the terminal is closed, the disk
+    is full. A reader that stopped reading is waited for once; after that, lines are dropped and
+    counted until it reads again, because other ranks would take a blocked rank for lost.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -154,8 +156,8 @@ class _Stderr:
 
 
 def _open_standard_streams() -> None:
-    """Open what was closed before this process began, so that no file of a run becomes number 1 or
-    2, and let standard error last."""
+    """Open standard streams that were closed when this process started, so that no file of a run
+    gets descriptor 1 or 2, and wrap standard error."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -184,13 +186,14 @@ def _leaves_at_once() -> bool:
     return world is not None and world.leaves_at_once()
 
 
-def _unheard() -> contextlib.suppress:
-    """Whoever no longer reads what is told costs no exit status, and no immediate end."""
+def _without_output_errors() -> contextlib.suppress:
+    """Return a context that ignores errors of writing to a closed stream: they change neither the
+    exit status nor the end of the process."""
     return contextlib.suppress(OSError, ValueError)
 
 
 def _flush() -> bool:
-    """Whether all that was printed has left this process; streams that are closed took nothing."""
+    """Flush both streams; return False if output was lost, for instance to a closed stream."""
     done = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
@@ -201,41 +204,43 @@ def _flush() -> bool:
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
-    """What the ops raise where a backend asked for by name cannot be had, if they were loaded."""
+    """Return the errors that ops raise if a backend chosen by name is not available; empty if the
+    kernels are not loaded."""
     module = sys.modules.get("optimus_kernels.cache")
     return () if module is None else (module.KernelError,)
 
 
-def _tell(error: OptimusError) -> None:
-    """One line on standard error, once for all ranks where they all say the same."""
+def _print_error(error: OptimusError) -> None:
+    """Print an error as one line on standard error, once if all ranks have the same error."""
     from optimus.launch.environment import read_rank
 
     rank, agreed = read_rank(), error.told_by_another is not None
     if error.told_by_another or (rank and error.on_every_rank and not agreed):
-        _ended_within(_OTHER_RANK_SPEAKS_S)  # before that, launchers might end who speaks
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # else launchers might end the rank that prints
         return
-    # Ranks that could not ask each other: most likely the first says the same, or where that is the
-    # one that is missing the second, and the launcher then ends this one.
-    alike = error.exit_code in (ConfigError.exit_code, LostPeerError.exit_code)
-    if rank and alike and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
+    # The ranks could not agree: most likely rank 0 prints the same error, or rank 1 if rank 0 is
+    # lost, and the launcher then ends this rank.
+    shared = error.exit_code in (ConfigError.exit_code, LostPeerError.exit_code)
+    if rank and shared and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
         return
     where = f" [rank {rank}]" if rank else ""
-    kind = "" if isinstance(error, Stopped) else " error:"  # a requested stop is none
-    with _unheard():
+    kind = "" if isinstance(error, Stopped) else " error:"  # a requested stop is no error
+    with _without_output_errors():
         print(f"optimus:{where}{kind} {one_line(error)}", file=sys.stderr, flush=True)
     if error.exit_code == LostPeerError.exit_code:
-        _ended_within(_OTHER_RANK_SPEAKS_S)  # who keeps the store in which ranks agree goes last
+        _ended_within(_OTHER_RANK_SPEAKS_S)  # the rank with the store ends last
 
 
 def _speaks() -> bool:
-    """Return whether this process prints what it is about to do: the spawner does for its ranks."""
+    """Return whether this process prints its progress: the spawner prints that of its ranks."""
     from optimus.launch.environment import RENDEZVOUS, read_rank
 
     return RENDEZVOUS not in os.environ and read_rank() == 0
 
 
 def _is_rank_of_a_launcher() -> bool:
-    """Whether srun or mpiexec started this process, rather than torchrun, our spawner or a user."""
+    """Return whether srun or mpiexec started this process, and not torchrun, our spawner or a
+    user."""
     from optimus.launch.environment import is_launched
 
     return "RANK" not in os.environ and is_launched()
@@ -246,7 +251,7 @@ class _Ended(Exception):
 
 
 def _ended_within(seconds: float) -> bool:
-    """Whether the launcher ends this rank meanwhile; it shall then end with its own status."""
+    """Wait; return whether the launcher ended this rank meanwhile, which then keeps its status."""
 
     def end(number: int, frame: object) -> None:
         raise _Ended
@@ -288,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    # argparse ends a list of positionals at the first option; overrides may stand behind one too.
+    # argparse ends a list of positionals at the first option; overrides may follow options, too.
     if any(text.startswith("-") or "=" not in text for text in rest) or (
         rest and not hasattr(args, "overrides")
     ):
@@ -330,8 +335,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="with --dry-run: for N nodes of --nproc ranks each"
     )
-    for name, what in (("data", "the data"), ("run-dir", "the run directory and its checkpoints")):
-        text = f"with --dry-run: for a machine that does not see {what}"
+    for name, absent in (
+        ("data", "the data"),
+        ("run-dir", "the run directory and its checkpoints"),
+    ):
+        text = f"with --dry-run: for a machine that does not see {absent}"
         parser.add_argument(f"--skip-{name}-check", action="store_true", help=text)
 
 
@@ -472,13 +480,13 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    for name, kind, default, what in (
-        ("tokens", int, 64, "how many to sample at most"),
-        ("temperature", float, 0.8, "0: the likeliest token"),
-        ("top-k", int, 50, "of so many likeliest ones; 0: of the whole vocabulary"),
-        ("seed", int, 0, "of the sampling"),
+    for name, kind, default, meaning in (
+        ("tokens", int, 64, "tokens to sample at most"),
+        ("temperature", float, 0.8, "of the sampling; 0: the likeliest token"),
+        ("top-k", int, 50, "sample from the N likeliest tokens; 0: from the whole vocabulary"),
+        ("seed", int, 0, "seed of the sampling"),
     ):
-        help_text = f"{what} ({default})"
+        help_text = f"{meaning} ({default})"
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=help_text)
 
 
@@ -499,8 +507,8 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "report", _report, "Draw a run's curves and sum it up.")
-    parser.add_argument("run_dir", help="a run's directory; the picture is put there")
+    parser = _add(commands, "report", _report, "Draw the curves of a run and print a summary.")
+    parser.add_argument("run_dir", help="a run directory; the picture is written to it")
 
 
 def _report(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -542,15 +550,17 @@ def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "doctor", _doctor, "What this machine and installation offer a run.")
+    parser = _add(
+        commands, "doctor", _doctor, "Report the devices, packages and kernels of this machine."
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _doctor(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.doctor import examine, format_examination
 
-    found = examine()
-    print(json.dumps(found) if args.json else format_examination(found))
+    examination = examine()
+    print(json.dumps(examination) if args.json else format_examination(examination))
     return 0
 
 

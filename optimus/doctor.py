@@ -1,4 +1,4 @@
-"""What this machine and this installation offer to a run: `optimus doctor`."""
+"""Report the devices, packages and kernels of this machine: `optimus doctor`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GIB = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Everything `optimus doctor --json` prints. Runs no collective and compiles nothing."""
+    """Return the report of `optimus doctor --json`. Runs no collective and compiles nothing."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -47,10 +47,10 @@ def examine() -> dict[str, Any]:
     }
 
 
-def format_examination(found: dict[str, Any]) -> str:
-    """The same for people, a line a fact."""
+def format_examination(examination: dict[str, Any]) -> str:
+    """Return the report as text, one line for each entry."""
     lines = []
-    for title, facts in found.items():
+    for title, facts in examination.items():
         lines.append(title)
         if title == "kernels":
             lines += [f"  {line}" for line in format_status(facts).splitlines()]
@@ -61,7 +61,7 @@ def format_examination(found: dict[str, Any]) -> str:
 
 
 def kernels_status() -> dict[str, Any]:
-    """What `optimus kernels status --json` prints. Raises ConfigError for an OPTIMUS_KERNELS that
+    """Return the report of `optimus kernels status --json`. Raises ConfigError if OPTIMUS_KERNELS
     names no backend."""
     try:
         backend.chosen()
@@ -80,7 +80,9 @@ def build_kernels(names: Sequence[str]) -> None:
             raise ConfigError(f"kernels build {name}: it is one of {', '.join(build.BACKENDS)}")
     wanted = list(dict.fromkeys(names)) or [name for name in build.BACKENDS if _can_build(name)]
     if not wanted:
-        reasons = "; ".join(f"{one['backend']}: {one['why_not']}" for one in backend.status())
+        reasons = "; ".join(
+            f"{status['backend']}: {status['why_not']}" for status in backend.status()
+        )
         raise ConfigError(f"kernels build: no backend can be compiled here ({reasons})")
     for name in wanted:
         try:
@@ -99,29 +101,29 @@ def _can_build(name: str) -> bool:
 
 
 def format_status(kernels: dict[str, Any]) -> str:
-    """A line or two of each backend: usable or why not, and what was built for something else."""
+    """Return lines for each backend: its state, and builds for other versions or devices."""
     lines = [f"choice: {kernels['choice']}", f"cache: {kernels['cache']}"]
-    for one in kernels["backends"]:
-        text = one["why_not"]
-        if one["built"]:
-            text = "built for {arch} with torch {torch} by {compiler}".format(**one["built_for"])
-            if one["why_not"]:
-                text += f", but {one['why_not']}"
-            elif not one["device_is_here"]:
-                text += f"; no {one['device']} device here"
-        lines.append(f"{one['backend']} (for {one['device']}): {text}")
-        lines += [f"  {key}: {why}" for key, why in one["refused"].items()]
+    for status in kernels["backends"]:
+        text = status["why_not"]
+        if status["built"]:
+            text = "built for {arch} with torch {torch} by {compiler}".format(**status["built_for"])
+            if status["why_not"]:
+                text += f", but {status['why_not']}"
+            elif not status["device_is_here"]:
+                text += f"; no {status['device']} device here"
+        lines.append(f"{status['backend']} (for {status['device']}): {text}")
+        lines += [f"  {key}: {why}" for key, why in status["refused"].items()]
     return "\n".join(map(printable, lines))
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": system.python_version()}
+    versions = {"python": system.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name.replace("_", "-"))
+            versions[name] = importlib.metadata.version(name.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return {**found, "torch": torch.__version__}
+            versions[name] = "absent"
+    return {**versions, "torch": torch.__version__}
 
 
 def _machine() -> dict[str, Any]:
@@ -136,21 +138,21 @@ def _machine() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
     for kind in ("xpu", "cuda"):
         if not backend.device_is_here(kind):
             continue
         module = getattr(torch, kind)
         for number in range(module.device_count()):
             properties = module.get_device_properties(number)
-            found.append(
+            devices.append(
                 {
                     "device": f"{kind}:{number}",
                     "name": properties.name,
                     "memory_gib": round(properties.total_memory / _GIB, 1),
                 }
             )
-    return [*found, {"device": "cpu", "name": system.processor() or system.machine()}]
+    return [*devices, {"device": "cpu", "name": system.processor() or system.machine()}]
 
 
 def _collectives() -> dict[str, bool]:
@@ -175,14 +177,14 @@ def _intel() -> dict[str, Any]:
 
 
 def _compilers() -> dict[str, str]:
-    found = {}
+    compilers = {}
     for name in build.BACKENDS:
         try:
             compiler = build.find_compiler(name)
-            found[name] = f"{compiler[0]}: {build.compiler_version(tuple(compiler))}"
+            compilers[name] = f"{compiler[0]}: {build.compiler_version(tuple(compiler))}"
         except KernelError as error:
-            found[name] = str(error)
-    return found
+            compilers[name] = str(error)
+    return compilers
 
 
 def _kernels() -> dict[str, Any]:
@@ -199,9 +201,9 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """The measured peaks of MFU by file. A run measures what is not there: remove a file to have
-    its peak measured again."""
-    return {str(path): f"{found}; {found.setup.name}" for path, found in peak.kept_peaks()}
+    """Return the measured peaks for MFU, by file. A run measures a peak whose file does not exist:
+    remove the file to measure it again."""
+    return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 
 def _is_installed(module: str) -> bool:
@@ -210,5 +212,5 @@ def _is_installed(module: str) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
+        return ", ".join(f"{key} {entry}" for key, entry in value.items())
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit status each kind of trouble ends in.
+"""Errors that users can meet, with their exit statuses.
 
 Users' mistakes raise one of these with one line that names the key, the value and the remedy; the
 command line prints that line and exits with `exit_code`. A bug of ours is an assertion instead.
@@ -22,7 +22,7 @@ class OptimusError(Exception):
         super().__init__(message)
         self.on_every_rank = on_every_rank
         self.told_by_another: bool | None = None
-        """Whether another rank has undertaken to print it; None where the ranks have not agreed."""
+        """True if another rank prints the message; None if the ranks have not agreed."""
 
 
 class ConfigError(OptimusError):
@@ -38,7 +38,7 @@ class DataError(OptimusError):
 
 
 class DamageError(DataError):
-    """A file that we wrote ourselves and that holds something else now."""
+    """A file that Optimus wrote and whose content has changed."""
 
     exit_code = 1
 
@@ -78,12 +78,12 @@ def one_line(text: object) -> str:
 
 def printable(text: str) -> str:
     """Return `text` with control characters, line ends and lone surrogates as escapes: a terminal
-    would obey the first, and no encoding has the last."""
+    executes the first, and no encoding has the last."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def _printable(character: str) -> str:
-    # Cc: terminal escapes; Cf: among others what reverses the reading direction; Zl, Zp: line ends.
+    # Cc: terminal escapes; Cf: also marks that reverse the reading direction; Zl, Zp: line ends.
     escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
     return character if kept or not escaped else ascii(character)[1:-1]
@@ -93,8 +93,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     """Return `number` with its noun, such as `1 shard` and `2,000 shards`.
 
     Args:
-        number: How many there are.
-        noun: What they are, in the singular.
-        plural: Its plural where that is not `noun` and an s.
+        number: Number of elements.
+        noun: Their noun, in the singular.
+        plural: Its plural if that is not `noun` with an s.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""The device a rank computes on, the collective backend it takes, and their vital signs."""
+"""The device of a rank, its collective backend, and their properties."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def device_of_backend(backend: str) -> torch.device:
 
 
 def import_ipex() -> str:
-    """Import Intel's extension for PyTorch where it is installed (docs/intel.md says what that
-    changes); its version, "absent", or why it is left out. OPTIMUS_IPEX=0 leaves it out.
+    """Import Intel's extension for PyTorch if it is installed and OPTIMUS_IPEX is not 0; return its
+    version, "absent", or the reason why it is not imported. docs/intel.md says what it changes.
     """
     if os.environ.get("OPTIMUS_IPEX") == "0":
         return "left out by OPTIMUS_IPEX=0"
@@ -93,12 +93,12 @@ def import_ipex() -> str:
 
 
 def check_compile(compile_blocks: bool) -> None:
-    """ConfigError for `train.compile` beside IPEX, whose layer_norm on CPUs has no gradient
-    in compiled code: training would go on with wrong ones."""
+    """Raise ConfigError for `train.compile` together with IPEX, whose layer_norm on CPUs has no
+    gradient in compiled code: training would continue with wrong gradients."""
     wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
     if compile_blocks and (wanted or _IPEX in sys.modules):
         raise ConfigError(
-            "train.compile = true gives wrong gradients beside intel-extension-for-pytorch; set "
+            "train.compile = true gives wrong gradients with intel-extension-for-pytorch; set "
             "OPTIMUS_IPEX=0 in the environment, or train.compile = false"
         )
 
@@ -146,7 +146,7 @@ def device_name(device: torch.device) -> str:
 
 
 def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the quickest of so many runs."""
+    """Return the seconds of the fastest of `times` runs."""
     best = float("inf")
     for _ in range(times):
         synchronize(device)

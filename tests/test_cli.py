@@ -38,21 +38,21 @@ def test_help_imports_no_torch():
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser and those of all its commands."""
+    """Yield the parser and those of all its commands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from parsers(one)
+            for command in action.choices.values():
+                yield from parsers(command)
 
 
 @pytest.mark.parametrize(
     "program", [optimus.cli, data_prep.commands], ids=["optimus", "optimus-data"]
 )
-def test_every_command_and_option_is_explained(program):
-    every = list(parsers(program._parser()))
-    assert len(every) > 10
-    for parser in every:
+def test_commands_and_options_have_help(program):
+    found_parsers = list(parsers(program._parser()))
+    assert len(found_parsers) > 10
+    for parser in found_parsers:
         assert parser.description and parser.format_help(), parser.prog
         for action in parser._actions:
             assert action.help or action.choices, f"{parser.prog}: {action.dest}"
@@ -68,29 +68,29 @@ def test_wrong_usage_ends_in_2(arguments, capsys):
     assert ended.value.code == 2
 
 
-def test_a_users_mistake_is_one_line_and_2(capsys, tmp_path):
+def test_user_error_is_a_single_line_and_status_2(capsys, tmp_path):
     assert main(["train", str(tmp_path / "absent.toml")]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("optimus: error: ") and errors.count("\n") == 1
 
 
-def test_overrides_may_stand_behind_options(tiny_data, tmp_path, capsys):
+def test_overrides_may_follow_options(tiny_data, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     assert main(["train", str(config), "--nproc", "2", "optim.lrr=1"]) == 2
     assert "did you mean optim.lr?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "bench step"])
-def test_nproc_below_one_is_refused(command, tiny_data, tmp_path, capsys):
+def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     assert main([*command.split(), str(config), "--nproc", "0"]) == 2
-    told = capsys.readouterr().err
-    assert "--nproc 0 must be at least 1; leave --nproc out" in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "--nproc 0 must be at least 1; leave --nproc out" in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
-    """`optimus ARGUMENTS` whose `main` is the expression `main`."""
+    """Start `optimus ARGUMENTS` whose `main` is the expression `main`."""
     code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
@@ -111,7 +111,7 @@ sys.exit(cli.main())"""
     ("number", "label", "status"),
     [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 3), (signal.SIGHUP, "SIGHUP", 3)],
 )
-def test_signal_before_the_first_step_ends_training_with_one_line(number, label, status):
+def test_signal_before_the_first_step_ends_training_with_a_single_line(number, label, status):
     process = run_process("[print(1, flush=True), time.sleep(60)]", "train", stdout=subprocess.PIPE)
     assert process.stdout.readline() == "1\n"
     process.send_signal(number)
@@ -133,7 +133,7 @@ def test_reader_of_results_that_leaves_is_no_error(unbuffered):
     assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
 
 
-def test_training_names_what_takes_long_before_it_begins(tiny_data, tmp_path):
+def test_training_names_slow_imports_before_they_start(tiny_data, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
     config = write_config(tmp_path / "c.toml", tiny_tree(tiny_data, tmp_path / "run"))
     path = os.pathsep.join([str(tmp_path), os.getcwd(), *sys.path])
@@ -154,7 +154,7 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_output_that_nobody_reads_holds_nothing_up(monkeypatch, flush):
+def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
     """A pipe whose reader only stopped fills up; what does not fit is dropped and counted."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
@@ -191,8 +191,8 @@ def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
         assert handled == [signal.SIGALRM]
 
 
-@pytest.mark.parametrize(("given", "told"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, given, told):
+@pytest.mark.parametrize(("variables", "spin_count"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, variables, spin_count):
     """OpenMP reads this as it is loaded; GNU's prints it where OMP_DISPLAY_ENV asks."""
     torch_directory = Path(importlib.util.find_spec("torch").origin).parent
     library = next(torch_directory.glob("lib/libgomp*"), None)
@@ -200,13 +200,13 @@ def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, given, told)
         pytest.skip("this torch does not bring GNU's OpenMP")
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
-    environ = os.environ | {"OMP_DISPLAY_ENV": "verbose"} | given
+    environ = os.environ | {"OMP_DISPLAY_ENV": "verbose"} | variables
     process = run_process(f"__import__('ctypes').CDLL('{library}') and 0", env=environ)
     _, errors = process.communicate(timeout=60)
-    assert f"GOMP_SPINCOUNT = '{told}'" in errors
+    assert f"GOMP_SPINCOUNT = '{spin_count}'" in errors
 
 
-def test_plan_prints_one_json_object(capsys):
+def test_plan_prints_a_json_object(capsys):
     assert main(["plan", "configs/model/mula-7b-a1b.toml", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["total_params"], result["active_params"]) == (6_919_161_856, 1_282_017_280)
@@ -230,14 +230,12 @@ def test_eval_generate_and_report(run_dir, tiny_data, capsys):
 @pytest.mark.parametrize(
     "command", [["eval", "/nowhere", "d"], ["generate", "/nowhere", "--prompt", "x"]]
 )
-def test_an_absent_checkpoint_is_one_line(command, capsys):
+def test_absent_checkpoint_is_a_single_line(command, capsys):
     assert main(command) == 2
     assert "/nowhere: no such checkpoint" in capsys.readouterr().err
 
 
-def test_kernels_that_cannot_be_had_are_one_line_everywhere(
-    run_dir, tiny_data, monkeypatch, capsys
-):
+def test_missing_kernels_are_a_single_line_in_eval(run_dir, tiny_data, monkeypatch, capsys):
     monkeypatch.setenv("OPTIMUS_KERNELS", "sycl")
     from optimus_kernels import backend
 
@@ -253,7 +251,7 @@ def test_bench_step_runs(tiny_data, tmp_path, capsys):
     assert 0.1 < json.loads(capsys.readouterr().out)["cpu_ratio_median"] < 10
 
 
-def test_convert_keeps_scaled_rotary_embeddings_and_every_type(run_dir, tmp_path):
+def test_convert_keeps_scaled_rotary_embeddings_and_dtypes(run_dir, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -277,5 +275,7 @@ def test_convert_keeps_scaled_rotary_embeddings_and_every_type(run_dir, tmp_path
     for name, tensor in tensors.items():
         assert back[name].dtype is tensor.dtype and torch.equal(back[name], tensor), name
     tokens = torch.arange(8).unsqueeze(0)
-    one, other, unscaled = (optimus.load_model(path)(tokens) for path in (ours, again, run_dir))
-    assert torch.equal(one, other) and not torch.equal(one, unscaled)
+    logits, converted, unscaled = (
+        optimus.load_model(path)(tokens) for path in (ours, again, run_dir)
+    )
+    assert torch.equal(logits, converted) and not torch.equal(logits, unscaled)

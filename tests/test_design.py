@@ -1,4 +1,4 @@
-"""The pages of docs/design name functions that exist, and say where they are."""
+"""The pages of docs/design name functions that exist, in the files that they name."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 
 def defined_in(path: Path) -> set[str]:
-    """A module's functions, classes and constants, and methods as `Class.method`."""
-    found = set()
+    """Return a module's functions, classes and constants, and methods as `Class.method`."""
+    names = set()
     for node in ast.parse(path.read_text()).body:
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            found.add(getattr(target, "id", None))
+            names.add(getattr(target, "id", None))
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            inner = (one for one in node.body if isinstance(one, ast.FunctionDef))
-            found |= {f"{node.name}.{one.name}" for one in inner}
-    return found
+            inner = (member for member in node.body if isinstance(member, ast.FunctionDef))
+            names |= {f"{node.name}.{member.name}" for member in inner}
+    return names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_function_that_a_page_names_is_there(page):
+def test_functions_that_a_page_names_exist(page):
     named = _NAMED.findall(page.read_text())
     assert named
     missing = [
@@ -40,6 +40,6 @@ def test_every_function_that_a_page_names_is_there(page):
 
 
 def test_a_name_that_is_gone_is_missed():
-    found = defined_in(ROOT / "data_prep" / "documents.py")
-    assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= found
-    assert not {"position", "InputReader.nobody"} & found
+    names = defined_in(ROOT / "data_prep" / "documents.py")
+    assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= names
+    assert not {"position", "InputReader.nobody"} & names

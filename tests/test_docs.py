@@ -1,4 +1,4 @@
-"""What README and the other pages say is so: commands, options, settings, files, links, the map."""
+"""Statements of the pages are true: commands, options, settings, files, links, the map."""
 
 from __future__ import annotations
 
@@ -128,21 +128,21 @@ def headings(text: str) -> set[str]:
 def mapped_folders(text: str) -> list[str]:
     """Folders that README's map names, as paths; two spaces of indentation are one level."""
     block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
-    found, above = [], []
+    folders, above = [], []
     for line in block.splitlines()[1:]:
         if match := re.match(r"( *)([\w.-]+)/(?: |$)", line):
             above = [*above[: len(match[1]) // 2], match[2]]
-            found.append("/".join(above))
-    return found
+            folders.append("/".join(above))
+    return folders
 
 
-def test_the_map_shows_what_is_there():
+def test_the_map_shows_all_packages():
     folders = mapped_folders((ROOT / "README.md").read_text())
     assert folders, "the map could not be read"
     assert not [name for name in folders if not (ROOT / name).is_dir()]
-    rooms = {f"optimus/{path.parent.name}" for path in ROOT.glob("optimus/*/__init__.py")}
-    assert rooms <= set(folders), f"not in the map: {rooms - set(folders)}"
-    assert len(folders) == len(set(folders)), "a folder stands in the map twice"
+    packages = {f"optimus/{path.parent.name}" for path in ROOT.glob("optimus/*/__init__.py")}
+    assert packages <= set(folders), f"not in the map: {packages - set(folders)}"
+    assert len(folders) == len(set(folders)), "a folder is in the map twice"
 
 
 def test_the_command_reader_reads():

@@ -36,14 +36,14 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """The places where a message has a number followed by a noun in the plural."""
+    """Yield the expressions of messages in which a plural noun follows a number."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
             if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
-                found = re.match(rf" (?!in |of |on )(?:[a-z-]+ )?(?:{COUNTED})\b", after.value)
-                if found:
-                    yield f"{{{ast.unparse(value.value)}}}{found[0]}"
+                match = re.match(rf" (?!in |of |on )(?:[a-z-]+ )?(?:{COUNTED})\b", after.value)
+                if match:
+                    yield f"{{{ast.unparse(value.value)}}}{match[0]}"
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_counted(arguments, text):
 
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
-def test_messages_count_by_the_one_helper(package):
-    """So that none says `1 ranks`."""
+def test_messages_count_with_the_helper(package):
+    """No message says `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
-    found = {
-        place: path
+    by_expression = {
+        expression: path
         for path in sorted((ROOT / package).rglob("*.py"))
-        for place in by_hand(path.read_text())
+        for expression in by_hand(path.read_text())
     }
-    assert not {place: path for place, path in found.items() if place not in ALWAYS_SEVERAL}
+    assert not {e: path for e, path in by_expression.items() if e not in ALWAYS_SEVERAL}
 
 
 @pytest.mark.parametrize(

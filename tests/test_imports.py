@@ -1,4 +1,4 @@
-"""Imports run one way: only the arrows below, no circle, nothing heavy where it is not wanted."""
+"""Imports run one way: only those of the table, no cycle, no heavy library where none is needed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
-GROUND = "errors io.files launch"
-COMMON = f"{GROUND} config platform"
+BASE = "errors io.files launch"
+COMMON = f"{BASE} config platform"
 ALL = "*"
 
-# Room: the rooms it may import. A room may name only rooms above it, so that imports run one way.
-ARROWS = {
-    # The torch-free ground.
+# Package: the packages it may import, which are above it in the table, so that imports run one way.
+ALLOWED = {
+    # The base layer, without torch.
     "errors": "",
     "io.files": "errors",
     "launch": "errors io.files",
-    # Apart from the rest of Optimus.
-    "data_prep": GROUND,
+    # Independent of the rest of Optimus.
+    "data_prep": BASE,
     "kernels": "",
-    # Open to every room below.
-    "config": GROUND,
-    "platform": f"{GROUND} config",
-    # The rooms.
+    # Every package below may import these.
+    "config": BASE,
+    "platform": f"{BASE} config",
+    # The packages.
     "peak": COMMON,
     "doctor": f"{COMMON} kernels peak",
     "io": COMMON,
@@ -48,76 +48,78 @@ ARROWS = {
     "planner": f"{COMMON} distributed model parallel chunks checkpoint rank",
     "evaluate": f"{COMMON} distributed model hf parallel data checkpoint",
     "train": ALL,
-    # The faces. Nothing imports them.
+    # Entry points. Nothing imports them.
     "bench": ALL,
     "cli": ALL,
     "optimus": ALL,
 }
-FACES = ("cli", "optimus")
-"""They load a room only when it is asked for, so that `optimus --help` is quick."""
-# Room: libraries it may not import (DESIGN idea 4: model code knows no process group).
+ENTRY_POINTS = ("cli", "optimus")
+"""They import a package only inside the function that needs it, so `optimus --help` is fast."""
+# Package: libraries it may not import (DESIGN idea 4: model code knows no process group).
 BANNED = {
     **dict.fromkeys(("errors", "io.files", "launch", "config", "data_prep"), ("torch",)),
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
-"""Code that uses the packages and that they may not use."""
+"""Code that imports the packages and that they may not import."""
 
 MODULES = find_modules(ROOT)
 IMPORTS = read_imports(MODULES)
 
 
-def room_of(module: str) -> str:
-    """`optimus.model.layers` -> `model`; a module with an entry in the table is a room by itself;
-    the package itself -> `optimus`."""
-    parts = module.split(".")
-    if parts[0] == "optimus_kernels":
+def package_of(module: str) -> str:
+    """Return `model` for `optimus.model.layers`, `optimus` for the package itself, and for a module
+    with an entry in the table its name."""
+    names = module.split(".")
+    if names[0] == "optimus_kernels":
         return "kernels"
-    if ".".join(parts[1:3]) in ARROWS:
-        return ".".join(parts[1:3])
-    return parts[1] if parts[0] == "optimus" and len(parts) > 1 else parts[0]
+    if ".".join(names[1:3]) in ALLOWED:
+        return ".".join(names[1:3])
+    return names[1] if names[0] == "optimus" and len(names) > 1 else names[0]
 
 
-def forbidden(one: Import) -> str:
-    """Why this import may not be, or nothing."""
-    here, top = room_of(one.importer), one.imported.split(".")[0]
+def forbidden(statement: Import) -> str:
+    """Return why this import is forbidden, or ""."""
+    package, top = package_of(statement.importer), statement.imported.split(".")[0]
     if top in OUTSIDE:
         return f"packages do not import {top}/"
-    for library in BANNED.get(here, ()):
-        if one.imported == library or one.imported.startswith(f"{library}."):
-            return f"{here} does not import {library}"
+    for library in BANNED.get(package, ()):
+        if statement.imported == library or statement.imported.startswith(f"{library}."):
+            return f"{package} does not import {library}"
     if top not in OURS:
         return ""
-    there = room_of(one.imported)
-    if here in FACES and not one.lazy and there not in GROUND.split():
-        return f"{here} imports {there} inside the function that needs it"
-    rooms = list(ARROWS)
-    if there == here or there in ARROWS[here].split():
+    target = package_of(statement.imported)
+    if package in ENTRY_POINTS and not statement.lazy and target not in BASE.split():
+        return f"{package} imports {target} inside the function that needs it"
+    packages = list(ALLOWED)
+    if target == package or target in ALLOWED[package].split():
         return ""
-    if ARROWS[here] == ALL and rooms.index(there) < rooms.index(here):
+    if ALLOWED[package] == ALL and packages.index(target) < packages.index(package):
         return ""
-    return f"{here} may import {ARROWS[here] or 'no room'}, not {there}"
+    return f"{package} may import {ALLOWED[package] or 'no package'}, not {target}"
 
 
-def test_every_room_is_in_the_table():
-    assert {room_of(module) for module in MODULES} <= set(ARROWS)
+def test_packages_are_in_the_table():
+    assert {package_of(module) for module in MODULES} <= set(ALLOWED)
 
 
-def test_the_table_runs_one_way():
-    rooms = list(ARROWS)
-    for room, arrows in ARROWS.items():
-        above = set(rooms[: rooms.index(room)])
-        assert arrows == ALL or set(arrows.split()) <= above, f"{room} names a room below itself"
+def test_the_table_has_no_upward_import():
+    packages = list(ALLOWED)
+    for package, allowed in ALLOWED.items():
+        above = set(packages[: packages.index(package)])
+        assert allowed == ALL or set(allowed.split()) <= above, (
+            f"{package} names a package below itself"
+        )
 
 
-def test_only_the_allowed_arrows():
-    wrong = [f"{one}; {why}" for one in IMPORTS if (why := forbidden(one))]
+def test_imports_are_allowed():
+    wrong = [f"{statement}; {why}" for statement in IMPORTS if (why := forbidden(statement))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_circle_of_modules():
-    assert not (circle := find_cycle(IMPORTS)), " -> ".join(circle)
+def test_modules_have_no_cycle():
+    assert not (cycle := find_cycle(IMPORTS)), " -> ".join(cycle)
 
 
 def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
@@ -153,14 +155,14 @@ def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
         ("optimus/data/a.py", "import optimus"),
     ],
 )
-def test_a_planted_arrow_is_found(tmp_path, name, text):
+def test_planted_import_is_refused(tmp_path, name, text):
     imports = plant(
         tmp_path, {"optimus/__init__.py": "", "optimus/distributed/__init__.py": "", name: text}
     )
-    assert any(forbidden(one) for one in imports), imports
+    assert any(map(forbidden, imports)), imports
 
 
-def test_allowed_arrows_are_left_alone(tmp_path):
+def test_allowed_imports_pass(tmp_path):
     imports = plant(
         tmp_path,
         {
@@ -172,7 +174,7 @@ def test_allowed_arrows_are_left_alone(tmp_path):
     assert len(imports) == 6 and not any(map(forbidden, imports))
 
 
-def test_a_planted_circle_is_found(tmp_path):
+def test_planted_cycle_is_detected(tmp_path):
     planted = {
         "optimus/distributed/a.py": "import optimus.distributed.b",
         "optimus/distributed/b.py": "def f():\n    from optimus.distributed.c import x",
@@ -204,16 +206,16 @@ def test_dependencies_are_those_that_are_imported():
     optional |= {"setuptools"}  # runs the SYCL build where torch has xpu; declared for building
     extra = {re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"]["data"]}
     optional |= extra
-    tops = {one.imported.split(".")[0] for one in IMPORTS}
+    tops = {statement.imported.split(".")[0] for statement in IMPORTS}
     imported = {top for top in tops if top not in sys.stdlib_module_names and top not in OURS}
     assert imported - optional <= declared, "imported, but not declared in pyproject.toml"
     through_torch = {"tensorboard": "torch.utils.tensorboard"}
-    everything = " ".join(one.imported for one in IMPORTS)
+    everything = " ".join(statement.imported for statement in IMPORTS)
     used = imported | {name for name, way in through_torch.items() if way in everything}
     assert declared | extra <= used, "declared in pyproject.toml, but not imported"
 
 
-def test_every_requirement_is_pinned():
+def test_requirements_are_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], "setuptools"]
     for extra in ("data", "test", "sycl"):
@@ -226,12 +228,14 @@ def test_every_requirement_is_pinned():
     assert "torch==2.13.0" in pins
 
 
-def test_every_pin_but_torch_has_its_hash():
+def test_pins_except_torch_have_hashes():
     """Set-up installs from these on Linux x86-64; scripts/lock.sh writes them."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
-    found = [re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
-    assert all(found)
+    matches = [
+        re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines
+    ]
+    assert all(matches)
     no_hash = re.compile(r"#|torch==|intel-|tbb==|tcmlib==|umf==")
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     expected = {pin.lower() for pin in pins if not no_hash.match(pin)}
-    assert {match[1].lower() for match in found} == expected
+    assert {match[1].lower() for match in matches} == expected

@@ -20,7 +20,7 @@ def functions(path: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_fault_changes_one_place():
+def test_each_fault_changes_a_unique_text():
     wrong = []
     for fault in FAULTS:
         assert set(fault) == KEYS and all(fault[key] for key in KEYS - {"new"}), fault

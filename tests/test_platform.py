@@ -1,4 +1,4 @@
-"""Which collective backend a device takes, and what does not go beside IPEX."""
+"""Collective backends of devices, conflicts with IPEX, and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optimus.errors import ConfigError
 from optimus.platform import check_compile, collective_backend
 
 XPU = torch.device("xpu")
-STAND_IN = """
+CCL_MODULE = """
 import torch.distributed as distributed
 
 def make(store, rank, size, timeout):
@@ -26,7 +26,7 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 
 @pytest.fixture
 def oneccl(tmp_path, monkeypatch):
-    """Writes a module of the name of Intel's bindings, which then can be found."""
+    """Return a function that writes an importable module named like Intel's bindings."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
 
@@ -42,7 +42,7 @@ def without_xccl(monkeypatch) -> None:
     monkeypatch.setattr(distributed, "is_xccl_available", lambda: False, raising=False)
 
 
-def test_the_devices_own_backend_comes_first(oneccl, monkeypatch):
+def test_backend_of_torch_comes_first(oneccl, monkeypatch):
     oneccl("raise AssertionError('not to be imported')")
     monkeypatch.setattr(distributed, "is_xccl_available", lambda: True, raising=False)
     assert collective_backend(XPU) == "xccl"
@@ -52,28 +52,28 @@ def test_the_devices_own_backend_comes_first(oneccl, monkeypatch):
 
 def test_legacy_ccl_where_only_its_bindings_are(oneccl, monkeypatch):
     without_xccl(monkeypatch)
-    monkeypatch.setattr(distributed.Backend, "CCL", None, raising=False)  # taken back afterwards
-    oneccl(STAND_IN)
+    monkeypatch.setattr(distributed.Backend, "CCL", None, raising=False)  # restored afterwards
+    oneccl(CCL_MODULE)
     assert collective_backend(XPU) == "ccl"
     assert "oneccl_bindings_for_pytorch" in sys.modules  # its import registers the backend
     assert "ccl" in distributed.Backend.backend_list
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [(None, "is not installed"), ("raise ImportError('libccl.so.1: no such file')", "libccl.so.1")],
 )
-def test_no_backend_is_told_in_one_line(oneccl, monkeypatch, text, told):
+def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
     without_xccl(monkeypatch)
     if text:
         oneccl(text)
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         collective_backend(XPU)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
-def test_compiling_beside_ipex_is_refused(how, tmp_path, monkeypatch):
+def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
     """Its layer_norm has no gradient in compiled code (tests/test_ipex.py shows it)."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
@@ -109,7 +109,7 @@ def test_threads_follow_the_setting_the_mode_the_variable_the_cores(
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(platform, "available_cores", lambda: 11)
-    taken = []
-    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    set_to = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     assert platform.set_threads(setting, deterministic, local_world_size=2) == expected
-    assert taken == [expected]
+    assert set_to == [expected]

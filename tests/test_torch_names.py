@@ -1,5 +1,5 @@
-"""What the code takes from torch.cuda and torch.xpu exists: most of it never runs on a machine
-without such a device, where a slip of the pen would wait for the first user who has one."""
+"""Names of torch.cuda and torch.xpu in the code exist: most of that code never runs on a machine
+without such a device, and a wrong name would be found only by a user who has one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def dotted(node: ast.AST) -> str:
-    """`torch.cuda.synchronize` of the attribute that reads so; "" for anything else."""
-    parts: list[str] = []
+    """Return the name of an attribute, such as `torch.cuda.synchronize`; "" for other nodes."""
+    names: list[str] = []
     while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
+        names.append(node.attr)
         node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
 
 
 def names_of_devices() -> Iterator[tuple[str, str]]:
@@ -32,14 +32,14 @@ def names_of_devices() -> Iterator[tuple[str, str]]:
 
 def exists(name: str) -> bool:
     value = torch
-    for part in name.split(".")[1:]:
-        if not hasattr(value, part):
+    for attribute in name.split(".")[1:]:
+        if not hasattr(value, attribute):
             return False
-        value = getattr(value, part)
+        value = getattr(value, attribute)
     return True
 
 
-def test_every_name_of_torch_cuda_and_torch_xpu_exists():
+def test_names_of_torch_cuda_and_torch_xpu_exist():
     used = list(names_of_devices())
     assert used
-    assert [f"{place}: {name}" for name, place in used if not exists(name)] == []
+    assert [f"{line}: {name}" for name, line in used if not exists(name)] == []

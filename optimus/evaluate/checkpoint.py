@@ -1,4 +1,4 @@
-"""What `optimus eval` and `optimus generate` do with a checkpoint."""
+"""Evaluation and sampling of a checkpoint: `optimus eval` and `optimus generate`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Mean cross-entropy in nats of a model over a data set, on one device.
 
-    Attention stays within documents if the model was trained so, as its configuration beside the
-    weights says; without one, as in a Hugging Face directory, it crosses them.
+    Attention stays within documents if the configuration in the directory of the weights sets
+    `data.document_mask`; without one, as in a Hugging Face directory, it crosses them.
     """
     if batch_size < 1 or instances < 0:
         raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
@@ -45,8 +45,8 @@ def evaluate_checkpoint(
             f"{data}: instances of {dataset.context} tokens, but the model was made for at most "
             f"{longest} (max_position_embeddings)"
         )
-    own = source / CONFIG
-    document_mask = own.is_file() and load_config(own).data.document_mask
+    config_file = source / CONFIG
+    document_mask = config_file.is_file() and load_config(config_file).data.document_mask
     result = held_out_loss(
         by_model(model, device),
         dataset,
@@ -55,15 +55,15 @@ def evaluate_checkpoint(
         max_instances=instances,
         document_mask=document_mask,
     )
-    told = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
-    return {**told, **vars(result)}
+    settings = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
+    return {**settings, **vars(result)}
 
 
 def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
-    """`prompt` and its sampled continuation, by the tokenizer that lies beside the weights; up to
-    the first of `eos_token_ids`."""
+    """Return `prompt` and its sampled continuation, up to the first of `eos_token_ids`; the
+    tokenizer is that in the directory of the weights."""
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     if not 0 <= seed < 1 << 63:
@@ -71,7 +71,9 @@ def continue_text(
     source = manager.resolve(checkpoint)
     file = tokenizer_beside(source)
     if not file.is_file():
-        raise DataError(f"{file}: no tokenizer beside the weights; copy the data set's there")
+        raise DataError(
+            f"{file}: no tokenizer next to the weights; copy that of the data set to this path"
+        )
     tokenizer = TextTokenizer(file)
     ids = tokenizer.encode(prompt)
     if not ids:

@@ -17,7 +17,7 @@ _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
 """tokens int64 [1, n] -> logits [1, m, V], the last of which are those of the next token; None on a
-rank whose part of the model gives none."""
+rank whose stages compute no logits."""
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def sample_text(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    # Not for this rank alone to fail while others wait: the guards of training report such values.
+    # Do not fail on one rank while others wait: the checks of training report such values.
     logits = logits.nan_to_num(-_LARGEST, _LARGEST, -_LARGEST)
     if temperature == 0:
         return int(logits.argmax())

@@ -28,7 +28,7 @@ def load_model(
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """The same for a directory that `manager.resolve` has given and so checked."""
+    """Load the model from a directory that `manager.resolve` has returned and so checked."""
     config = model_config_of(source)
     with open_weights(config, source) as weights:  # it compares sizes before the model takes memory
         with torch.device(device):

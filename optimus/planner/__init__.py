@@ -1,1 +1,1 @@
-"""What a run will need, before it is launched."""
+"""Resources that a run needs, computed before it is launched."""

@@ -16,21 +16,21 @@ _GIB = 1 << 30
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """What the run needs, ready for JSON; a configuration with a bare `[model]` will do.
+    """Return the resources of a run as a dict for JSON; a bare `[model]` is enough.
 
-    Always `total_params`, `active_params`, `world`, and `memory`, the bytes of model states on the
-    fullest rank, without activations, and `staging`, host memory for checkpoint.async_save that its
-    `total` leaves out; `ranks` has them by place, the same for all dp and ep. With
-    `train.seq_len` also `flops_per_token`, with a global batch `flops_per_step`, and with a number
-    of steps `tokens` and `flops` of the whole run. FLOPs are those of CONTRACT.md, forward and
-    backward. Where `parallel.dp` is 0 the world is taken to hold one replica.
+    Always has `total_params`, `active_params`, `world`, and `memory`: the bytes of model states on
+    the fullest rank, without activations, and `staging`, host memory for checkpoint.async_save
+    that `total` does not include. `ranks` has the same figures by mesh coordinate; they do not
+    depend on dp and ep. With `train.seq_len` also `flops_per_token`, with a global batch
+    `flops_per_step`, and with a number of steps `tokens` and `flops` of the whole run. FLOPs are
+    those of CONTRACT.md, forward and backward. With `parallel.dp` = 0 the world has one replica.
     """
     train = config.train
     total, active = count_parameters(config.model)
     mesh = make_mesh(config.parallel)
     ranks = [
-        {axis: getattr(place, axis) for axis in UNLIKE} | sizes
-        for place, sizes in plan_ranks(config, mesh)
+        {axis: getattr(coordinate, axis) for axis in UNLIKE} | sizes
+        for coordinate, sizes in plan_ranks(config, mesh)
     ]
     fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {
@@ -58,7 +58,7 @@ def plan(config: Config) -> dict[str, Any]:
 
 
 def format_plan(result: dict[str, Any]) -> str:
-    """The plan for the eye, a line a fact."""
+    """Return the plan as text, one line for each figure."""
     lines = [
         ("parameters", f"{result['total_params']:,}"),
         ("active for a token", f"{result['active_params']:,}"),
@@ -82,22 +82,24 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     memory, ranks, mesh = result["memory"], result["ranks"], result["mesh"]
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
     ranks_of = f"{result['world']:,} ranks ({axes})" if axes else "one rank"
-    head = f"{_told(memory['total'])} of model states"
+    head = f"{_size_text(memory['total'])} of model states"
     lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
     lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
-    lines += [(f"  {kind}", _told(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
-    lines.append(("  of it padding", _told(memory["padding"])))
+    lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
+    lines.append(("  of it padding", _size_text(memory["padding"])))
     if memory["staging"]:
-        lines.append(("host memory besides", f"{_told(memory['staging'])}, for checkpoints"))
+        lines.append(
+            ("host memory in addition", f"{_size_text(memory['staging'])}, for checkpoints")
+        )
     if len(ranks) > 1:
         for rank in ranks:
             name = " ".join(f"{axis} {rank[axis]}" for axis in UNLIKE if mesh[axis] > 1)
-            lines.append((f"on ranks of {name}", _told(rank["total"])))
-    lines.append(("", f"{result['dtype']} training; activations come on top"))
+            lines.append((f"on ranks of {name}", _size_text(rank["total"])))
+    lines.append(("", f"{result['dtype']} training; activations are not included"))
     return lines
 
 
-def _told(size: int) -> str:
+def _size_text(size: int) -> str:
     return f"{counted(size, 'byte')}, {_gib(size)}"
 
 

@@ -42,9 +42,9 @@ def test_temperature_zero_takes_the_likeliest_token_each_time():
 
 def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
     model, prompt = make_model(), torch.tensor([3])
-    one, same = (generate(model, prompt, 20, context=8, seed=5) for _ in range(2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, generate(model, prompt, 20, context=8, seed=6))
+    tokens, same = (generate(model, prompt, 20, context=8, seed=5) for _ in range(2))
+    assert torch.equal(tokens, same)
+    assert not torch.equal(tokens, generate(model, prompt, 20, context=8, seed=6))
     likeliest = generate(model, prompt, 20, context=8, temperature=0)
     assert torch.equal(likeliest, generate(model, prompt, 20, context=8, top_k=1, seed=9))
 
@@ -66,16 +66,16 @@ def test_it_ends_at_the_stop_token():
 
 def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
     model = make_model()
-    ends = {"none": (), "every": tuple(range(model.config.vocab_size))}
+    ends = {"none": (), "all": tuple(range(model.config.vocab_size))}
     for name, tokens in ends.items():
         config = model.config.model_copy(update={"eos_token_ids": tokens})
         write_model(model, tmp_path / name, config)
         shutil.copy(tokenizer_beside(tiny_data), tmp_path / name)
 
-    def go_on(name: str, tokens: int) -> str:
+    def continuation(name: str, tokens: int) -> str:
         return continue_text(str(tmp_path / name), "abc", tokens, temperature=0, top_k=0, seed=0)
 
-    assert go_on("every", 5) == go_on("none", 1) != go_on("none", 5)
+    assert continuation("all", 5) == continuation("none", 1) != continuation("none", 5)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
@@ -89,8 +89,8 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
 def test_a_sample_ends_at_the_stop_token(tiny_data):
     model, dataset, cpu = make_model(), TokenDataset(tiny_data), torch.device("cpu")
     short, whole = (sample_text(model, dataset, tokens, cpu, seed=1) for tokens in (1, 5))
-    every = range(model.config.vocab_size)
-    assert sample_text(model, dataset, 5, cpu, seed=1, stop_tokens=every) == short != whole
+    all_tokens = range(model.config.vocab_size)
+    assert sample_text(model, dataset, 5, cpu, seed=1, stop_tokens=all_tokens) == short != whole
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

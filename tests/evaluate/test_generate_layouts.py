@@ -14,7 +14,7 @@ NEW_TOKENS = 5
 
 def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
     """New tokens from a short prompt, an odd one and one longer than the context, drawn and
-    greedy; the logits behind the second prompt where the last stage is."""
+    greedy; the logits after the second prompt on ranks with the last stage."""
     made = make_shard(tree)
     mesh, texts = made.groups.mesh, []
     source = mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1))
@@ -37,10 +37,10 @@ def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
 
 
 @pytest.fixture(scope="module")
-def one(rank_pool):
+def single_process(rank_pool):
     tree = tiny_tree("d", "r", model__num_layers=4)
     ((texts, logits),) = rank_pool.run(1, continued, tree)
-    assert len({tuple(text) for text in texts}) > 3  # not one token for ever
+    assert len({tuple(text) for text in texts}) > 3  # not always the same token
     return texts, logits
 
 
@@ -62,13 +62,13 @@ ALL_TO_ALL = {"parallel__ep_dispatch": "alltoall", "train__deterministic": False
         ),
     ],
 )
-def test_a_continuation_is_that_of_one_process(ranks, one, size, layout, exact):
+def test_continuation_is_that_of_a_single_process(ranks, single_process, size, layout, exact):
     tree = tiny_tree("d", "r", model__num_layers=4, train__global_batch_tokens=0, **layout)
     results = ranks(size, continued, tree, start_world=False)
-    texts, logits = one
+    texts, logits = single_process
     for rank_texts, _ in results:
         assert rank_texts == texts
-    found = [rank_logits for _, rank_logits in results if rank_logits is not None]
-    assert len(found) == size // layout.get("parallel__pp", 1)
-    for rank_logits in found:
+    stage_logits = [rank_logits for _, rank_logits in results if rank_logits is not None]
+    assert len(stage_logits) == size // layout.get("parallel__pp", 1)
+    for rank_logits in stage_logits:
         assert rank_logits == (logits if exact else pytest.approx(logits, rel=1e-4, abs=1e-5))

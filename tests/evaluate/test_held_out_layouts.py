@@ -1,4 +1,4 @@
-"""The held-out loss of one model on several layouts, with batches that do not come out even."""
+"""The held-out loss of one model on several layouts, with unequal numbers of batches on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
-"""How many, and batch sizes: three whole batches and one instance over; no whole batch; all."""
+"""Instances and batch sizes: three whole batches and one instance over; no whole batch; all."""
 
 
 def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
@@ -31,7 +31,7 @@ def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
 
 
 @pytest.fixture(scope="module")
-def one(rank_pool, tiny_data):
+def single_process(rank_pool, tiny_data):
     tree = tiny_tree("d", "r", model__num_layers=4)
     return rank_pool.run(1, evaluated, tree, str(tiny_data / "eval"))[0]
 
@@ -61,10 +61,10 @@ def one(rank_pool, tiny_data):
         ),
     ],
 )
-def test_it_is_that_of_one_process(ranks, tiny_data, one, size, layout, exact):
+def test_loss_is_that_of_a_single_process(ranks, tiny_data, single_process, size, layout, exact):
     tree = tiny_tree("d", "r", model__num_layers=4, train__global_batch_tokens=0, **layout)
     for result in ranks(size, evaluated, tree, str(tiny_data / "eval"), start_world=False):
-        assert [r.tokens for r in result] == [r.tokens for r in one]
+        assert [r.tokens for r in result] == [r.tokens for r in single_process]
         if exact:
-            assert result == one
-        assert [r.loss for r in result] == pytest.approx([r.loss for r in one], rel=1e-6)
+            assert result == single_process
+        assert [r.loss for r in result] == pytest.approx([r.loss for r in single_process], rel=1e-6)

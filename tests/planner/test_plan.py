@@ -20,7 +20,7 @@ def test_a_bare_file_of_the_largest_model_is_planned():
     assert "220,205,681,664" in format_plan(result)
 
 
-def test_without_a_sequence_there_is_none_to_divide():
+def test_sequence_parallel_without_seq_len_is_planned():
     settings = ["parallel.tp=2", "parallel.sequence_parallel=true"]
     assert plan(load_config(CONFIGS / "model" / "olmo-1b.toml", settings))["world"] == 2
 
