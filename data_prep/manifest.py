@@ -124,6 +124,19 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
     return manifest
 
 
+def held_out_problem(manifest: Manifest, dataset: Path, own: Manifest) -> str:
+    """Return why `own`, in the folder of the held-out part of `dataset`, cannot be that part; ""
+    if it can."""
+    if own.part != layout.PARTS[1]:
+        problem = f"part = {own.part!r}"
+    elif own.tokenizer_sha256 != manifest.tokenizer_sha256:
+        problem = "another tokenizer"
+    else:
+        return ""
+    path = dataset / layout.EVAL_DIR / layout.MANIFEST
+    return f"{path}: has {problem}, so it is not the held-out part of {dataset}"
+
+
 def _check(manifest: Manifest, path: Path) -> None:
     """Raise DataError where the values cannot be those of a data set: readers rely on them."""
     layout.require(

@@ -18,7 +18,7 @@ from data_prep.duplicates import MARK as DUPLICATES
 from data_prep.duplicates import TABLE as DUPLICATES_TABLE
 from data_prep.duplicates import read_whole
 from data_prep.fused import MARK, removed
-from data_prep.manifest import Manifest, ShardEntry, read_manifest
+from data_prep.manifest import Manifest, ShardEntry, held_out_problem, read_manifest
 from data_prep.packed import PackedArray, packed_path
 from data_prep.progress import Progress
 from data_prep.shard import FORM as SHARD_FORM
@@ -72,7 +72,16 @@ def verify(dataset: Path) -> Iterator[str]:
                 yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
     if manifest.part == PARTS[0] and manifest.eval_fraction > 0:
-        yield from verify(dataset / layout.EVAL_DIR)
+        own = dataset / layout.EVAL_DIR
+        try:
+            problem = held_out_problem(manifest, dataset, read_manifest(own))
+        except DataError:
+            problem = ""  # that of reading it comes below
+        if problem:
+            remove = shlex.join(["rm", "-r", os.path.normpath(own)])
+            yield f"{problem}; repair: {remove}; then {_again(_makers(dataset), dataset)}"
+            return
+        yield from verify(own)
 
 
 class Repairs:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import read_manifest
+from data_prep.manifest import held_out_problem, read_manifest
 from data_prep.mixing import integer_weights
 from data_prep.token_plan import PARTS
 from optimus.checkpoint.manager import NOTHING, Start, decide_start
@@ -339,10 +339,15 @@ def _fitting_dataset(key: str, path: str, config: Config) -> TokenDataset:
 
 
 def _own_eval_path(path: str) -> str:
-    """The held-out part that came with the data, unless it is too small for one instance."""
+    """The held-out part that came with the data, unless it is too small for one instance. Raises
+    DataError for another data set in its folder."""
     own = Path(path) / "eval"
-    held_out = (own / "manifest.json").is_file() and read_manifest(own).num_instances > 0
-    return str(own) if held_out else ""
+    if not (own / "manifest.json").is_file():
+        return ""
+    manifest = read_manifest(own)
+    if problem := held_out_problem(read_manifest(path), Path(path), manifest):
+        raise DataError(f"{problem}; make the data again or set data.eval_path")
+    return str(own) if manifest.num_instances > 0 else ""
 
 
 def _check_run_dir(run_dir: str) -> None:

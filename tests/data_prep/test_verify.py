@@ -10,9 +10,11 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.layout import read_checked_json, write_checked_json
+from data_prep.manifest import read_manifest
 from data_prep.verify import verify
 from optimus.errors import DataError
 from optimus.io import files
+from optimus.train import preflight
 from tests.data_prep.corpus import tree
 
 
@@ -99,6 +101,25 @@ def test_a_wrong_count_is_found(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     rewritten(copy / "manifest.json", num_instances=manifest["num_instances"] + 1)
     assert any("num_instances" in line for line in verify(copy))
+
+
+def test_another_data_set_in_the_folder_of_the_held_out_part_is_found(copy):
+    manifest = read_manifest(copy)
+    held_out = read_manifest(copy / "eval")
+    assert preflight._own_eval_path(str(copy)) in ("", str(copy / "eval"))
+    for changes, problem in (
+        ({"part": "train"}, "part = 'train'"),
+        ({"tokenizer_sha256": "0" * 64}, "another tokenizer"),
+    ):
+        rewritten(copy / "eval" / "manifest.json", **changes)
+        (line,) = verify(copy)
+        assert line.startswith(f"{copy / 'eval' / 'manifest.json'}: has {problem}, so it is not")
+        assert f"repair: rm -r {copy / 'eval'}; then the same optimus-data" in line
+        with pytest.raises(DataError, match=rf"has {problem}.* data\.eval_path"):
+            preflight._own_eval_path(str(copy))
+        original = {key: getattr(held_out, key) for key in changes}
+        rewritten(copy / "eval" / "manifest.json", **original)
+    assert held_out.tokenizer_sha256 == manifest.tokenizer_sha256 and list(verify(copy)) == []
 
 
 def test_exit_status(copy, capsys):
