@@ -68,7 +68,7 @@ def check_tokenizer(source: Path, folder: Path) -> None:
     if (folder / layout.ORDER).exists():
         return  # whose it is stands there; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
-    if copy.exists() and copy.read_bytes() != source.read_bytes():
+    if copy.exists() and _read(copy) != _read(source):
         raise DataError(f"{copy} is another tokenizer than {source}; choose another output")
 
 
@@ -77,18 +77,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
     A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
     """
-    content, name = source.read_bytes(), layout.TOKENIZER
+    content, name = _read(source), layout.TOKENIZER
     if is_sentencepiece(source):
         old = folder / layout.TOKENIZER
-        if old.exists() and old.read_bytes() == content:
+        if old.exists() and _read(old) == content:
             return
         name = layout.SENTENCEPIECE
     write_once(folder / name, content)
 
 
+def _read(tokenizer: Path) -> bytes:
+    return layout.read_bytes(tokenizer, layout.TOKENIZER_BYTES)
+
+
 def write_once(path: Path, content: bytes) -> None:
     """Make `path` hold `content`, without touching a file that already does."""
-    if not path.exists() or path.read_bytes() != content:
+    if not path.exists() or layout.read_bytes(path) != content:
         files.write_bytes(path, content)
 
 

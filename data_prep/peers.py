@@ -15,6 +15,7 @@ from optimus.errors import LostPeerError, one_line
 from optimus.io import files
 
 _PREFIX = ".failed-rank-"
+_MARK_BYTES = 1 << 20
 
 
 class Peers:
@@ -34,8 +35,8 @@ class Peers:
     def check(self) -> None:
         """Raises LostPeerError where a rank has failed since this one began."""
         for name in sorted(self._marks() - self._old):
-            with contextlib.suppress(FileNotFoundError):
-                what = (self._out / name).read_text("utf-8", "replace")
+            with contextlib.suppress(OSError):  # it is gone, or no file that a rank wrote
+                what = files.read_regular(self._out / name, _MARK_BYTES).decode("utf-8", "replace")
                 rank = name.removeprefix(_PREFIX).partition(".")[0]
                 raise LostPeerError(
                     f"rank {rank} failed: {what}; give the command again on all ranks then"

@@ -15,7 +15,8 @@ from typing import Any
 
 import xxhash
 
-from data_prep.layout import unit_name
+from data_prep import layout
+from optimus.errors import DataError
 from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
@@ -35,7 +36,7 @@ class Segments:
         self._next = 0
 
     def _path(self, number: int) -> Path:
-        return self._dir / f"{unit_name(self._unit)}.part-{number:04d}"
+        return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
         """State and blobs of each whole checkpoint, in order; `save` goes on behind the last."""
@@ -44,10 +45,13 @@ class Segments:
             yield found
 
     def _read(self, number: int) -> tuple[dict[str, Any], list[memoryview]] | None:
+        path = self._path(number)
         try:
-            data = self._path(number).read_bytes()
-        except FileNotFoundError:
+            data = files.read_regular(path, layout.ARRAY_BYTES)
+        except FileNotFoundError:  # or another run has just removed it
             return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         body = memoryview(data)[:-_HASH_BYTES]
         if data[-_HASH_BYTES:] != files.xxh3_bytes(body).encode():
             return None

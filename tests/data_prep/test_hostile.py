@@ -16,10 +16,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data_prep import parquet
+from data_prep.begin import check_tokenizer, write_once
 from data_prep.cli import main
 from data_prep.importers.foreign import open_foreign
 from data_prep.inspect import inspect
 from data_prep.manifest import read_manifest
+from data_prep.peers import Peers
+from data_prep.segments import Segments
 from data_prep.shuffle import read_order
 from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
@@ -238,6 +241,22 @@ def test_a_fifo_is_no_tokenizer(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="tokenizer.json: cannot be read: not a regular file"):
         open_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_fifo_in_an_output_directory_is_refused(tmp_path, made):
+    """Each would wait for a writer for ever."""
+    os.mkfifo(tmp_path / "tokenizer.json")
+    os.mkfifo(tmp_path / "unit-00000.part-0000")
+    for read in (
+        lambda: check_tokenizer(made.tokenizer, tmp_path),
+        lambda: write_once(tmp_path / "tokenizer.json", b"{}"),
+        lambda: list(Segments(tmp_path, 0, "work").read()),
+    ):
+        with pytest.raises(DataError, match=r"cannot be read: not a regular file"):
+            read()
+    peers = Peers(tmp_path)
+    os.mkfifo(tmp_path / ".failed-rank-1.a.1.b.tmp")
+    peers.check()
 
 
 def a_tokenizer(path: Path, **changes: object) -> Path:
