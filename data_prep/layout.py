@@ -44,8 +44,8 @@ MAX_CONTEXT = 1 << 31
 MAX_COUNT = 1 << 56
 """Above every count of tokens, bytes or instances, so that products with 64 do not wrap."""
 
-ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 30
-"""Largest files that are read in whole: tables of a unit, tokenizers, JSON (3 million inputs)."""
+ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
+"""Largest files that are read in whole: tables of a unit, tokenizers, JSON (a million inputs)."""
 HEADER_BYTES = 128
 """Length of every .npy header we write, so that data begins on a 64-byte boundary."""
 

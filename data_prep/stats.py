@@ -21,6 +21,9 @@ from optimus.errors import DamageError, DataError
 MAX_BIGRAM_CELLS = 64_000_000
 """Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
 
+MAX_IDS = 1 << 26
+"""Above the ids of any tokenizer: 512 MB of counts. A manifest may claim 2^32."""
+
 _BLOCK_TOKENS = 1 << 20
 
 
@@ -55,7 +58,7 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
             "instances": other.num_instances,
             "tokens": other.num_instances * other.context,
             "documents": other.documents,
-            **_losses(held_out, other, counts, pairs),
+            **_losses(held_out, other, counts, pairs, manifest.vocab_size),
         }
     return result
 
@@ -78,13 +81,18 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[np.ndarray]:
 def _count(
     dataset: Path, manifest: Manifest, with_pairs: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Counts of ids, int64 [V], and of pairs inside instances, uint32 [V*V] where they fit."""
+    """Counts of ids, int64 [largest id + 1], and of pairs inside instances, uint32 [V*V] where
+    they fit. Raises DamageError for an id that no tokenizer has."""
     size = manifest.vocab_size
-    counts = np.zeros(size, np.int64)
+    counts = np.zeros(0, np.int64)
     fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
     pairs = np.zeros(size * size, np.uint32) if fits else None
     for rows in _blocks(dataset, manifest):
-        counts += np.bincount(rows.ravel(), minlength=size)
+        if (largest := int(rows.max())) >= MAX_IDS:
+            raise DamageError(f"{dataset}: holds id {largest}; stats counts ids below {MAX_IDS}")
+        found = np.bincount(rows.ravel(), minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
         if pairs is not None:
             np.add.at(pairs, (rows[:, :-1] * size + rows[:, 1:]).ravel(), np.uint32(1))
     return counts, pairs
@@ -96,18 +104,19 @@ def _entropy(counts: np.ndarray) -> float:
 
 
 def _losses(
-    held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None
+    held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
     """Mean losses of the add-one unigram and bigram models; None where they cannot be had."""
-    size, targets = len(counts), manifest.num_instances * (manifest.context - 1)
+    targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
         return {"unigram_loss": None, "bigram_loss": None}
-    unigram_log = np.log((counts + 1) / (counts.sum() + size))
+    # The last stands for all ids that were not counted.
+    unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
     before = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
     unigram = bigram = 0.0
     for rows in _blocks(held_out, manifest):
         first, second = rows[:, :-1].ravel(), rows[:, 1:].ravel()
-        unigram -= float(unigram_log[second].sum())
+        unigram -= float(unigram_log[np.minimum(second, len(counts))].sum())
         if pairs is not None and before is not None:
             chance = (pairs[first * size + second] + 1.0) / (before[first] + size)
             bigram -= float(np.log(chance).sum())

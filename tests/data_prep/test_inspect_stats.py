@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,9 +16,10 @@ from tokenizers import Tokenizer
 
 from data_prep.cli import main
 from data_prep.inspect import inspect
+from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
-from data_prep.stats import stats
-from optimus.errors import ConfigError, DataError
+from data_prep.stats import _count, stats
+from optimus.errors import ConfigError, DamageError, DataError
 from tests.data_prep.corpus import CONTEXT, documents, run_arguments, shards, train_arguments
 from tests.helpers.damage import flip
 from tests.helpers.programs import python
@@ -226,3 +228,13 @@ def test_a_held_out_part_that_is_too_small_is_a_warning(
         held_out = found["held-out"]
         assert f"{held_out['documents']} document" in warning and remedy in warning
         assert f"{held_out['instances'] * CONTEXT:,} tokens" in warning
+
+
+def test_counts_take_memory_by_the_largest_id(made, monkeypatch):
+    """A manifest may claim a vocabulary of 2^32 ids."""
+    manifest = dataclasses.replace(read_manifest(made.data), vocab_size=1 << 32)
+    counts, _ = _count(made.data, manifest, with_pairs=False)
+    assert len(counts) == shards(made.data).max() + 1
+    monkeypatch.setattr("data_prep.stats.MAX_IDS", 10)
+    with pytest.raises(DamageError, match="stats counts ids below 10"):
+        _count(made.data, manifest, with_pairs=False)
