@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:  # a path need not be text in any encoding
             getattr(sys, name).reconfigure(errors="backslashreplace")
     if argv is None:
+        os.environ["PYTHONSAFEPATH"] = "1"  # no child imports from the working directory
         _StopSignals().take_over()
     try:
         return _main(argv)

@@ -23,6 +23,7 @@ from optimus.errors import (
     Stopped,
     counted,
     one_line,
+    printable,
 )
 
 _FIRST_RANK_SPEAKS_S = 1.5
@@ -69,6 +70,9 @@ def process() -> NoReturn:
     """The process of one command; a rank among others ends as `leaves_at_once` says."""
     _open_standard_streams()
     _avoid_spinning()
+    # For interpreters that libraries start, as torch.compile does: none imports from the working
+    # directory, which may belong to others.
+    os.environ["PYTHONSAFEPATH"] = "1"
     if sys.argv[1:2] == ["train"]:  # other commands may have files to remove
         from optimus.launch.signals import exit_on_stop_signals
 
@@ -493,16 +497,17 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
 def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.evaluate.checkpoint import continue_text
 
-    print(
-        continue_text(
-            args.checkpoint,
-            args.prompt,
-            args.tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-        )
+    text = continue_text(
+        args.checkpoint,
+        args.prompt,
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
     )
+    if sys.stdout.isatty():  # a terminal would obey escapes that a model has learned
+        text = "\n".join(map(printable, text.split("\n")))
+    print(text)
     return 0
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 import resource
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +105,39 @@ def check_compile(compile_blocks: bool) -> None:
             "train.compile = true gives wrong gradients with intel-extension-for-pytorch; set "
             "OPTIMUS_IPEX=0 in the environment, or train.compile = false"
         )
+
+
+def use_private_compile_cache() -> None:
+    """Let torch.compile keep its libraries where no other user can put some: in a folder of the
+    temporary directory with mode 0700, unless TORCHINDUCTOR_CACHE_DIR names one.
+
+    torch's default has a predictable name there and takes what it finds; precompiled headers have
+    no other place, so there are none. Raises ConfigError where others can rename folders of the
+    temporary directory.
+    """
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
+    inductor = importlib.import_module("torch._inductor.config")  # it reads the variable
+    if hasattr(inductor, "cpp_cache_precompile_headers"):
+        inductor.cpp_cache_precompile_headers = False
+
+
+def _private_folder() -> Path:
+    parent = Path(tempfile.gettempdir())
+    about = parent.stat()
+    is_shared = bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if about.st_uid not in (0, os.geteuid()) or (is_shared and not about.st_mode & stat.S_ISVTX):
+        raise ConfigError(
+            f"train.compile = true: other users can replace folders in {parent}; set TMPDIR, or "
+            "TORCHINDUCTOR_CACHE_DIR, to a directory that only you can write"
+        )
+    path = parent / f"optimus-compile-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))  # another user made it first
+    return path
 
 
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:

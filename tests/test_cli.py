@@ -227,6 +227,24 @@ def test_eval_generate_and_report(run_dir, tiny_data, capsys):
     assert "4 steps" in capsys.readouterr().out
 
 
+def test_report_replaces_a_link_and_obeys_no_file_of_the_working_directory(tmp_path, monkeypatch):
+    line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens": 8, "step_time_s": 1.0}
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line | {"tokens_per_s": 8.0}) + "\n")
+    (run_dir / "report.png").symlink_to(victim)
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: red\n")
+    victim.write_text("kept")
+    code = (
+        "import sys; from optimus.cli import main; sys.argv[0] = 'optimus'\n"
+        "code = main(['report', 'run']); import matplotlib\n"
+        "assert not matplotlib.rcParams['text.usetex']; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, timeout=120)
+    assert done.returncode == 0
+    assert victim.read_text() == "kept" and not (run_dir / "report.png").is_symlink()
+
+
 @pytest.mark.parametrize(
     "command", [["eval", "/nowhere", "d"], ["generate", "/nowhere", "--prompt", "x"]]
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as distributed
 
 from optimus import platform
 from optimus.errors import ConfigError
-from optimus.platform import check_compile, collective_backend
+from optimus.platform import check_compile, collective_backend, use_private_compile_cache
 
 XPU = torch.device("xpu")
 CCL_MODULE = """
@@ -113,3 +116,26 @@ def test_threads_follow_the_setting_the_mode_the_variable_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     assert platform.set_threads(setting, deterministic, local_world_size=2) == expected
     assert set_to == [expected]
+
+
+def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def cache() -> Path:
+        use_private_compile_cache()
+        return Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
+
+    first = cache()
+    assert first == cache() and first.stat().st_mode & 0o777 == 0o700
+    first.chmod(0o777)  # as made by somebody else
+    other = cache()
+    assert other != first and other.stat().st_mode & 0o777 == 0o700
+    tmp_path.chmod(0o1777)
+    assert cache().parent == tmp_path
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users can replace folders in .*; set TMPDIR"):
+        use_private_compile_cache()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    use_private_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"

@@ -27,6 +27,8 @@ from optimus import platform
 from optimus.errors import ConfigError, LostPeerError, one_line
 
 Value = TypeVar("Value")
+_MOST_BYTES = 1 << 31
+"""Of a message between ranks; the index of a checkpoint of 10^7 pieces has a third of it."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,7 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
     source = distributed.get_global_rank(process_group, 0)
     size = torch.tensor([len(data)], device=_device_of(process_group))
     distributed.broadcast(size, source, group=process_group)
+    _check_sizes([int(size)], group)
     content = _padded(data if group.rank == 0 else b"", int(size), size.device)
     if len(content):
         distributed.broadcast(content, source, group=process_group)
@@ -401,7 +404,19 @@ def _all_sizes(data: bytes, group: Group) -> list[int]:
     size = torch.tensor([len(data)], device=_device_of(group.process_group))
     sizes = size.new_empty(group.size)
     _gather_into(sizes, size, group)
+    _check_sizes(sizes.tolist(), group)
     return sizes.tolist()
+
+
+def _check_sizes(sizes: Sequence[int], group: Group) -> None:
+    """Raise ConfigError where a rank announces more bytes than any rank of this version sends: they
+    would be allocated."""
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= _MOST_BYTES:
+            raise ConfigError(
+                f"rank {rank} of {group.size} announces a message of {size:,} bytes; start all "
+                "ranks with one version of optimus, on a network that no one else can reach"
+            )
 
 
 def _padded(data: bytes, size: int, device: torch.device) -> torch.Tensor:

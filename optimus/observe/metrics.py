@@ -162,7 +162,8 @@ def cut_after(
     moved = _others(lines, kept.values()) + _others(spare, restored.values())
     if moved:
         files.make_dirs(cut_log.parent)
-        with open(cut_log, "ab") as log:
+        # A link of this name, in a run directory that somebody else made, is not followed.
+        with os.fdopen(os.open(cut_log, _APPEND, 0o644), "ab") as log:
             log.writelines(line + b"\n" for line in moved)
             log.flush()
             os.fsync(log.fileno())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.errors import DataError, counted
+from optimus.io import files
 from optimus.observe.metrics import read_json_lines, spell_ranges
 
 _FIELDS = ("step", "loss", "grad_norm", "tokens", "step_time_s", "tokens_per_s")
@@ -73,6 +74,7 @@ def _missing_steps(metrics: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
+    matplotlib.rcdefaults()  # import obeys a matplotlibrc of the working directory
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -94,5 +96,6 @@ def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path
     bottom.set_xlabel("step")
     bottom.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with files.atomic_writer(path) as file:  # not through a link of this name
+        figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)

@@ -147,6 +147,7 @@ class Run:
                 directory.say(line)
             self.peak = self._find_peak()
         if config.train.compile:
+            platform.use_private_compile_cache()
             self.model.compile_blocks()
         self.updater = Updater(
             config, self.groups, self.part, self.states, flight.plan, world.device, scaling

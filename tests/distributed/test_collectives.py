@@ -137,6 +137,27 @@ def test_only_plain_values_are_encoded():
         collectives.encode_object([torch.ones(1)])
 
 
+def announce_too_much(size: int) -> str:
+    """Send a length that no rank has; return the error of the first rank."""
+    group = everyone()
+    if group.rank == 1:
+        given = torch.tensor([size])
+        collectives._gather_into(torch.empty(2, dtype=torch.int64), given, group)
+        return ""
+    try:
+        collectives.all_gather_objects(1, group, int)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("size", [1 << 45, -1])
+def test_length_that_no_rank_sends_is_refused_before_memory_is_taken(ranks, size):
+    assert (
+        f"rank 1 of 2 announces a message of {size:,} bytes" in ranks(2, announce_too_much, size)[0]
+    )
+
+
 def test_a_group_of_one_changes_nothing():
     group, tensor = Group(1, 0), torch.tensor([3.0])
     collectives.all_reduce_sum(tensor, group)

@@ -326,3 +326,13 @@ def test_more_steps_than_a_run_has_take_no_memory(tmp_path, capsys, monkeypatch)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
     assert "the lines of steps 3-10 are missing" in capsys.readouterr().err
+
+
+def test_cut_lines_do_not_follow_a_link(tmp_path):
+    """A run directory that somebody else made may have links where a resume moves lines to."""
+    path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    log.symlink_to(victim)
+    with pytest.raises(OSError):
+        cut_after(path, 1, log)
+    assert not victim.exists() and path.read_text().count("\n") == 2
