@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep import options
-from optimus.errors import DataError, counted
+from optimus.errors import DataError, counted, printable_lines
 
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
@@ -382,7 +382,10 @@ def _inspect(args: argparse.Namespace) -> int:
             f"tokens {part['first']} to {part['stop'] - 1}: {where}, "
             f"from its token {part['document_token']}"
         )
-    return _answer(args, value, [*lines, "", value["text"]])
+    lines += ["", value["text"]]
+    if sys.stdout.isatty():  # a terminal would obey escapes in a name or a text
+        lines = [printable_lines(line) for line in lines]
+    return _answer(args, value, lines)
 
 
 def _stats(args: argparse.Namespace) -> int:

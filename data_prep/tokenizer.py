@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 MAX_GROWTH = 16
 """Of the bytes of a text by replacements; those of sentencepiece's space and a prefix give 9."""
+
+_STANDARD_ERROR = threading.RLock()
+"""Held by the thread that holds back what this process writes there."""
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
 """Measured at a token a character: 241 and 49; ordinary text takes half of it."""
@@ -99,17 +103,50 @@ def library_panics(path: str | os.PathLike) -> Iterator[None]:
     """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
 
     A damaged table of a normalizer and a pattern that needs too many steps do. The exception of a
-    panic derives from BaseException, and its class cannot be imported.
+    panic derives from BaseException, and its class cannot be imported. What the library prints of a
+    panic, with a backtrace if the environment asks for it, is dropped.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise DataError(
-            f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
-            "another tokenizer"
-        ) from None
+    with _STANDARD_ERROR:
+        errors = _HeldErrors()
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            errors.drop()
+            raise DataError(
+                f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
+                "another tokenizer"
+            ) from None
+        finally:
+            errors.release()
+
+
+class _HeldErrors:
+    """What this process writes to standard error, kept in memory until `release` prints it."""
+
+    def __init__(self) -> None:
+        self._buffer = os.memfd_create("standard-error")
+        try:
+            self._errors: int | None = os.dup(2)
+            os.dup2(self._buffer, 2)
+        except OSError:  # standard error is closed
+            self._errors = None
+
+    def drop(self) -> None:
+        """Forget what was written so far."""
+        os.ftruncate(self._buffer, 0)
+
+    def release(self) -> None:
+        """Print what was written, and write to standard error again."""
+        if self._errors is not None:
+            os.dup2(self._errors, 2)
+            os.close(self._errors)
+        size = os.fstat(self._buffer).st_size
+        if size:
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, os.pread(self._buffer, size, 0))
+        os.close(self._buffer)
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:

@@ -23,7 +23,7 @@ from optimus.errors import (
     Stopped,
     counted,
     one_line,
-    printable,
+    printable_lines,
 )
 
 _FIRST_RANK_SPEAKS_S = 1.5
@@ -506,7 +506,7 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
         seed=args.seed,
     )
     if sys.stdout.isatty():  # a terminal would obey escapes that a model has learned
-        text = "\n".join(map(printable, text.split("\n")))
+        text = printable_lines(text)
     print(text)
     return 0
 

@@ -82,6 +82,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
+def printable_lines(text: str) -> str:
+    """Return `text` with its line ends and `printable` lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def _printable(character: str) -> str:
     # Cc: terminal escapes; Cf: also marks that reverse the reading direction; Zl, Zp: line ends.
     escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")

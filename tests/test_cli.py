@@ -227,6 +227,21 @@ def test_eval_generate_and_report(run_dir, tiny_data, capsys):
     assert "4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("program", ["generate", "inspect"])
+def test_terminal_gets_no_escapes_of_a_text(program, monkeypatch, capsys):
+    text = "a\x1b]0;title\x07\nb"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    if program == "generate":
+        monkeypatch.setattr("optimus.evaluate.checkpoint.continue_text", lambda *_, **__: text)
+        assert main(["generate", "checkpoint", "--prompt", "a"]) == 0
+    else:
+        value = {"shard": 0, "row": 0, "epoch": 0, "sources": [], "text": text}
+        monkeypatch.setattr("data_prep.inspect.inspect", lambda *_: value)
+        monkeypatch.setattr(data_prep.commands, "_existing", lambda path: path)
+        assert data_prep.commands.run_command(["inspect", "data", "0"]) == 0
+    assert capsys.readouterr().out.endswith("a\\x1b]0;title\\x07\nb\n")
+
+
 def test_report_replaces_a_link_and_obeys_no_file_of_the_working_directory(tmp_path, monkeypatch):
     line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens": 8, "step_time_s": 1.0}
     run_dir, victim = tmp_path / "run", tmp_path / "victim"

@@ -26,7 +26,7 @@ from data_prep.segments import Segments
 from data_prep.shuffle import read_order
 from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
-from data_prep.tokenizer import Encoder, open_tokenizer
+from data_prep.tokenizer import Encoder, library_panics, open_tokenizer
 from data_prep.verify import verify
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
@@ -272,6 +272,21 @@ def test_a_tokenizer_in_a_folder_whose_name_is_no_text_is_read(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     assert Encoder(a_tokenizer(folder / "tokenizer.json")).encode(["ab"])[0].tolist() == [0, 1]
+
+
+def test_panic_prints_nothing_and_other_output_is_kept(tmp_path, capfd):
+    pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    slow = Encoder(a_tokenizer(tmp_path / "slow.json", pre_tokenizer=pattern))
+    with pytest.raises(DataError):
+        slow.encode(["a" * 40 + "b"])
+    assert capfd.readouterr().err == ""
+    with library_panics("tokenizer.json"):
+        os.write(2, b"kept\n")
+    assert capfd.readouterr().err == "kept\n"
+    with pytest.raises(KeyError), library_panics("tokenizer.json"):
+        os.write(2, b"kept, too\n")
+        raise KeyError
+    assert capfd.readouterr().err == "kept, too\n"
 
 
 def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
