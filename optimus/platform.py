@@ -119,7 +119,7 @@ def use_private_compile_cache() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
     inductor = importlib.import_module("torch._inductor.config")  # it reads the variable
     if hasattr(inductor, "cpp_cache_precompile_headers"):
-        inductor.cpp_cache_precompile_headers = False
+        setattr(inductor, "cpp_cache_precompile_headers", False)  # noqa: B010, unknown to torch 2.8
 
 
 def _private_folder() -> Path:

@@ -185,7 +185,7 @@ def _why_untrusted_cache(root: Path) -> str:
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
     """Return the real path, every folder in which a component is looked up on the way there, and
     the links followed. A folder between two links is a parent of neither path. Raises OSError."""
-    at, folders, links = Path("/"), {}, []
+    at, folders, links = Path("/"), dict[Path, None](), list[Path]()
     rest = [*reversed(path.absolute().parts[1:])]
     while rest:
         name = rest.pop()
