@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,7 @@ def _check_columns(metadata: Any) -> None:
     if child == 0:
         status = 1
         try:
+            faulthandler.disable()
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 2)  # C++ says there why it ends
             for number in range(metadata.num_row_groups):
