@@ -100,7 +100,7 @@ def test_an_index_that_leads_to_too_little_is_refused(tmp_path):
 
 
 def weights_of(path: Path, index: Index) -> ShardWeights:
-    return ShardWeights(SimpleNamespace(path=path, index=lambda: index))
+    return ShardWeights(SimpleNamespace(path=path, index=lambda: index, check_rows=lambda _: None))
 
 
 @pytest.mark.parametrize("open_files", [2, 32])

@@ -171,7 +171,7 @@ def test_find_agrees_with_a_dictionary(tmp_path):
     rng, first, expected = np.random.default_rng(0), {}, []
     for unit in range(4):
         own = rng.integers(0, 300, 200)
-        docs = np.array([[9, unit, line + 1] for line in range(200)], np.int64)
+        docs = np.array([[9 * (line + 1), unit, line + 1] for line in range(200)], np.int64)
         head = npy_header(docs.shape, "int64")
         docs_path(tmp_path, unit).write_bytes(head + docs.tobytes())
         data = b"".join(hash_of(int(value)) for value in own)

@@ -74,7 +74,7 @@ def test_a_world_on_loopback_listens_nowhere_else(ranks):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for new, interface in ranks(2, meet_on_loopback, port, start_world=False):
-        assert f"0100007F:{port:04X}" in new and interface == "lo"
+        assert interface == "lo"
         assert {address.partition(":")[0] for address in new} == {"0100007F"}
 
 

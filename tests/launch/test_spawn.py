@@ -139,7 +139,8 @@ def test_training_with_closed_outputs_ends_like_any(tiny_data, tmp_path):
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
     """-P stands for the script `optimus`, which does not look there either."""
-    trees = [tiny_tree(tiny_data, tmp_path / name, train__max_steps=4) for name in "ab"]
+    settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
+    trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])
     config = write_config(tmp_path / "run.toml", trees[1])
     words = [sys.executable, "-P", "-m", "optimus.cli", "train", str(config), "--nproc", "2"]
