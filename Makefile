@@ -36,9 +36,10 @@ test-sycl: setup ## Run the SYCL kernels on the CPU through Intel's compiler (1.
 	$(BIN)/python -m pip install --quiet -c constraints.txt intel-sycl-rt intel-opencl-rt
 	$(BIN)/python -m pytest tests/kernels/test_sycl.py
 
-lint: setup ## Check style, formatting and language
+lint: setup ## Check style, formatting, types and language
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
 	$(BIN)/python scripts/language.py
 
 format: setup ## Rewrite the sources in the house format
@@ -47,7 +48,7 @@ format: setup ## Rewrite the sources in the house format
 
 clean: ## Remove caches
 	find . -name .venv\* -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -rf .pytest_cache .ruff_cache build optimus.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build optimus.egg-info
 
 distclean: clean ## Remove the checkout's own virtual environment too
 	rm -rf .venv .venv.lock
