@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         os.environ["PYTHONSAFEPATH"] = "1"  # no child imports from the working directory
         _StopSignals().take_over()
+        from optimus.observe.log import set_up_logging
+
+        set_up_logging(program="optimus-data")
     try:
         return _main(argv)
     except BrokenPipeError:

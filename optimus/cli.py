@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process() -> NoReturn:
     """The process of one command; a rank among others ends as `leaves_at_once` says."""
     _open_standard_streams()
+    from optimus.launch.environment import read_rank
+    from optimus.observe.log import set_up_logging
+
+    set_up_logging(read_rank())
     _avoid_spinning()
     # For interpreters that libraries start, as torch.compile does: none imports from the working
     # directory, which may belong to others.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform as system
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +19,8 @@ from optimus.errors import ConfigError, printable
 from optimus.launch.environment import available_cores
 from optimus_kernels import backend, build
 from optimus_kernels.cache import KernelError, cache_dir
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = (
     "torch",
@@ -89,7 +91,7 @@ def build_kernels(names: Sequence[str]) -> None:
             entry = build.build(name)
         except KernelError as error:
             raise ConfigError(f"kernels build {name}: {error}") from error
-        print(f"optimus: {name} kernels in {entry.library}", file=sys.stderr, flush=True)
+        logger.info("%s kernels in %s", name, entry.library)
 
 
 def _can_build(name: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from optimus.observe.log import set_up_logging
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny import make_tiny_data
 
@@ -29,6 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+set_up_logging()  # as a process of a command does; tests read the lines on standard error
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BASE = "errors io.files launch"
+BASE = "errors io.files launch observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
@@ -25,6 +25,7 @@ ALLOWED = {
     "errors": "",
     "io.files": "errors",
     "launch": "errors io.files",
+    "observe.log": "errors",
     # Independent of the rest of Optimus.
     "data_prep": BASE,
     "kernels": "",
@@ -57,7 +58,9 @@ ENTRY_POINTS = ("cli", "optimus")
 """They import a package only inside the function that needs it, so `optimus --help` is fast."""
 # Package: libraries it may not import (DESIGN idea 4: model code knows no process group).
 BANNED = {
-    **dict.fromkeys(("errors", "io.files", "launch", "config", "data_prep"), ("torch",)),
+    **dict.fromkeys(
+        ("errors", "io.files", "launch", "observe.log", "config", "data_prep"), ("torch",)
+    ),
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
 OURS = ("optimus", "data_prep", "optimus_kernels")

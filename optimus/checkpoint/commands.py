@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from optimus.errors import CheckpointError, ConfigError, counted, one_line, printable
+
+logger = logging.getLogger(__name__)
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -71,7 +73,7 @@ def _export(args: argparse.Namespace, arguments: list[str]) -> int:
     try:
         source = to_hf(args.path, args.out, args.dtype)
     except CheckpointError as error:
-        print(f"optimus: error: {one_line(error)}", file=sys.stderr)
+        logger.error(one_line(error))
         return 1
     result = {"from": str(source), "out": args.out}
     print(json.dumps(result) if args.json else f"wrote {args.out} from {source}")

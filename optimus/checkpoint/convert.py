@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from optimus.hf.write import write_all
 from optimus.io.files import read_regular, write_json
 from optimus.io.safetensors_writer import Planned, plan_files
 from optimus.platform import dtype_of
+
+logger = logging.getLogger(__name__)
 
 _GENERATION_CONFIG = "generation_config.json"
 _KEPT = (
@@ -77,7 +79,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
         except CheckpointError as error:
             if path == source:
                 raise
-            print(f"optimus: passing over a damaged checkpoint: {one_line(error)}", file=sys.stderr)
+            logger.warning("passing over a damaged checkpoint: %s", one_line(error))
             damaged[path] = str(error)
 
 
@@ -93,7 +95,7 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
         def add_files(directory: Path) -> None:
             _copy_kept(path, directory)
             for line in complete_hf(directory, config):
-                print(f"optimus: warning: {line}", file=sys.stderr)
+                logger.warning(line)
 
         write_hf(out, config, weights.stretches(), dtypes, beside=add_files)
 

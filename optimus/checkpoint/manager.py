@@ -7,10 +7,10 @@ model-only one (also a Hugging Face directory). Readable without torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.errors import CheckpointError, counted, one_line
 from optimus.io import files
+
+logger = logging.getLogger(__name__)
 
 KEPT_FULL = 2
 _REMOVED = "removed-"
@@ -55,7 +57,7 @@ def newest_valid(
             try:
                 return _checked(path, thorough)
             except CheckpointError as error:
-                print(f"optimus: {what} {one_line(error)}", file=sys.stderr)
+                logger.warning("%s %s", what, one_line(error))
     return None
 
 
@@ -208,8 +210,8 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     leftovers = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
     if left := remove_all(leftovers):
         for path, why in left.items():
-            print(f"optimus: WARNING: cannot remove {path}: {why}", file=sys.stderr)
-        print(f"optimus: WARNING: {space_left(run_dir)}; remove them by hand", file=sys.stderr)
+            logger.warning("cannot remove %s: %s", path, why)
+        logger.warning("%s; remove them by hand", space_left(run_dir))
     is_own = start.path is not None and _is_own(start.path, run_dir)
     stay = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
     stay = [path for path in stay if is_own and _step_of(path) <= start.step]
@@ -227,7 +229,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
                 f"{path}: cannot be moved to {SET_ASIDE}/: {error.strerror}; this start leaves it "
                 "behind: move it away by hand and give the same command again"
             ) from None
-        print(f"optimus: set aside {path.name}, which this start leaves behind", file=sys.stderr)
+        logger.info("set aside %s, which this start leaves behind", path.name)
     files.fsync_dir(directory)
 
 

@@ -11,10 +11,10 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import re
 import stat
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +23,8 @@ from typing import Any, BinaryIO, Self
 import xxhash
 
 from optimus.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -64,7 +66,7 @@ def fsync_dir(path: str | os.PathLike) -> None:
         device = os.fstat(fd).st_dev
         if device not in _told:
             why = "its file system has no fsync of directories; a power cut may take new names"
-            print(f"optimus: WARNING: {os.fspath(path)}: {why}", file=sys.stderr, flush=True)
+            logger.warning("%s: %s", os.fspath(path), why)
         _told.add(device)
     finally:
         os.close(fd)

@@ -5,12 +5,14 @@ Until the first update a request ends the process at once, because there is noth
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 from typing import NoReturn
 
 from optimus.launch.environment import is_launched
+
+logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -22,11 +24,9 @@ def signal_label(number: int) -> str:
 
 def report_early_stop(number: int) -> int:
     """Print that the run stopped before its first update; return the exit status for that."""
-    print(
-        f"optimus: stopped before the first step ({signal_label(number)}); give the same command "
-        "again to start",
-        file=sys.stderr,
-        flush=True,
+    logger.info(
+        "stopped before the first step (%s); give the same command again to start",
+        signal_label(number),
     )
     return 130 if number == signal.SIGINT else 3
 

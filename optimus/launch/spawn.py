@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from optimus.launch.environment import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
 from optimus.launch.signals import STOP_SIGNALS, report_early_stop
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -138,7 +141,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     for number, status in enumerate(ended_alone):
         if status is not None and status < 0 and not (passed and _ended_early(ranks)):
             name = signal.Signals(-status).name
-            print(f"optimus: rank {number} was ended by {name}", file=sys.stderr)
+            logger.error("rank %d was ended by %s", number, name)
     return _verdict([status for status in ended_alone if status is not None])
 
 

@@ -7,11 +7,12 @@ too, so that nothing is judged before enough updates of this process have been s
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +62,16 @@ def load_figures(loads: Sequence[Tensor], model: ModelConfig) -> dict[str, Any]:
     }
 
 
+class Notice(NamedTuple):
+    """A line for the log."""
+
+    level: int
+    """As in `logging`: WARNING for a fault, INFO for a recovery."""
+    text: str
+
+
 class TrainingHealth:
-    """Returns a line of text when training develops one of these faults, and when it recovers."""
+    """Finds when training develops one of these faults, and when it recovers."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
@@ -70,17 +79,17 @@ class TrainingHealth:
         judged = model.sparse_layers and model.router != "uniform"
         self._experts = _ExpertBalance(model) if judged else None
 
-    def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[str]:
+    def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[Notice]:
         """Return the warnings and recoveries of one update, usually none.
 
         Args:
             expert_rows: rows of all MoE layers and ranks, on the host.
             grad_norm: before clipping; NaN for an update skipped for an overflow.
         """
-        lines = self._norm.after_update(step, grad_norm)
+        notices = self._norm.after_update(step, grad_norm)
         if self._experts is not None:
-            lines += self._experts.after_update(step, expert_rows)
-        return lines
+            notices += self._experts.after_update(step, expert_rows)
+        return notices
 
 
 class _Repetition:
@@ -105,7 +114,7 @@ class _GradNorm:
         self._unprinted = 0
         self._reported = False
 
-    def after_update(self, step: int, norm: float) -> list[str]:
+    def after_update(self, step: int, norm: float) -> list[Notice]:
         if not math.isfinite(norm):
             return []
         full = len(self._history) == _HISTORY
@@ -117,20 +126,22 @@ class _GradNorm:
             return self._spike(step, norm, median)
         if self._reported and norm <= _CALM * median:
             self._reported = False
-            return [f"step {step}: the gradient norm is {norm:.4g}, near its median again"]
+            text = f"step {step}: the gradient norm is {norm:.4g}, near its median again"
+            return [Notice(logging.INFO, text)]
         return []
 
-    def _spike(self, step: int, norm: float, median: float) -> list[str]:
+    def _spike(self, step: int, norm: float, median: float) -> list[Notice]:
         if not self._repetition.allows(step):
             self._unprinted += 1
             return []
         earlier = f" ({self._unprinted} more since the last warning)" if self._unprinted else ""
         self._unprinted, self._reported = 0, True
-        return [
-            f"warning: step {step}: gradient norm {norm:.4g} is {norm / median:.0f} times the "
-            f"median of the last {_HISTORY} updates, {median:.4g}{earlier}; if this recurs, lower "
-            "optim.lr or raise optim.warmup_steps, and keep optim.clip_norm above 0"
-        ]
+        text = (
+            f"step {step}: gradient norm {norm:.4g} is {norm / median:.0f} times the median of the "
+            f"last {_HISTORY} updates, {median:.4g}{earlier}; if this recurs, lower optim.lr or "
+            "raise optim.warmup_steps, and keep optim.clip_norm above 0"
+        )
+        return [Notice(logging.WARNING, text)]
 
 
 class _ExpertBalance:
@@ -154,7 +165,7 @@ class _ExpertBalance:
         self._repetition = _Repetition()
         self._reported = False
 
-    def after_update(self, step: int, expert_rows: Tensor) -> list[str]:
+    def after_update(self, step: int, expert_rows: Tensor) -> list[Notice]:
         self._recent.append(expert_rows)
         fullest = [float(load.max()) for load in expert_loads(expert_rows, self._model)]
         over = [load > limit for load, limit in zip(fullest, self._limits, strict=True)]
@@ -170,10 +181,11 @@ class _ExpertBalance:
             return self._warning(step, bad, fullest, idle)
         if self._reported and self._balanced >= _UPDATES:
             self._reported = False
-            return [
+            text = (
                 f"step {step}: expert load is balanced again: in the last {_UPDATES} updates no "
                 "expert was overloaded or idle"
-            ]
+            )
+            return [Notice(logging.INFO, text)]
         return []
 
     def _too_few_rows(self) -> bool:
@@ -185,17 +197,18 @@ class _ExpertBalance:
 
     def _warning(
         self, step: int, bad: list[int], fullest: list[float], idle: list[int]
-    ) -> list[str]:
+    ) -> list[Notice]:
         if not self._repetition.allows(step):
             return []
         self._reported = True
         worst = max(bad, key=lambda layer: (fullest[layer] / self._most[layer], idle[layer]))
         layer = self._model.sparse_layers[worst]
-        return [
-            f"warning: step {step}: experts are unbalanced in {len(bad)} of {len(idle)} MoE "
+        text = (
+            f"step {step}: experts are unbalanced in {len(bad)} of {len(idle)} MoE "
             f"layers, most in layer {layer}: its fullest expert got {fullest[worst]:.2f} times its "
             f"share (at most {self._most[worst]:g}), and {idle[worst]} of "
             f"{self._model.experts_by_layer[layer]} experts less than {_IDLE:.0%} of theirs in the "
             f"last {_UPDATES} updates; lower optim.lr, or raise optim.warmup_steps, "
             "model.aux_loss_coef or model.embedding_init_std"
-        ]
+        )
+        return [Notice(logging.WARNING, text)]

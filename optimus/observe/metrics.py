@@ -7,8 +7,8 @@ import contextlib
 import io
 import itertools
 import json
+import logging
 import os
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 from optimus.errors import DataError
 from optimus.io import files
+
+logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
 """Longest line that is read; ours have about a kilobyte."""
@@ -229,4 +231,4 @@ def _key(line: bytes) -> tuple[int, str] | None:
 
 
 def _warn(path: Path, what: str) -> None:
-    print(f"optimus: WARNING: {path}: {what}", file=sys.stderr, flush=True)
+    logger.warning("%s: %s", path, what)

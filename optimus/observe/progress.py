@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from optimus.errors import printable
+from optimus.observe.log import redirect_lines
 
 
 class Progress:
@@ -18,7 +19,9 @@ class Progress:
         self._last_step, self._interval = last_step, log_interval
         self._bar = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+            bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+            redirect_lines(lambda line: bar.write(line, file=sys.stderr))
+            self._bar = bar
 
     def show(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -26,17 +29,12 @@ class Progress:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(_figures(record))
         elif step % self._interval == 0 or step == self._last_step:
-            self.say(f"step {step}/{self._last_step}  {_figures(record)}")
-
-    def say(self, line: str) -> None:
-        """A line of text, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        else:
+            line = f"step {step}/{self._last_step}  {_figures(record)}"
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
+            redirect_lines(None)
             self._bar.close()
 
 

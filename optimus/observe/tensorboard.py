@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class TensorBoard:
@@ -38,5 +40,6 @@ class TensorBoard:
 
     def _end(self, error: OSError) -> None:
         self._writer = None
-        what = "TensorBoard events end here, metrics.jsonl goes on"
-        print(f"optimus: WARNING: tb/: {error.strerror}; {what}", file=sys.stderr, flush=True)
+        logger.warning(
+            "tb/: %s; TensorBoard events end here, metrics.jsonl continues", error.strerror
+        )

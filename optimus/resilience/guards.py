@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from optimus.io import files
+
+logger = logging.getLogger(__name__)
 
 
 def is_finite(flat: Tensor) -> bool:
@@ -81,7 +83,7 @@ def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **mo
         log_dir.mkdir(parents=True, exist_ok=True)
         files.write_json(path, {"rank": rank, "step": step, "host": host, "what": text, **more})
     except OSError as error:
-        print(f"optimus: WARNING: {path} not written: {error.strerror}", file=sys.stderr)
+        logger.warning("%s not written: %s", path, error.strerror)
 
 
 def _all_finite(value: object) -> bool:

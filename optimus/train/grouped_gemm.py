@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,6 +13,8 @@ from optimus.errors import counted, one_line
 from optimus.model.moe import Experts
 from optimus.parallel.placement import share
 from optimus_kernels.grouped_mm import set_form
+
+logger = logging.getLogger(__name__)
 
 _TIMED = 3
 _MEASURED_TOKENS = 4096
@@ -45,15 +47,15 @@ def measure_grouped_gemm(config: Config, device: torch.device) -> str:
                 run()  # may compile or tune
                 seconds[form] = platform.best_of(_TIMED, run, device)
             except ValueError as error:
-                print(f"optimus: {one_line(error)}", file=sys.stderr, flush=True)
+                logger.info(one_line(error))
     finally:
         set_form("auto")
     times = ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
-    print(
-        f"optimus: grouped products of {counted(layer.experts, 'expert')}, "
-        f"{counted(tokens, 'token')}: {times}",
-        file=sys.stderr,
-        flush=True,
+    logger.info(
+        "grouped products of %s, %s: %s",
+        counted(layer.experts, "expert"),
+        counted(tokens, "token"),
+        times,
     )
     return min(seconds, key=seconds.__getitem__)
 

@@ -6,7 +6,7 @@ would drift apart unseen, so they compare before the first step and end where th
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +26,8 @@ from optimus_kernels.backend import Backend
 from optimus_kernels.cache import KernelError
 from optimus_kernels.grouped_mm import form as form_in_force
 from optimus_kernels.grouped_mm import set_form
+
+logger = logging.getLogger(__name__)
 
 
 def settle_kernels(config: Config, world: World, flight: Preflight) -> tuple[Config, Preflight]:
@@ -59,7 +61,7 @@ def take_kernels(
     form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
     settled = {"backend": taken.name, "grouped_gemm": form}
     if world.is_first:
-        _say(f"kernels: {taken.name}" + (f", grouped products: {form}" if sparse else ""))
+        logger.info("kernels: %s%s", taken.name, f", grouped products: {form}" if sparse else "")
     kernels = config.kernels.model_copy(update=settled)
     return config.model_copy(update={"kernels": kernels}), settled
 
@@ -78,7 +80,7 @@ def _agree_on_backend(world: World) -> Backend:
     if trouble := disagreement(answers):
         raise ConfigError(trouble, on_every_rank=True)
     if world.is_first and found.why_not:
-        _say(f"plain torch on {kind}, since {found.why_not}")
+        logger.info("plain torch on %s, since %s", kind, found.why_not)
     backend.use(kind, found)
     return found
 
@@ -192,7 +194,3 @@ def _differences(settled: Mapping[str, str], flight: Preflight) -> list[str]:
         for key, value in settled.items()
         if stored.get(f"kernels.{key}", value) != value
     ]
-
-
-def _say(line: str) -> None:
-    print(f"optimus: {line}", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,8 @@ from optimus.parallel.layout import Layout
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight, with_start
 from optimus.train.spread import spread
+
+logger = logging.getLogger(__name__)
 
 
 def load_start(
@@ -44,7 +46,7 @@ def load_start(
         problem = load_full(rank_states, full, how)
         if problem:  # an error of reading may pass
             if world.is_first:
-                print(f"optimus: reading again, for {problem}", file=sys.stderr)
+                logger.warning("reading again, for %s", problem)
             problem = load_full(rank_states, full, how)
         if not problem:
             states.num_updates = full.updates
@@ -70,11 +72,11 @@ def _fall_back(
     refused = ""
     if world.is_first:
         problem = list(damaged.values())[-1]
-        print(f"optimus: passing over a damaged checkpoint: {one_line(problem)}", file=sys.stderr)
+        logger.warning("passing over a damaged checkpoint: %s", one_line(problem))
         try:
             flight = with_start(config, flight, damaged)
             start = flight.start
-            print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
+            logger.info("starting at step %d from %s", start.step, start.path)
         except CheckpointError as error:
             refused = str(error)
     start, refused = broadcast_object((flight.start, refused), world.everyone, tuple[Start, str])

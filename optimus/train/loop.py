@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from contextlib import suppress
@@ -24,6 +25,7 @@ from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.observe.health import TrainingHealth, expert_loads, load_figures
+from optimus.observe.log import set_up_logging
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
 from optimus.peak import RunPeak
@@ -44,6 +46,8 @@ from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
 from optimus_kernels.product import fastest_library, library_of
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
     """Run this rank's part of a training run to its end. `process`: as for StartUp.
@@ -51,6 +55,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
     a signal.
     """
+    set_up_logging(launch.rank)
     start_up = StartUp(process)
     flight: Preflight | None = None
     directory: RunDirectory | None = None
@@ -144,7 +149,7 @@ class Run:
         if directory is not None:
             directory.open(config, flight, self.last_step)
             for line in news:
-                directory.say(line)
+                logger.info(line)
             self.peak = self._find_peak()
         if config.train.compile:
             platform.use_private_compile_cache()
@@ -169,9 +174,12 @@ class Run:
     def go(self) -> None:
         """Update by update to the last step; evaluate, sample and save where they are due."""
         if self.directory is not None and self.flight.start.step >= self.last_step:
-            self.directory.say(
-                f"nothing to do: the run is at step {self.flight.start.step}, and its last step is "
-                f"{self.last_step}; raise train.{self._limit()} to continue"
+            logger.info(
+                "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
+                "continue",
+                self.flight.start.step,
+                self.last_step,
+                self._limit(),
             )
         began = time.monotonic()
         try:
@@ -230,11 +238,11 @@ class Run:
         # The one transfer from the device that expert-load figures and warnings need.
         result = replace(result, expert_rows=result.expert_rows.cpu())
         self.directory.metrics(self.record(result, seconds))
-        for line in self.health.after_update(step, result.expert_rows, result.grad_norm):
-            self.directory.say(f"optimus: {line}")
+        for notice in self.health.after_update(step, result.expert_rows, result.grad_norm):
+            logger.log(notice.level, notice.text)
         if self._start_up is not None:
             self._start_up.done("first update")
-            self.directory.say(self._start_up.told())
+            logger.info(self._start_up.told())
             self._start_up = None
 
     def evaluate(self, step: int) -> None:
@@ -275,7 +283,7 @@ class Run:
                 source=mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1)),
             )
         if self.directory is not None:
-            self.directory.say(f"sample at step {step}:\n{indented(text)}")
+            logger.info("sample at step %d:\n%s", step, indented(text))
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl of one update."""
@@ -313,5 +321,5 @@ class Run:
                 like.device,
                 like.dtype,
                 library_of(like),
-                self.directory.say,
+                logger.info,
             )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +19,8 @@ from optimus.io import files
 from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
 from optimus.observe.progress import Progress
 from optimus.train.preflight import Preflight
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 
@@ -104,10 +106,10 @@ class RunDirectory:
             os.fchmod(file.fileno(), 0o600)
         _lock(file, self.path, fcntl.LOCK_EX)
         if self.path.stat().st_mode & stat.S_IWOTH:
-            print(
-                f"optimus: WARNING: {self.path}: every user of this machine may write to it and "
-                "replace its checkpoints; run chmod o-w on it",
-                file=sys.stderr,
+            logger.warning(
+                "%s: every user of this machine may write to it and replace its checkpoints; run "
+                "chmod o-w on it",
+                self.path,
             )
         return file
 
@@ -121,7 +123,7 @@ class RunDirectory:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._eval.append(record)
         self._last["eval"] = record
-        self.say(f"held-out loss {record['loss']:.4f} at step {record['step']}")
+        logger.info("held-out loss %.4f at step %d", record["loss"], record["step"])
         if self._board is not None:
             self._board.show(record, "eval")
 
@@ -135,9 +137,6 @@ class RunDirectory:
         if name not in self._last:
             self._last[name] = next(iter(read_json_lines(self.path / f"{name}.jsonl")[-1:]), {})
         return self._last[name]
-
-    def say(self, line: str) -> None:
-        self._progress.say(line)
 
     def end_progress(self) -> None:
         """Leave the bar as it is now; what is printed later comes below it."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +32,8 @@ from optimus.resilience import guards
 from optimus.resilience.nonfinite import refuse_bad_states
 from optimus.train.loss_scale import LossScale
 from optimus.train.preflight import Preflight
+
+logger = logging.getLogger(__name__)
 
 _TIGHT = 4
 """How few more saves must fit on the disk for a warning at each that makes them fewer."""
@@ -149,7 +151,7 @@ class Saves:
         """Wait for what is under way where all ranks end on an error. A collective of all ranks."""
         for lane in (self._fulls, self._models):
             if (outcome := lane.poll(wait=True)) and outcome.failure:
-                self._say(f"warning: {outcome.failure.what}")
+                self._warn(outcome.failure.what)
 
     def give_up(self) -> None:
         """Stop what this rank is writing, where others cannot be asked any more."""
@@ -161,9 +163,11 @@ class Saves:
         if (before := lane.under_way) is not None:
             start = time.monotonic()
             self._take(lane, lane.poll(wait=True))
-            self._say(
-                f"the save of step {step} waited {time.monotonic() - start:.1f} s for that of step "
-                f"{before.step}"
+            logger.info(
+                "the save of step %d waited %.1f s for that of step %d",
+                step,
+                time.monotonic() - start,
+                before.step,
             )
         try:
             if before is not None and lane.under_way is not None:
@@ -208,11 +212,12 @@ class Saves:
             raise OptimusError(f"{told}; {again}", on_every_rank=True)
         else:
             number = f"{lane.failures} of {limit}" if limit else f"{lane.failures}"
-            self._say(f"WARNING: {told}; the run goes on (failure {number} in a row)")
+            self._warn(f"{told}; the run continues (failure {number} in a row)")
 
-    def _say(self, line: str) -> None:
+    def _warn(self, line: str) -> None:
+        """Log a warning that all ranks have, once."""
         if self._world.is_first:
-            print(f"optimus: {line}", file=sys.stderr, flush=True)
+            logger.warning(line)
 
     def _begin_full(self, step: int) -> Underway:
         path = manager.full_path(self._config.train.run_dir, step)
@@ -252,7 +257,7 @@ class Saves:
                 self._warn_of_left(left)
             except OSError as error:
                 where = error.filename or manager.checkpoints_dir(run_dir)
-                self._say(f"WARNING: old checkpoints are not removed: {where}: {error.strerror}")
+                logger.warning("old checkpoints are not removed: %s: %s", where, error.strerror)
 
     def _remove_leftover(self, directory: Path) -> None:
         """Remove what a failed save wrote, in a thread of the first rank."""
@@ -271,12 +276,13 @@ class Saves:
             return
         self._least_room = min(room, _TIGHT)
         for path in new:
-            self._say(f"WARNING: cannot remove {path}: {left[path]}")
-        self._say(
-            f"WARNING: {counted(len(left), 'old directory', 'old directories')} of checkpoints "
-            "cannot be removed; "
-            f"{manager.space_left(run_dir)}, and a save takes {takes / 1e9:.3f} GB; "
-            "remove by hand what is named above"
+            logger.warning("cannot remove %s: %s", path, left[path])
+        logger.warning(
+            "%s of checkpoints cannot be removed; %s, and a save takes %.3f GB; remove by hand "
+            "what is named above",
+            counted(len(left), "old directory", "old directories"),
+            manager.space_left(run_dir),
+            takes / 1e9,
         )
 
     def _refuse_bad_states(self, step: int) -> None:
@@ -319,5 +325,5 @@ class Saves:
             lines = [f"not all files for transformers are written: {one_line(error)}"]
         for line in lines:
             if line not in self._warned:
-                self._say(f"warning: models of this run: {line}")
+                logger.warning("models of this run: %s", line)
             self._warned.add(line)

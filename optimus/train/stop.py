@@ -5,19 +5,21 @@ From the first update on, a request finishes the update and writes a checkpoint 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING
 
-from optimus.launch.environment import RENDEZVOUS, STARTED, read_rank
+from optimus.launch.environment import RENDEZVOUS, STARTED
 from optimus.launch.signals import STOP_SIGNALS, signal_label
 
 if TYPE_CHECKING:
     import torch
 
     from optimus.distributed.collectives import Group
+
+logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -49,13 +51,9 @@ class StopRequest:
         again = ""
         if number == signal.SIGINT:
             again = "; press Ctrl-C again to stop at once without it"
-        if read_rank() == 0:
-            print(
-                f"optimus: {signal_label(number)}: finishing this step and saving a checkpoint"
-                f"{again}",
-                file=sys.stderr,
-                flush=True,
-            )
+        logger.info(
+            "%s: finishing this step and saving a checkpoint%s", signal_label(number), again
+        )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
         """Return after a step why all ranks stop now, or None. A collective."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,20 +16,22 @@ from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
 from optimus.train.preflight import Preflight
 
+logger = logging.getLogger(__name__)
+
 MOST_EPOCHS = 4
 """Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
 
 
 def print_start(config: Config, flight: Preflight, warnings: Sequence[str]) -> None:
     """Print what the run will do, where it starts, and what about it is doubtful."""
-    _print("this run", _plan(config, flight))
+    _log("this run", _plan(config, flight))
     for warning in (*warnings, *_repeats(config, flight)):
-        print(f"optimus: warning: {one_line(warning)}", file=sys.stderr)
+        logger.warning(one_line(warning))
     start = flight.start
     if start.path is not None:
-        print(f"optimus: starting at step {start.step} from {start.path}", file=sys.stderr)
+        logger.info("starting at step %d from %s", start.step, start.path)
     for difference in flight.differences:
-        print(f"optimus: changed on resume: {one_line(difference)}", file=sys.stderr)
+        logger.info("changed on resume: %s", one_line(difference))
 
 
 def print_end(
@@ -50,7 +52,7 @@ def print_end(
         title = f"stopped at step {last_step:,} of {train.max_steps:,}"
         if last_step == train.stop_at_step:
             title += "; raise train.stop_at_step to continue"
-    _print(title, _results(config, flight, last_step, seconds, record, evaluation))
+    _log(title, _results(config, flight, last_step, seconds, record, evaluation))
 
 
 def _plan(config: Config, flight: Preflight) -> Iterator[tuple[str, str]]:
@@ -192,8 +194,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _print(title: str, facts: Iterable[tuple[str, str]]) -> None:
+def _log(title: str, facts: Iterable[tuple[str, str]]) -> None:
     facts = list(facts)
     width = max(len(name) for name, _ in facts)
     lines = [printable(f"  {name:<{width}}  {fact}") for name, fact in facts]
-    print("\n".join([f"optimus: {title}", *lines]), file=sys.stderr, flush=True)
+    logger.info("\n".join([title, *lines]))

@@ -216,7 +216,7 @@ def fail_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: B
     assert look(run_dir) == STEPS if went_on else look(run_dir) >= BASE
     there = {kind: place(run_dir, BROKEN).exists() for kind, place in _PLACES.items()}
     lost = [kind for kind, is_there in there.items() if went_on and not is_there]
-    assert not lost or ("WARNING" in told and f"step {BROKEN} is not saved" in told), (lost, told)
+    assert not lost or ("warning:" in told and f"step {BROKEN} is not saved" in told), (lost, told)
     assert breakage.action is not Action.SHORT or not lost, told
     assert not live(pool, tree)  # the next start tidies up and, where the last save failed, goes on
     assert_same_run(run_dir, save.unbroken)
@@ -224,7 +224,7 @@ def fail_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: B
     shutil.rmtree(run_dir)
     if not went_on:
         return "the last save failed"
-    return f"lost {' and '.join(lost)}" if lost else "warned" if "WARNING" in told else "all saved"
+    return f"lost {' and '.join(lost)}" if lost else "warned" if "warning:" in told else "all saved"
 
 
 def _told(pool: RankPool, tree: dict[str, Any], breakage: Breakage) -> tuple[str, bool, int]:

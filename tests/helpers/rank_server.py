@@ -235,6 +235,9 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
     )
     os.chdir(job.folder)
     sys.path[:] = job.sys_path
+    from optimus.observe.log import set_up_logging
+
+    set_up_logging(rank)
     function = reduce(getattr, job.function.split("."), importlib.import_module(job.module))
     arguments = pickle.loads(job.arguments)
     if not job.start_world:

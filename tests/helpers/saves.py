@@ -55,7 +55,7 @@ def run_with(
 
 
 def warnings(ended: Ended) -> list[str]:
-    return [line for line in ended.printed if "WARNING" in line]
+    return [line for line in ended.printed if "warning:" in line]
 
 
 def hold_writes(until: dict[int, int]) -> Hook:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
 import torch
 
-from optimus.observe.health import TrainingHealth
+from optimus.observe.health import Notice, TrainingHealth
 from tests.helpers.runs import run_tree
 from tests.helpers.tiny import tiny_tree
 from tests.model.small import small_config
@@ -17,20 +18,24 @@ EVEN = torch.full((2, 16), 512)
 PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
 
 
-def lines_of(health, rows=None, norms=(), first=1) -> list[str]:
-    """What is printed for these updates; `rows` or `norms` may be one value for all of them."""
-    found = []
+def notices_of(health, rows=None, norms=(), first=1) -> list[Notice]:
+    """Return the notices of these updates; without `rows` or `norms` theirs are even and equal."""
+    notices = []
     for number in range(max(len(norms), len(rows or ()))):
         expert_rows = rows[number] if rows else EVEN
         norm = norms[number] if norms else 1.0
-        found += health.after_update(first + number, expert_rows, norm)
-    return found
+        notices += health.after_update(first + number, expert_rows, norm)
+    return notices
+
+
+def lines_of(health, *arguments, **options) -> list[str]:
+    return [notice.text for notice in notices_of(health, *arguments, **options)]
 
 
 def test_experts_that_collapse_are_named_with_their_layer_and_the_remedy():
     lines = lines_of(TrainingHealth(SIXTEEN), [PAIR] * 12)
     assert len(lines) == 1
-    for part in ("warning: step 10:", "1 of 2 MoE layers", "layer 1", "8.00 times", "at most 8",
+    for part in ("step 10:", "1 of 2 MoE layers", "layer 1", "8.00 times", "at most 8",
                  "14 of 16 experts", "optim.lr", "model.aux_loss_coef"):  # fmt: skip
         assert part in lines[0], part
 
@@ -51,9 +56,9 @@ def test_one_idle_expert_is_reported():
 
 def test_balance_and_norm_that_return_are_said_once():
     health = TrainingHealth(SIXTEEN)
-    lines = lines_of(health, [PAIR] * 12 + [EVEN] * 60)
-    assert [line.split(":")[0] for line in lines] == ["warning", "step 22"]
-    assert "balanced again" in lines[1]
+    warning, recovery = notices_of(health, [PAIR] * 12 + [EVEN] * 60)
+    assert (warning.level, recovery.level) == (logging.WARNING, logging.INFO)
+    assert "step 22: " in recovery.text and "balanced again" in recovery.text
     lines = lines_of(health, norms=[1.0] * 20 + [11.0, 3.0, 1.5] + [1.0] * 20, first=73)
     assert len(lines) == 2 and "near its median again" in lines[1]
 
@@ -62,7 +67,7 @@ def test_a_gradient_norm_is_compared_with_the_median_of_twenty():
     """The norms of the demo as it was: 51.2 after twenty updates around 1 and 2."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
-    for part in ("warning: step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
+    for part in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
                  "1.5;", "optim.lr", "optim.warmup_steps", "optim.clip_norm"):  # fmt: skip
         assert part in line, part
     assert not lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 20 + [9.9])

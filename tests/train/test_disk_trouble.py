@@ -97,7 +97,7 @@ def test_a_full_disk_harms_nothing_and_is_used_again(ranks, tiny_data, tmp_path,
     told = warnings(ended[0])
     for step in (10, 15):
         for kind in ("step", "model"):
-            words = f"WARNING: step {step} is not saved: {kind}-000000{step} not written: "
+            words = f"warning: step {step} is not saved: {kind}-000000{step} not written: "
             assert any(words in line and "make room" in line for line in told), told
     assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in told)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())

@@ -45,8 +45,12 @@ def test_samples_are_the_same_on_every_layout(ranks, tiny_data, tmp_path):
         first, *others = ranks(size, told_by, tree, start_world=False, timeout_s=120)
         assert not any("sample" in other for other in others)
         lines = first.splitlines()
-        found = [lines[n : n + 2] for n, line in enumerate(lines) if line.startswith("sample")]
-        assert [head for head, _ in found] == ["sample at step 2:", "sample at step 4:"]
+        found = [
+            lines[n : n + 2] for n, line in enumerate(lines) if line.startswith("optimus: sample")
+        ]
+        assert [head for head, _ in found] == [
+            f"optimus: sample at step {step}:" for step in (2, 4)
+        ]
         assert all(text.startswith("    ") for _, text in found)
         samples.append(found)
     assert samples[0] == samples[1] == samples[2]

@@ -39,4 +39,4 @@ def test_a_directory_that_every_user_may_change_is_warned_of(tmp_path, capsys):
     tmp_path.chmod(0o777)
     RunDirectory(tmp_path)._lock.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"WARNING: {tmp_path}: every user of this machine may write to it" in line
+    assert f"warning: {tmp_path}: every user of this machine may write to it" in line

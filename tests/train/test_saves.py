@@ -138,8 +138,8 @@ def test_a_save_that_fails_on_one_rank_is_told_and_the_run_goes_on(
     ended = ranks(2, run_with_small_files, tree, victim, [8], start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     assert warnings(ended[0]) == [
-        f"optimus: WARNING: step 8 is not saved: step-00000008/shard-0000{victim}.bin not written: "
-        "File too large; the newest checkpoint is step-00000004; the run goes on (failure 1 of 3 "
+        f"optimus: warning: step 8 is not saved: step-00000008/shard-0000{victim}.bin not written: "
+        "File too large; the newest checkpoint is step-00000004; the run continues (failure 1 of 3 "
         "in a row)"
     ]
     assert not warnings(ended[1])
@@ -347,7 +347,7 @@ def run_on_full_disk(tree: dict[str, Any]) -> str:
 def test_model_whose_tokenizer_does_not_fit_is_not_sealed(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
     (output,) = ranks(1, run_on_full_disk, tree, start_world=False)
-    assert "WARNING: step 2 is not saved" in output and "No space left on device" in output
+    assert "warning: step 2 is not saved" in output and "No space left on device" in output
     assert not manager.model_path(tmp_path, 2).exists()
 
 

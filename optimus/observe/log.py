@@ -1,0 +1,58 @@
+"""Log lines of a process: one line on standard error for each record of the loggers `optimus.*`.
+
+A module logs through `logging.getLogger(__name__)`. Where Optimus is used as a library, nothing
+calls `set_up_logging`, and the application's own logging applies.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+from optimus.errors import printable_lines
+
+
+class _LineHandler(logging.Handler):
+    """Writes `program: [rank N] level: message`, without the rank on rank 0 and without the level
+    for information. Standard error is looked up for each line, since callers may replace it."""
+
+    program, rank = "optimus", 0
+    write: Callable[[str], None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rank = f" [rank {self.rank}]" if self.rank else ""
+        level = f" {record.levelname.lower()}:" if record.levelno > logging.INFO else ""
+        try:
+            line = printable_lines(f"{self.program}:{rank}{level} {record.getMessage()}")
+            if self.write is not None:
+                self.write(line)
+            elif sys.stderr is not None:
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+_LINES = _LineHandler()
+
+
+def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
+    """Print the log of this process on standard error: everything from information up on rank 0,
+    warnings and errors on the other ranks, where information would repeat that of rank 0.
+
+    Args:
+        rank: Global rank of this process; lines of ranks other than 0 name it.
+        program: Name of the command, with which each line begins.
+    """
+    _LINES.program, _LINES.rank = program, rank
+    logger = logging.getLogger("optimus")
+    logger.addHandler(_LINES)
+    logger.setLevel(logging.WARNING if rank else logging.INFO)
+    logger.propagate = False  # a handler that a library adds to the root would repeat each line
+
+
+def redirect_lines(write: Callable[[str], None] | None) -> None:
+    """Pass log lines to `write`, such as the one of a progress bar, which prints them above the
+    bar; None returns to standard error."""
+    _LINES.write = write

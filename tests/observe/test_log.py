@@ -1,0 +1,81 @@
+"""Log lines: their form, the ranks that print them, and that nothing else prints."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optimus.observe.log import redirect_lines, set_up_logging
+
+ROOT = Path(__file__).resolve().parents[2]
+logger = logging.getLogger("optimus.test")
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The logging of the test process is as before after the test."""
+    yield
+    redirect_lines(None)
+    set_up_logging()
+
+
+def log_one_of_each_level() -> None:
+    logger.debug("not printed")
+    logger.info("step %d", 3)
+    logger.warning("careful")
+    logger.error("no")
+
+
+def test_lines_have_program_and_level(restored, capsys):
+    set_up_logging()
+    log_one_of_each_level()
+    lines = ["optimus: step 3", "optimus: warning: careful", "optimus: error: no"]
+    assert capsys.readouterr() == ("", "\n".join([*lines, ""]))
+
+
+def test_other_ranks_print_warnings_with_their_number(restored, capsys):
+    set_up_logging(2, "optimus-data")
+    log_one_of_each_level()
+    assert capsys.readouterr().err.splitlines() == [
+        "optimus-data: [rank 2] warning: careful",
+        "optimus-data: [rank 2] error: no",
+    ]
+
+
+def test_set_up_twice_prints_once(restored, capsys):
+    set_up_logging()
+    set_up_logging()
+    logger.info("once")
+    assert capsys.readouterr().err == "optimus: once\n"
+
+
+def test_control_characters_are_escaped_and_lines_stay(restored, capsys):
+    set_up_logging()
+    logger.warning("%s\n  second line", "\x1b[2J")
+    assert capsys.readouterr().err == "optimus: warning: \\x1b[2J\n  second line\n"
+
+
+def test_lines_go_to_the_progress_bar(restored, capsys):
+    lines: list[str] = []
+    redirect_lines(lines.append)
+    logger.info("above")
+    redirect_lines(None)
+    logger.info("below")
+    assert lines == ["optimus: above"] and capsys.readouterr().err == "optimus: below\n"
+
+
+def test_only_commands_and_progress_print():
+    """What a command prints is its result; everything else is a record of the log."""
+    allowed = {"cli.py", "commands.py", "progress.py", "reference.py"}
+    calls = [
+        f"{path}:{node.lineno}"
+        for path in (ROOT / "optimus").rglob("*.py")
+        if path.name not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert not calls
