@@ -155,8 +155,9 @@ def _expected_steps(flight: Preflight, name: str, copy: Path) -> range:
     """The steps before the start of which metrics.jsonl, or eval.jsonl, has lines for sure."""
     start, interval = flight.start, 1
     begun = 0 if start.begun is None and start.origin == "none" else start.begun
-    if name == "eval":  # the copy knows better: the interval may have been another before
-        is_known = flight.eval_dataset is not None and not copy.exists()
+    if name == "eval":  # lines of the copy are better: the interval may have been another before
+        has_lines = copy.exists() and copy.stat().st_size > 0
+        is_known = flight.eval_dataset is not None and not has_lines
         interval = start.settings.get("train.eval_interval", 0) if is_known else 0
     if begun is None or not interval:
         return range(0)

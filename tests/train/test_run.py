@@ -196,3 +196,18 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
     steps = [line["step"] for line in read_json_lines(evaluations)]
     assert steps == ([2, 4, 6] if has_copy else [6])
     assert metrics.read_bytes() == copies[0].read_bytes()
+
+
+def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, tmp_path):
+    """eval.jsonl and its copy are emptied: the interval of the checkpoint gives the steps."""
+    settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
+    evaluations = tmp_path / "eval.jsonl"
+    for path in (evaluations, tmp_path / ".eval-copy.jsonl"):
+        assert path.stat().st_size > 0
+        path.write_bytes(b"")
+    stderr = ranks(1, told_by, tree, start_world=False)[0]
+    (line,) = (line for line in stderr.splitlines() if "jsonl" in line)
+    assert f"{evaluations}: the lines of steps 2, 4 are missing" in line
+    assert [record["step"] for record in read_json_lines(evaluations)] == [6]
