@@ -57,11 +57,12 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _show(args: argparse.Namespace, arguments: list[str]) -> int:
+    """Exit status 1 where the checkpoint is damaged."""
     from optimus.checkpoint.inspect import show
 
     result = show(args.path)
     print(json.dumps(result) if args.json else _format_show(result))
-    return 0
+    return 1 if result["state"] == "damaged" else 0
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:

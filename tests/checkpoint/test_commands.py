@@ -164,6 +164,15 @@ def test_show_tells_how_evenly_ranks_wrote(run_dir, capsys):
     assert "model" in capsys.readouterr().out
 
 
+def test_show_of_a_damaged_index_has_status_1(run_dir, capsys):
+    path = manager.full_path(run_dir, 6)
+    flip(path / "index.jsonl")
+    about = told(capsys, "show", path, code=1)
+    assert about["state"] == "damaged" and "index.jsonl" in about["problem"]
+    assert main(["checkpoint", "show", str(path)]) == 1
+    assert "damaged: " in capsys.readouterr().out
+
+
 def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
     ranks = {"pp": 2, "dp": 4, "ep": 1, "tp": 1, "per_node": 2}
     sizes = dict(enumerate([10, 10, 10, 10, 100, 120, 90]))

@@ -367,8 +367,8 @@ def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command,
         Command(("optimus convert to-hf run out",), _weights, tensors),
     )
     return (
-        Command((f"optimus checkpoint show {path} --json",), _shown),
-        Command((f"optimus checkpoint show {path}",), _text, "never"),
+        Command((f"optimus checkpoint show {path} --json",), _shown, codes=(1, 2), lists=True),
+        Command((f"optimus checkpoint show {path}",), _text, "never", (1, 2), lists=True),
         Command(
             (f"optimus checkpoint verify {path}", f"optimus convert to-hf {path} out"),
             _weights,
