@@ -10,7 +10,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import xxhash
 
@@ -51,7 +51,7 @@ class HashingFile(io.RawIOBase):
         """Number and hash of the bytes that went by."""
         return self.size, self._digest.hexdigest()
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)
         if self._expected and self.size < self._expected[0]:
             view = view[: self._expected[0] - self.size]
@@ -102,7 +102,7 @@ class _ZstdReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._ready:
             try:
                 block = next(self._blocks, None)
@@ -172,7 +172,7 @@ class _GzipReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         try:
             return self._file.readinto(buffer)
         except self._damage as error:

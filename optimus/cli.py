@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from optimus.errors import (
@@ -312,7 +312,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add(
-    commands: argparse._SubParsersAction, name: str, run, text: str
+    commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
@@ -352,10 +352,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 class _PrintSettings(argparse.Action):
-    def __init__(self, **options) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         from optimus.config.reference import settings_text
 
         print(settings_text(markdown=False), end="")

@@ -148,7 +148,10 @@ def _as_fp32(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
-def _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step) -> None:
+def _check(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
+    beta1: float, beta2: float, step: int,
+) -> None:  # fmt: skip
     given = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     if param_out is not None:
         given["param_out"] = param_out
@@ -172,8 +175,9 @@ def _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step) -> 
 
 
 def _run(
-    master, exp_avg, exp_avg_sq, grad, param_out,
-    lr, beta1, beta2, eps, weight_decay, step, grad_scale,
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: int, grad_scale: float,
 ) -> None:  # fmt: skip
     _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step)
     numbers = numbers_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
@@ -193,8 +197,9 @@ def _run(
 
 
 def _fake(
-    master, exp_avg, exp_avg_sq, grad, param_out,
-    lr, beta1, beta2, eps, weight_decay, step, grad_scale,
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: int, grad_scale: float,
 ) -> None:  # fmt: skip
     _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step)
 

@@ -9,6 +9,7 @@ backward has at hand; nothing is divided by a weight (Optimus paper, section 3.1
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,9 @@ class WeightWork:
     """What a backward pass has left to do: the weights' gradients. Keeps alive what they are made
     of: the output's gradient, x, and 3F numbers a row."""
 
-    def __init__(self, room, grad: Tensor, x: Tensor, rows: Rows, kept: experts_loop.Kept) -> None:
+    def __init__(
+        self, room: ModuleType, grad: Tensor, x: Tensor, rows: Rows, kept: experts_loop.Kept
+    ) -> None:
         self._room, self._saved = room, (grad, x, rows, kept)
 
     @torch.no_grad()
@@ -113,7 +116,10 @@ def _held(rows: Rows) -> Rows:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, token, slot, row, keep, weight_grads):
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor,
+        token: Tensor, slot: Tensor, row: Tensor, keep: bool, weight_grads: Any,
+    ) -> Tensor:  # fmt: skip
         saved = Saved(x, weights, gate_up, down, offsets, token, slot, row)
         out, h = _forward(*saved, keep)
         ctx.weight_grads = weight_grads
@@ -121,7 +127,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Its ops have no gradient of their own, so that a second one would be silently wrong."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -154,8 +160,9 @@ def _backward_elsewhere(
 
 
 def reference(
-    x, weights, gate_up, down, offsets, token, slot, row, keep=True
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, keep: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The twin, of the other ops' twins: out [T, D] and h [N, 2F], or [0] unless `keep`."""
     h = grouped_twin(gather_twin(x, token, row), gate_up.mT, offsets)
     y = grouped_twin(swiglu_twin(h), down.mT, offsets)
@@ -163,8 +170,9 @@ def reference(
 
 
 def reference_backward(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, with_weights
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The backward's twin: dx, dweights, dgate_up, ddown (the last two [0] unless asked for)."""
     copies, dy = gather_twin(x, token, row), gather_twin(grad, token, row)
     h = grouped_twin(copies, gate_up.mT, offsets) if h is None else h
@@ -179,7 +187,7 @@ def reference_backward(
     return dx, dweights.to(weights.dtype), dgate_up, ddown
 
 
-def _room(x: Tensor, gate_up: Tensor):
+def _room(x: Tensor, gate_up: Tensor) -> ModuleType:
     """Chosen once for all products: rows of D, F and 2F; 2F fits wherever F does."""
     taken = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if taken == "torch" else experts_loop
@@ -272,7 +280,10 @@ _backward_into = define(
 
 
 @register_flop_formula(torch.ops.optimus.experts)
-def _flops_forward(x, weights, gate_up, down, offsets, token, *_, out_shape=None, **__) -> int:
+def _flops_forward(
+    x: torch.Size, weights: torch.Size, gate_up: torch.Size, down: torch.Size,
+    offsets: torch.Size, token: torch.Size, *_: Any, **__: Any,
+) -> int:  # fmt: skip
     """For torch's FlopCounterMode, which does not see inside an op: 3 products of R x D x F."""
     return 6 * token[0] * x[1] * down[2]
 
@@ -281,8 +292,10 @@ def _flops_forward(x, weights, gate_up, down, offsets, token, *_, out_shape=None
     [torch.ops.optimus.experts_backward, torch.ops.optimus.experts_backward_into]
 )
 def _flops_backward(
-    grad, x, weights, gate_up, down, offsets, token, slot, row, h, *more, **__
-) -> int:
+    grad: torch.Size, x: torch.Size, weights: torch.Size, gate_up: torch.Size, down: torch.Size,
+    offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
+    h: torch.Size | None, *more: Any, **__: Any,
+) -> int:  # fmt: skip
     """Twice as much; h again where it was not kept; half where weights get no gradient."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

@@ -5,6 +5,8 @@ Its gradient is the reduction without weights: sums in order of k, no atomics.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,11 +71,11 @@ def _fake(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
     return x.new_empty(token.shape[0], x.shape[1])
 
 
-def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     token, row = ctx.saved_tensors
     return torch.ops.optimus.reduce_rows(grad, None, row, token * row.shape[1]), None, None
 

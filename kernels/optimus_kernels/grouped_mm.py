@@ -163,11 +163,11 @@ def _fake(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
-def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # sums hand out stride-0 gradients, which grouped_mm refuses
     return (
@@ -198,7 +198,7 @@ def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
     check_operands("grouped_mm_weight", {"a": a, "b": b}, {"offsets": offsets})
 
 
-def _backward_weight(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_weight(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     return (

@@ -7,7 +7,7 @@ Schemas are Python's, so the names exist whatever is compiled. An implementation
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def refuse_gradient(name: str, *operands: Tensor) -> None:
 
 
 def _refusing(name: str) -> Callable:
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise _no_gradient(name)
 
     return backward

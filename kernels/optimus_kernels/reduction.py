@@ -5,6 +5,8 @@ The paper's output reduction (section 3.1, stage 5); without weights, the gradie
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,13 +92,13 @@ def _fake(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tenso
     return y.new_empty(row.shape[0], y.shape[1])
 
 
-def _save(ctx, inputs: tuple, output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     y, weights, row, slot = inputs
     ctx.top_k = row.shape[1]
     ctx.save_for_backward(None if weights is None else y, weights, row, slot)
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     y, weights, row, slot = ctx.saved_tensors
     if weights is None:
         token = slot.div(max(1, ctx.top_k), rounding_mode="floor")

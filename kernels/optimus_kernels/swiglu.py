@@ -6,6 +6,8 @@ the gradient of Wd needs w * a. Each slot has one row, so nothing is summed over
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,11 +90,11 @@ def _fake(h: Tensor) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2)
 
 
-def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> Tensor:
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (h,) = ctx.saved_tensors
     ones = h.new_ones(h.shape[0], 1)
     slot = torch.arange(h.shape[0], dtype=torch.int32, device=h.device)

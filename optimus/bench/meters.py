@@ -34,7 +34,9 @@ class Absent(Exception):
     """A peer that cannot run here; the message says why."""
 
 
-def clocked(run: Callable[[], Any], device: torch.device, grad: Tensor | None = None):
+def clocked(
+    run: Callable[[], Any], device: torch.device, grad: Tensor | None = None
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """(wall, processor) seconds of run(), and of it with its backward."""
     platform.synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()

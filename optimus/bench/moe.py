@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,14 @@ def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], T
     return weights, x, normal(case.tokens, case.hidden, std=1.0)
 
 
-def _check(case, weights, blocks, x, grad, absent) -> tuple[dict[str, float], dict[str, float]]:
+def _check(
+    case: Case,
+    weights: dict[str, Tensor],
+    blocks: dict[str, Ours | Theirs],
+    x: Tensor,
+    grad: Tensor,
+    absent: dict[str, str],
+) -> tuple[dict[str, float], dict[str, float]]:
     """Largest relative error of output and gradients to the loop, and seconds of the second pass.
 
     A peer that fails is taken out of `blocks` and named in `absent`; ours may not fail.
@@ -239,7 +246,15 @@ def _batch(like: Tensor, seed: int) -> Tensor:
     return values.requires_grad_()
 
 
-def _race(case, blocks, first, rounds, x, grad, device) -> tuple[dict, list]:
+def _race(
+    case: Case,
+    blocks: Mapping[str, Ours | Theirs],
+    first: Mapping[str, float],
+    rounds: int,
+    x: Tensor,
+    grad: Tensor,
+    device: torch.device,
+) -> tuple[dict, list]:
     """By block and round (wall, cpu) of forward and of the whole pass; FLOPs and (wall, cpu) of
     the peak's product.
 
@@ -267,7 +282,13 @@ def _race(case, blocks, first, rounds, x, grad, device) -> tuple[dict, list]:
     return times, [peak.flops, peaks[1:]]
 
 
-def _summary(case: Case, facts, times, peak, device) -> dict[str, Any]:
+def _summary(
+    case: Case,
+    facts: Mapping[str, dict[str, Any]],
+    times: Mapping[str, list],
+    peak: Sequence,
+    device: torch.device,
+) -> dict[str, Any]:
     """Figures of each block by the clock to trust: processor time of one thread, else wall."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = int(alone)

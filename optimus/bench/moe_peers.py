@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +160,7 @@ class ScatterMoE(Peer):
         return gate_up, self.mlp.output_experts.weight.grad
 
 
-def _library(name: str):
+def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -12,6 +12,7 @@ Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -116,7 +117,9 @@ class FastExpertsByModule(FastExperts):
                 views[f"{prefix}{expert}.{projection}.weight"] = part
         return views
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         gate_up: Tensor = self.gate_up_proj
         down: Tensor = self.down_proj
         if not keep_vars:
@@ -124,7 +127,14 @@ class FastExpertsByModule(FastExperts):
         destination.update(self._slices(gate_up, down, prefix))
 
     def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             self._become_as(state_dict, prefix)
@@ -144,7 +154,7 @@ class FastExpertsByModule(FastExperts):
                 key for key in state_dict if key.startswith(prefix) and key not in views
             )
 
-    def _become_as(self, state_dict, prefix: str) -> None:
+    def _become_as(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Parameters where and of the dtype that the first tensor to come is, as assigned ones
         are."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")

@@ -6,6 +6,7 @@ Dims: V vocabulary, D hidden, F intermediate; `...` stands for any leading dims 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     2.5 times as long forward and backward (2048 x 256, one core)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _at_least_fp32(x)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
@@ -60,7 +61,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """With s the scale and g the gradient: dw = sum over rows of s*g*x, and
         dx = s * (g*w - x * s^2 * mean(g*w*x))."""
         x, weight, scale = ctx.saved_tensors
@@ -109,7 +110,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, weight: Tensor, tokens: Tensor, padding: int, target: Callable[[], Tensor] | None
+        ctx: Any, weight: Tensor, tokens: Tensor, padding: int, target: Callable[[], Tensor] | None
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.shape, ctx.padding, ctx.target = weight.shape, padding, target
@@ -117,7 +118,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         met, number = tokens.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(met), grad.shape[-1], dtype=torch.float32, device=grad.device)

@@ -5,6 +5,8 @@ Dims: N targets, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -27,7 +29,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         lse = logits.new_empty(len(logits), dtype=torch.float32)
         for rows in row_blocks(logits):
             lse[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
@@ -37,7 +39,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """d logits = grad * (softmax(logits) - onehot(target))."""
         logits, targets, lse = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)

@@ -7,6 +7,7 @@ are rotated together, as in transformers. Angles are fp32 whatever the model's d
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +53,13 @@ class _Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation backwards; nothing but the table is saved."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turned(x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turned(grad, cos, -sin), None, None
 

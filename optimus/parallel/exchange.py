@@ -6,6 +6,7 @@ Dims: T tokens, S sequence, B batch, D hidden; n ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +71,14 @@ class _ThereAndBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.back = back
         return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grad), None, None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +205,7 @@ class _DividedRMSNorm(torch.autograd.Function):
     """As RMSNorm's own, with the two sums over a row summed over ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
         wide = x.float() if x.dtype != torch.float64 else x
         square = wide.square().sum(-1, keepdim=True)
         all_reduce_sum(square, group)
@@ -216,7 +217,7 @@ class _DividedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         wide, grad_wide = x.to(scale.dtype), grad.to(scale.dtype)
         product = grad_wide * wide
@@ -241,7 +242,7 @@ def vocabulary_parallel_cross_entropy(
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
         local = targets - first
         absent = (local < 0) | (local >= logits.shape[1])
         local = local.masked_fill(absent, 0)
@@ -259,7 +260,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, absent, lse = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         hit = torch.where(absent, 0.0, -1.0).unsqueeze(1)

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
             grad = None if inputs[number] is None else inputs[number].grad
 
 
-def measure(function, repeat: int) -> list[float]:
+def measure(function: Callable[[], Any], repeat: int) -> list[float]:
     function()
     seconds = []
     for _ in range(repeat):

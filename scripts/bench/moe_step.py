@@ -41,7 +41,9 @@ _CLOCKS = ("wall", "cpu")
 class Contest:
     """A model whose layers' experts are ours or a peer's, over the same weights."""
 
-    def __init__(self, config: ModelConfig, names: list[str], device: torch.device, dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
+    ) -> None:
         with device:
             self.model = Transformer(config)
         initialise_(self.model, 0)
@@ -110,7 +112,9 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     return times
 
 
-def summary(contest: Contest, times, clock: int, seq_len: int) -> dict[str, Any]:
+def summary(
+    contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
+) -> dict[str, Any]:
     """Medians, how much faster ours is, and how much faster its blocks alone make it."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
