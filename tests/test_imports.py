@@ -15,7 +15,7 @@ from tests.helpers.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BASE = "errors io.files launch observe.log"
+BASE = "errors io.files launch observe.events observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
@@ -25,7 +25,8 @@ ALLOWED = {
     "errors": "",
     "io.files": "errors",
     "launch": "errors io.files",
-    "observe.log": "errors",
+    "observe.events": "",
+    "observe.log": "errors observe.events",
     # Independent of the rest of Optimus.
     "data_prep": BASE,
     "kernels": "",
@@ -59,7 +60,8 @@ ENTRY_POINTS = ("cli", "optimus")
 # Package: libraries it may not import (DESIGN idea 4: model code knows no process group).
 BANNED = {
     **dict.fromkeys(
-        ("errors", "io.files", "launch", "observe.log", "config", "data_prep"), ("torch",)
+        ("errors", "io.files", "launch", "observe.events", "observe.log", "config", "data_prep"),
+        ("torch",),
     ),
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }

@@ -1,8 +1,8 @@
 """An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
 
-Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by
-`optimus.distributed.collectives.traffic`. The bubble is measured from the executor's traces, waits
-for other stages taken out, and simulated on the same lists: with the mean times measured, and with
+Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by a
+`TrafficMeter`. The bubble is measured from the executor's actions, waits for other stages taken
+out, and simulated on the same lists: with the mean times measured, and with
 a backward of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md,
 "Words").
 """
@@ -19,13 +19,13 @@ import torch
 from optimus import platform
 from optimus.bench.ours import make_ours
 from optimus.config import Config
-from optimus.distributed.collectives import all_gather_objects, barrier, traffic
+from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.groups import Groups
 from optimus.distributed.world import end_world, start_world
 from optimus.errors import counted
 from optimus.launch.environment import LaunchEnv
+from optimus.observe.events import ActionEvent, ActionTrace, Recorders, TrafficMeter
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from optimus.parallel.pipeline.executor import Event
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.rank.states import check_slots
 from optimus.train.kernels import take_kernels
@@ -47,13 +47,15 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         config.train.threads, config.train.deterministic, launch.local_world_size
     )
     config, _ = take_kernels(config, world, {})
-    ours = make_ours(config, world)
+    meter, trace = TrafficMeter(), ActionTrace()
+    ours = make_ours(config, world, Recorders(meter, trace))
     groups, part, schedule = ours.groups, ours.part, ours.part.layout.schedule
     _, news = take_dispatch(config, groups, part, ours.states)
     updater, own = ours.updater(), ours.microbatches()
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
-        traffic.clear()
+        meter.clear()
+        trace.events.clear()
         barrier(world.everyone)
         start = time.perf_counter()
         updater.run(step, own)
@@ -62,10 +64,10 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         if step <= _WARMUP:
             continue
         seconds.append(max(all_gather_objects(taken, world.everyone, float)))
-        bubbles.append(_measured_bubble(part.executor.trace, groups))
-        for event in part.executor.trace:
-            costs[event.action.kind, event.action.stage].append(event.busy_ns / 1e9)
-    counted = all_gather_objects(_by_axes(traffic), groups.everyone, Traffic)
+        bubbles.append(_measured_bubble(trace.events, groups))
+        for event in trace.events:
+            costs[Kind[event.kind], event.stage].append(event.busy_ns / 1e9)
+    counted = all_gather_objects(_by_axes(meter.counts), groups.everyone, Traffic)
     means = [(*key, statistics.fmean(values)) for key, values in costs.items()]
     by_stage = all_gather_objects(means, groups.over("pp"), list[tuple[int, int, float]])
     everywhere = {(kind, stage): mean for part in by_stage for kind, stage, mean in part}
@@ -103,15 +105,15 @@ def _total(counted: Traffic) -> int:
     return sum(size for operations in counted.values() for _, size in operations.values())
 
 
-def _measured_bubble(trace: list[Event], groups: Groups) -> float:
+def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
     """Idle time by useful time of the step just done: from the first action to the last of the
     slowest pipeline rank, reductions and the update taken out."""
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
-    busy = sum(event.busy_ns for event in trace if event.action.kind in COMPUTE)
-    last = max(event.end_ns for event in trace if event.action.kind not in others)
-    within = (event for event in trace if event.end_ns <= last)
-    reducing = sum(event.busy_ns for event in within if event.action.kind is Kind.REDUCE_GRAD)
-    times = (last - trace[0].start_ns - reducing, busy)
+    busy = sum(event.busy_ns for event in events if Kind[event.kind] in COMPUTE)
+    last = max(event.end_ns for event in events if Kind[event.kind] not in others)
+    within = (event for event in events if event.end_ns <= last)
+    reducing = sum(event.busy_ns for event in within if Kind[event.kind] is Kind.REDUCE_GRAD)
+    times = (last - events[0].start_ns - reducing, busy)
     every = all_gather_objects(times, groups.over("pp"), tuple[int, int])
     span = max(span for span, _ in every)
     return span / statistics.fmean([busy for _, busy in every]) - 1

@@ -13,6 +13,7 @@ from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World
 from optimus.model.init import initialise_
+from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
 from optimus.train.preflight import divide
 from optimus.train.update import Updater
@@ -45,10 +46,11 @@ class Ours(NamedTuple):
         ]
 
 
-def make_ours(config: Config, world: World) -> Ours:
-    """A collective of all ranks."""
+def make_ours(config: Config, world: World, recorder: Recorder = NO_RECORDER) -> Ours:
+    """Make the model and its states; `recorder` receives collectives and pipeline actions. A
+    collective of all ranks."""
     mesh, plan = divide(config, world.size)
-    groups = join_groups(mesh, world, config.parallel.virtual_stages)
+    groups = join_groups(mesh, world, config.parallel.virtual_stages, recorder)
     part = RankModel(config, groups, plan, world.device)
     initialise_(part.model, config.train.seed, part.layout.placements)
     return Ours(config, world, groups, plan, part, part.make_states())

@@ -35,7 +35,7 @@ from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm
 from optimus.model.moe import Experts
 from optimus.model.router import Router
 from optimus.model.transformer import Transformer
-from optimus.parallel.pipeline.executor import Event
+from optimus.observe.events import ActionEvent, ActionTrace
 from optimus.train.loop import fix_arithmetic
 
 _WARMUP = 3
@@ -95,18 +95,20 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
     if world.device.type != "cpu":
         raise ConfigError(f"--profile is of CPUs, and this is {world.device}; set train.device=cpu")
     threads = fix_arithmetic(config, world)
-    ours = make_ours(config, world)
+    trace = ActionTrace()
+    ours = make_ours(config, world, trace)
     plan, part, microbatches = ours.plan, ours.part, ours.microbatches()
     updater = ours.updater()
     taken: list[float] = []
     phases: dict[str, list[float]] = defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
+        trace.events.clear()
         start = time.perf_counter()
         updater.run(step, microbatches)
         seconds = time.perf_counter() - start
         if step > _WARMUP:
             taken.append(seconds)
-            for phase, value in _by_phase(part.executor.trace, seconds).items():
+            for phase, value in _by_phase(trace.events, seconds).items():
                 phases[phase].append(value)
     peak, bandwidth = _best_speeds(config, world.device)
     bounds = _bounds(config, plan, peak, bandwidth)
@@ -134,10 +136,10 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
     }
 
 
-def _by_phase(trace: list[Event], seconds: float) -> dict[str, float]:
+def _by_phase(events: list[ActionEvent], seconds: float) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
-    for event in trace:
-        found[_PHASES.get(event.action.kind.name, "backward")] += event.busy_ns / 1e9
+    for event in events:
+        found[_PHASES.get(event.kind, "backward")] += event.busy_ns / 1e9
     found["other"] = seconds - sum(found.values())
     return found
 

@@ -18,6 +18,7 @@ import torch
 
 from optimus.distributed.collectives import ALONE, Group, receive, send
 from optimus.distributed.world import World
+from optimus.observe.events import NO_RECORDER, Recorder
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ def open_channels(
     is_ring: bool,
     world: World,
     make: Callable[[tuple[int, ...]], weakref.ref],
+    recorder: Recorder = NO_RECORDER,
 ) -> Channels:
     """Open this rank's channels to its neighbours in `line`, the ranks along pp; all of them call
-    it, having made equally many groups. `make` makes the process group of some ranks.
+    it, having made equally many groups. `make` makes the process group of some ranks; `recorder`
+    receives the messages.
 
     A message passes through each at once: communicators that connect at their first use would do so
     in the midst of a step, where one side may reach that use only after the other's.
@@ -61,7 +64,7 @@ def open_channels(
                 make((world.rank,))
                 continue
             ranks = tuple(sorted(line[end] for end in own))
-            channel = Group(2, ranks.index(world.rank), make(ranks), "pp")
+            channel = Group(2, ranks.index(world.rank), make(ranks), "pp", recorder)
             out = rank == own[source]
             pass_on = send if out else receive
             pass_on(torch.zeros(1, device=world.device), channel, 1 - channel.rank).wait()

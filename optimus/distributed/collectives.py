@@ -2,8 +2,8 @@
 
 Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
 A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis;
-what else goes wrong is raised as it is, with a note of where. What tensors travel is counted in
-`traffic`, by axis and operation.
+what else goes wrong is raised as it is, with a note of where. The group's recorder receives the
+payload of each collective of tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from optimus import platform
 from optimus.errors import ConfigError, LostPeerError, one_line
+from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
@@ -41,7 +42,9 @@ class Group:
     """torch's process group. torch alone keeps it alive, until `end_world`: its threads must end
     before the interpreter does, whatever still holds this Group then."""
     axes: str = field(default="all ranks", compare=False)
-    """The axes along which its ranks differ, for messages."""
+    """The axes along which its ranks differ, for messages and recorders."""
+    recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
+    """Receives the collectives of this group."""
 
     @property
     def process_group(self) -> distributed.ProcessGroup:
@@ -55,18 +58,14 @@ class Group:
 ALONE = Group(1, 0)
 
 
-def group_of(process_group: distributed.ProcessGroup, axes: str = "all ranks") -> Group:
-    """This rank's view of one of torch's process groups."""
+def group_of(
+    process_group: distributed.ProcessGroup,
+    axes: str = "all ranks",
+    recorder: Recorder = NO_RECORDER,
+) -> Group:
+    """Return this rank's view of one of torch's process groups."""
     size, rank = process_group.size(), process_group.rank()
-    return Group(size, rank, weakref.ref(process_group), axes)
-
-
-traffic: dict[tuple[str, str], list[int]] = {}
-"""Since the process began, or `traffic.clear()`: calls and payload bytes by (axes, operation).
-
-The payload is the tensor that the operation is about: what is summed or broadcast, the whole that
-is gathered or scattered, the rows that this rank sends, its own to itself included.
-"""
+    return Group(size, rank, weakref.ref(process_group), axes, recorder)
 
 
 _onlookers: list[Callable[[torch.Tensor], None]] = []
@@ -83,17 +82,16 @@ def looking_at_what_is_sent(look: Callable[[torch.Tensor], None]) -> Iterator[No
         _onlookers.remove(look)
 
 
-def _count(
-    operation: str, group: Group, tensor: torch.Tensor, own: torch.Tensor | None = None
+def _record(
+    operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """`own`: what this rank puts in, where `tensor`, which travels, is another."""
-    entry = traffic.setdefault((group.axes, operation), [0, 0])
-    entry[0] += 1
-    entry[1] += tensor.nbytes
+    """Pass a collective to the group's recorder, and this rank's `contribution` to those that
+    look at what is sent; None: it is the `payload`."""
+    group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
     for look in _onlookers:
-        look(tensor if own is None else own)
+        look(payload if contribution is None else contribution)
 
 
 _TIME_IS_UP = re.compile(r"timed?[ -]?out", re.IGNORECASE)
@@ -179,7 +177,7 @@ def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
 
 
 def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
-    _count("all_reduce", group, tensor)
+    _record("all_reduce", group, tensor)
     total = distributed.ReduceOp.SUM
     return distributed.all_reduce(tensor, total, group=group.process_group, async_op=async_op)
 
@@ -188,7 +186,7 @@ def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
 def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
     """In place: the elementwise maximum of `tensor` over the group."""
     if group.size > 1:
-        _count("all_reduce", group, tensor)
+        _record("all_reduce", group, tensor)
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.process_group)
 
 
@@ -216,7 +214,7 @@ def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: 
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return None
-    _count("all_gather", group, out, shard)
+    _record("all_gather", group, out, shard)
     return _gather_into(out, shard, group, async_op)
 
 
@@ -233,7 +231,7 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
     if group.size == 1:
         out.copy_(sent)
         return
-    _count("all_to_all", group, sent)
+    _record("all_to_all", group, sent)
     distributed.all_to_all_single(out, sent, group=group.process_group)
 
 
@@ -245,7 +243,7 @@ def all_to_all_rows(
     [sum(received), ...], by rank."""
     if group.size == 1:
         return rows.clone()
-    _count("all_to_all", group, rows)
+    _record("all_to_all", group, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
     distributed.all_to_all_single(out, rows, received, sent, group=group.process_group)
     return out
@@ -272,7 +270,7 @@ def _reduce_scatter_sum(
         if out.data_ptr() != whole.data_ptr():
             out.copy_(whole)
         return None
-    _count("reduce_scatter", group, whole)
+    _record("reduce_scatter", group, whole)
     scatter = (
         getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     )
@@ -284,7 +282,7 @@ def _reduce_scatter_sum(
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """In place: `tensor` of the group's rank `source`, on every rank."""
     if group.size > 1:
-        _count("broadcast", group, tensor)
+        _record("broadcast", group, tensor)
         origin = distributed.get_global_rank(group.process_group, source)
         distributed.broadcast(tensor, origin, group=group.process_group)
 
@@ -440,7 +438,7 @@ def barrier(group: Group) -> None:
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
     """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
-    _count("send", group, tensor)
+    _record("send", group, tensor)
     peer = distributed.get_global_rank(group.process_group, to)
     return Transfer(tensor, distributed.isend(tensor, peer, group.process_group), group, "send")
 

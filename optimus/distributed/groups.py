@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as distributed
@@ -14,6 +14,7 @@ from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
 from optimus.distributed.collectives import ALONE, Group, lost_peers
 from optimus.distributed.mesh import ENDS, Mesh, Place
 from optimus.distributed.world import World, silent_libraries
+from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 """Process groups by whether they carry states, and by their ranks."""
@@ -30,6 +31,11 @@ class Groups:
     """Those of `Mesh.groups_of`."""
     channels: Channels = NO_CHANNELS
     """To and from the neighbours along pp."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """What receives this rank's collectives, messages and pipeline actions."""
+        return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
         """The group along an axis, or along several as `optimus.distributed.rules` names them."""
@@ -51,16 +57,23 @@ class Groups:
         return not any(getattr(self.place, axis) for axis in SAME)
 
 
-def join_groups(mesh: Mesh, world: World, virtual_stages: int = 1) -> Groups:
+def join_groups(
+    mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
+) -> Groups:
     """Make this rank's groups, with the channels that so many stages a rank need; every rank of the
-    world calls it. Each rank makes its own alone, so the cost does not grow with the world.
+    world calls it. Each rank makes its own alone, so the cost does not grow with the world. The
+    `recorder` receives what this rank sends over them.
 
     torch names a group by its ranks and by how many this rank has made before it, so all ranks make
     equally many.
     """
     members = mesh.groups_of(world.rank)
     channels = open_channels(
-        members["pp",], virtual_stages > 1, world, lambda ranks: _make(ranks, world, "pp")
+        members["pp",],
+        virtual_stages > 1,
+        world,
+        lambda ranks: _make(ranks, world, "pp"),
+        recorder,
     )
     handles: Handles = {}
     if world.size > 1:
@@ -71,7 +84,8 @@ def join_groups(mesh: Mesh, world: World, virtual_stages: int = 1) -> Groups:
             handles[key] = _make(ranks, world, _label(axes, mesh))
         elif axes == ENDS and mesh.pp > 2:  # a rank between them, which makes one all the same
             _make(ranks, world, _label(axes, mesh))
-    return _gather(mesh, world.rank, world.everyone, handles, channels)
+    everyone = replace(world.everyone, recorder=recorder)
+    return _gather(mesh, world.rank, everyone, handles, channels)
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
@@ -90,7 +104,8 @@ def _gather(
     along = {}
     for axes, ranks in mesh.groups_of(rank).items():
         handle = handles.get((_carries_states(axes), ranks))
-        along[axes] = Group(len(ranks), ranks.index(rank), handle, _label(axes, mesh))
+        label = _label(axes, mesh)
+        along[axes] = Group(len(ranks), ranks.index(rank), handle, label, everyone.recorder)
     return Groups(mesh, mesh.place(rank), everyone, along, channels)
 
 

@@ -74,7 +74,9 @@ class RankModel:
             return batch, length // self.model.sequence_shards, model.hidden_size
 
         dtype = dtype_of(config.train.dtype)
-        self.executor = Executor(schedule, stages, groups.channels, boundary_shape, dtype)
+        self.executor = Executor(
+            schedule, stages, groups.channels, boundary_shape, dtype, groups.recorder
+        )
 
     def make_states(self, poison: bool = False) -> ChunkEngine:
         """The model's states, from the values its parameters have now; they become views of

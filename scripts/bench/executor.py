@@ -9,7 +9,7 @@ entry into autograd and the executor's bookkeeping; the time of the same forward
 called by hand is subtracted. CPU seconds of one thread; medians and quartiles.
 
 `posting`: the time to post a send or a receive of a message of --bytes to another process over
-gloo, from the executor's own trace: wall-clock time, since gloo's threads share the work. Waiting
+gloo, from the executor's actions: wall-clock time, since gloo's threads share the work. Waiting
 for a message is none of it.
 """
 
@@ -35,7 +35,8 @@ from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import end_world, start_world
 from optimus.launch.environment import LaunchEnv
-from optimus.parallel.pipeline.actions import RECEIVES, SENDS
+from optimus.observe.events import ActionTrace
+from optimus.parallel.pipeline.actions import RECEIVES, SENDS, Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.stage import Output, Terms, backward
@@ -102,12 +103,16 @@ def post(rank: int, init_method: str, microbatches: int, repeat: int, length: in
     channels = join_groups(Mesh(pp=2), world).channels
     stages: dict[int, Any] = {rank: OneNumber(rank, 2)}
     schedule = make_schedule("1f1b", 2, 1, microbatches)
-    executor = Executor(schedule, stages, channels, lambda tokens: (1, length), torch.float32)
+    trace = ActionTrace()
+    executor = Executor(
+        schedule, stages, channels, lambda tokens: (1, length), torch.float32, trace
+    )
     posted: dict[str, list[float]] = {"send": [], "receive": []}
     for _ in range(repeat):
+        trace.events.clear()
         executor.run([(torch.zeros(1, length), None)] * microbatches, lambda *_: None, lambda: None)
         for name, kinds in (("send", SENDS), ("receive", RECEIVES)):
-            took = [e.end_ns - e.start_ns for e in executor.trace if e.action.kind in kinds]
+            took = [e.end_ns - e.start_ns for e in trace.events if Kind[e.kind] in kinds]
             posted[name].append(statistics.median(took) / 1e3)
     end_world()
     if rank == 0:

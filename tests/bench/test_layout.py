@@ -5,15 +5,15 @@ import pytest
 from optimus.bench.layout import _measured_bubble
 from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
-from optimus.parallel.pipeline.actions import Action, Kind
-from optimus.parallel.pipeline.executor import Event
+from optimus.observe.events import ActionEvent
+from optimus.parallel.pipeline.actions import Kind
 
 
-def trace(*actions: tuple[Kind, int, int]) -> list[Event]:
+def trace(*actions: tuple[Kind, int, int]) -> list[ActionEvent]:
     """One action behind the other: kind, how long it takes and for how much of it it waits."""
     events, now = [], 100
     for kind, taken, waited in actions:
-        events.append(Event(Action(kind), now, now + taken, waited))
+        events.append(ActionEvent(kind.name, 0, 0, now, now + taken, waited))
         now += taken
     return events
 

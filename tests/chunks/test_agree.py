@@ -11,8 +11,9 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.setting import Setting
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.distributed.collectives import Group, traffic
+from optimus.distributed.collectives import Group
 from optimus.errors import ConfigError
+from optimus.observe.events import TrafficMeter
 from tests.helpers.worlds import everyone
 
 SHAPES = {"first": (4, 8), "second": (64,), "third": (64,)}
@@ -32,17 +33,17 @@ def make_engine(shapes: dict, home: Home | None, everyone: Group) -> ChunkEngine
 
 def build(other: dict | None, setting: Setting | None) -> tuple[str, int]:
     """What is raised where the last rank has `other` parameters or another setting."""
-    group = everyone("dp")
+    meter = TrafficMeter()
+    group = everyone("dp", meter)
     is_last = group.rank == group.size - 1
     shapes = other if is_last and other is not None else SHAPES
     own = setting if is_last and setting is not None else Setting()
-    traffic.clear()
     try:
         make_engine(shapes, Home(adders=group, spread=group, setting=own), group)
     except ConfigError as error:
         assert error.on_every_rank
         return str(error), 0
-    return "", sum(calls for calls, _ in traffic.values())
+    return "", sum(calls for calls, _ in meter.counts.values())
 
 
 ORDER = {name: SHAPES[name] for name in ("first", "third", "second")}

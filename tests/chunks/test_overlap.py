@@ -9,7 +9,8 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.states import Home
 from optimus.config import OptimConfig
-from optimus.distributed.collectives import Group, traffic
+from optimus.distributed.collectives import Group
+from optimus.observe.events import TrafficMeter
 from tests.helpers.changed_runs import poison
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
@@ -98,7 +99,8 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
 def step_by_step() -> dict:
     """Count what is begun when, on four layers of which the first has a weight that is not used."""
     torch.manual_seed(0)
-    group = everyone()
+    meter = TrafficMeter()
+    group = everyone(recorder=meter)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
     model[0].unused = torch.nn.Parameter(torch.ones(8))
     optim = OptimConfig(lr=1e-2, min_lr=0.0)
@@ -111,13 +113,13 @@ def step_by_step() -> dict:
     counts = {}
 
     def count(when: str, operation: str) -> None:
-        counts[when] = traffic.get((group.axes, operation), [0])[0]
-        traffic.clear()
+        counts[when] = meter.counts.get((group.axes, operation), [0])[0]
+        meter.clear()
 
     def backward() -> None:
         model(torch.full((1, 8), group.rank + 1.0)).sum().backward()
 
-    traffic.clear()
+    meter.clear()
     engine.gradients.start()
     backward()
     count("a backward before the last", "reduce_scatter")
@@ -128,7 +130,7 @@ def step_by_step() -> dict:
     count("behind it", "reduce_scatter")
     engine.gradients.finish()
     shared = {name: gradient.clone() for name, gradient in whole_of(engine, "grad").items()}
-    traffic.clear()
+    meter.clear()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine.update(1e-2)
     count("by the update", "all_gather")

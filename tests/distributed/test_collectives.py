@@ -13,6 +13,7 @@ import torch
 from optimus.distributed import collectives
 from optimus.distributed.collectives import Group
 from optimus.errors import ConfigError, LostPeerError
+from optimus.observe.events import TrafficMeter
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.worlds import everyone
 
@@ -170,8 +171,8 @@ def test_a_group_of_one_changes_nothing():
 
 def begin_all() -> dict:
     """Three at once, awaited in another order than they were begun in."""
-    group = everyone()
-    collectives.traffic.clear()
+    meter = TrafficMeter()
+    group = everyone(recorder=meter)
     own = torch.tensor([float(group.rank + 1)])
     summed, gathered, part = own.clone(), torch.empty(group.size), torch.empty(1)
     begun = [
@@ -181,7 +182,7 @@ def begin_all() -> dict:
     ]
     results = [one.wait().tolist() for one in reversed(begun)]
     assert all(one.is_done() for one in begun)
-    return {"results": results, "traffic": dict(collectives.traffic)}
+    return {"results": results, "traffic": meter.counts}
 
 
 def test_collectives_that_do_not_wait(ranks):

@@ -19,8 +19,9 @@ from optimus.chunks.residency import Pass, Residency, ResidencyPlan
 from optimus.chunks.states import Home
 from optimus.chunks.units import Unit, watch_module
 from optimus.config import OptimConfig
-from optimus.distributed.collectives import Group, traffic
+from optimus.distributed.collectives import Group
 from optimus.distributed.world import start_world
+from optimus.observe.events import TrafficMeter
 from tests.helpers.whole import whole_of
 
 WIDTH = 32
@@ -174,11 +175,12 @@ def batch(number: int, dtype: torch.dtype) -> Tensor:
 def train_towers(cases: Sequence[Case]) -> list[Outcome]:
     """Some updates of this rank's copy in each case."""
     torch.set_num_threads(1)
-    world = start_world(device="cpu").everyone
-    return [_train(case, world) for case in cases]
+    meter = TrafficMeter()
+    world = replace(start_world(device="cpu").everyone, recorder=meter)
+    return [_train(case, world, meter) for case in cases]
 
 
-def _train(case: Case, world: Group) -> Outcome:
+def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
     tower = Tower(case.n, case.region)
     engine = make_engine(tower, case, world)
     each = case.deterministic or case.gradients
@@ -186,7 +188,7 @@ def _train(case: Case, world: Group) -> Outcome:
     engine.gradients.before_sum = lambda one: gradients.append(resident_bytes(engine)["grads"])
     for step in range(case.steps):
         gradients.clear()
-        traffic.clear()
+        meter.clear()
         engine.gradients.start()
         for microbatch in range(case.microbatches):
             number = (step * case.microbatches + microbatch) * world.size + world.rank
@@ -197,7 +199,7 @@ def _train(case: Case, world: Group) -> Outcome:
                 engine.gradients.reduce(0)
         engine.gradients.finish()
         engine.update(LR)
-    counted = {name: list(entry) for (_, name), entry in traffic.items()}
+    counted = {name: list(entry) for (_, name), entry in meter.counts.items()}
     planned, trace, plan = 0, [], []
     if engine.cache is not None:
         size = CHUNK * case.dtype.itemsize
@@ -215,15 +217,16 @@ def _train(case: Case, world: Group) -> Outcome:
 
 def fetches_of_passes(cases: Sequence[Case], passes: int) -> list[int]:
     """How often a chunk is gathered by so many forward passes outside of a training step."""
-    world, found = start_world(device="cpu").everyone, []
+    meter, found = TrafficMeter(), []
+    world = replace(start_world(device="cpu").everyone, recorder=meter)
     for case in cases:
         tower = Tower(case.n)
         make_engine(tower, case, world)
-        traffic.clear()
+        meter.clear()
         with torch.no_grad():
             for number in range(passes):
                 tower(batch(number, case.dtype))
-        found.append(traffic["dp", "all_gather"][0])
+        found.append(meter.counts["dp", "all_gather"][0])
     return found
 
 

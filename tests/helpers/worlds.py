@@ -8,10 +8,11 @@ import torch.distributed as distributed
 from optimus.distributed.collectives import Group, group_of
 from optimus.distributed.world import World
 from optimus.launch.environment import LaunchEnv
+from optimus.observe.events import NO_RECORDER, Recorder
 
 
-def everyone(*axes: str) -> Group:
-    return group_of(distributed.group.WORLD, *axes)
+def everyone(axes: str = "all ranks", recorder: Recorder = NO_RECORDER) -> Group:
+    return group_of(distributed.group.WORLD, axes, recorder)
 
 
 def fake_world(rank: int, size: int) -> World:

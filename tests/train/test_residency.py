@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from optimus.config import make_config
-from optimus.distributed.collectives import traffic
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, NonFiniteError
+from optimus.observe.events import TrafficMeter
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.states import plan_ranks
 from tests.helpers.changed_runs import make_run
@@ -173,14 +173,15 @@ def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
 
 def count_step(tree: dict) -> dict:
     """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
-    _, _, _, plan, _, states, updater = make_updater(tree)
+    meter = TrafficMeter()
+    _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
     cache, visits = states.cache, watch_visits(states)
     for step in (1, 2):
-        traffic.clear()
+        meter.clear()
         updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
     sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
     return {
-        "traffic": {name: list(entry) for (axes, name), entry in traffic.items() if axes == "dp"},
+        "traffic": {name: count for (axes, name), count in meter.counts.items() if axes == "dp"},
         "fetched": [sizes[number] for number in fetched(cache.plan)],
         "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),

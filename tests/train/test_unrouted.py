@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimus.data.loader import Microbatch
-from optimus.distributed.collectives import traffic
+from optimus.observe.events import TrafficMeter
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_updater, numbered
 from tests.helpers.whole import WholeModel
@@ -19,13 +19,14 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 def train_on_one_token(tree: dict, token: int | None) -> dict | None:
     """Two updates on sequences of one token, which all take the same way through a layer, or of
     many. On the first rank: whole gradients, masters, rows of experts and calls of collectives."""
-    config, _, groups, plan, shard, states, updater = make_updater(tree)
+    meter = TrafficMeter()
+    config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)
     whole = WholeModel(config, shard.layout, groups)
     begun = {name: m.clone() for name, m in whole.gather(states, "master").items()}
-    traffic.clear()
+    meter.clear()
     for step in (1, 2):
         result = updater.run(step, [batch(token, n) for n in range(plan.microbatches_per_rank)])
-    calls = {key: entry[0] for key, entry in traffic.items()}
+    calls = {key: entry[0] for key, entry in meter.counts.items()}
     grads = {name: g.clone() for name, g in whole.gather(states, "grad").items()}
     masters = {name: m.clone() for name, m in whole.gather(states, "master").items()}
     return {

@@ -15,6 +15,7 @@ from optimus.distributed.channels import Channels
 from optimus.distributed.collectives import Transfer, receive, send
 from optimus.errors import LostPeerError
 from optimus.model.late_gradients import WeightGradients
+from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
@@ -29,20 +30,6 @@ FEW_TOKENS = 256
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """`last_backward(stage, late)` is entered around the stage's last B, or its last W: no gradient of
 the stage is added to behind it. In a W `late` are the weights whose gradients are still to come."""
-
-
-class Event(NamedTuple):
-    """One action as it ran, on `time.perf_counter_ns`."""
-
-    action: Action
-    start_ns: int
-    end_ns: int
-    waited_ns: int
-    """Of that, how long the action waited for what another stage sends."""
-
-    @property
-    def busy_ns(self) -> int:
-        return self.end_ns - self.start_ns - self.waited_ns
 
 
 class _Held(NamedTuple):
@@ -62,9 +49,10 @@ class Executor:
         channels: Channels,
         boundary_shape: Callable[[Tensor], tuple[int, ...]],
         dtype: torch.dtype,
+        recorder: Recorder = NO_RECORDER,
     ) -> None:
         """`boundary_shape` says which shape travels between stages for tokens [B, S]; `dtype` is
-        that of activations."""
+        that of activations; `recorder` receives the actions."""
         self._rank = channels.rank
         assert set(stages) == set(schedule.stages_of(self._rank)), (set(stages), self._rank)
         self._schedule, self._stages = schedule, stages
@@ -92,8 +80,7 @@ class Executor:
         }
         self.loss_scale = 1.0
         """What backward starts from (fp16)."""
-        self.trace: list[Event] = []
-        """The last step, action by action."""
+        self.recorder = recorder
         self._before_backward: Callable[[int], None] = lambda stage: None
         self.terms: dict[tuple[int, int], Terms] = {}
         """Those of the last step so far, by stage and microbatch."""
@@ -162,24 +149,35 @@ class Executor:
         self._sent: deque[Transfer] = deque()
         self._late: dict[tuple[int, int], WeightGradients] = {}
         self._waited_ns = 0
-        self.terms, self.trace = {}, []
-        clock, note = time.perf_counter_ns, self.trace.append
+        self.terms = {}
+        if self.recorder.records_actions:
+            table = {kind: self._recorded(do) for kind, do in table.items()}
         if torch.autograd._profiler_enabled():
             table = {kind: _in_a_range(do) for kind, do in table.items()}
         action = None
         try:
             with self._library(*microbatches[0]):
                 for action in actions:
-                    self._waited_ns = 0
-                    start = clock()
                     table[action.kind](action)
-                    note(Event(action, start, clock(), self._waited_ns))
             while self._sent:
                 self._sent.popleft().wait()
         except LostPeerError as error:
             raise LostPeerError(f"{error}; the rank was at {action}") from error
         assert not (self._held or self._arrived or self._leaving or self._late), "left behind"
         return self.terms
+
+    def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        """Return a function that runs an action and passes its times to the recorder."""
+
+        def run_and_record(action: Action) -> None:
+            self._waited_ns = 0
+            start = time.perf_counter_ns()
+            do(action)
+            end, kind = time.perf_counter_ns(), action.kind.name
+            event = ActionEvent(kind, action.stage, action.microbatch, start, end, self._waited_ns)
+            self.recorder.action(event)
+
+        return run_and_record
 
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
         """Where products of a pass go: batches have few shapes, documents have many, and oneDNN

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.distributed.channels import Channels
+from optimus.observe.events import NO_RECORDER, ActionTrace, Recorder
 from optimus.parallel.pipeline import executor as subject
 from optimus.parallel.pipeline.executor import FEW_TOKENS, Executor
 from optimus.parallel.pipeline.schedules import make_schedule
@@ -28,27 +29,50 @@ class OneNumber:
 
 
 def run(
-    stage: OneNumber | None = None, length: int = 3, document_ids: Tensor | None = None
-) -> Executor:
-    """A step of two microbatches on one stage."""
+    stage: OneNumber | None = None,
+    length: int = 3,
+    document_ids: Tensor | None = None,
+    recorder: Recorder = NO_RECORDER,
+) -> None:
+    """Run a step of two microbatches on one stage."""
     schedule = make_schedule("1f1b", 1, 1, 2)
     stages = {0: stage or OneNumber()}
-    one = Executor(schedule, stages, Channels(), lambda tokens: (1,), torch.float32)
+    executor = Executor(schedule, stages, Channels(), lambda tokens: (1,), torch.float32, recorder)
     microbatch = torch.ones(1, length), document_ids
-    one.run([microbatch] * 2, lambda stage, microbatch: None, lambda: None)
-    return one
+    executor.run([microbatch] * 2, lambda stage, microbatch: None, lambda: None)
 
 
 def test_a_profiler_sees_each_action_by_its_name():
+    trace = ActionTrace()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        actions = [event.action for event in run().trace]
+        run(recorder=trace)
     seen = [event.name for event in profiler.events() if "microbatch" in event.name]
-    assert sorted(seen) == sorted(map(str, actions))
+    assert sorted(seen) == sorted(
+        f"{event.kind}(stage {event.stage}, microbatch {event.microbatch})"
+        for event in trace.events
+    )
 
 
 def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subject, "_in_a_range", None)  # what it would be called by
-    assert len(run().trace) == 2 * 2 + 2
+    monkeypatch.setattr(subject, "_in_a_range", None)  # a call would raise
+    trace = ActionTrace()
+    run(recorder=trace)
+    assert len(trace.events) == 2 * 2 + 2
+
+
+def test_a_recorder_receives_each_action_with_its_times():
+    trace = ActionTrace()
+    run(recorder=trace)
+    kinds = [(event.kind, event.microbatch) for event in trace.events]
+    assert kinds[:4] == [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
+    assert all(0 < event.busy_ns == event.end_ns - event.start_ns for event in trace.events)
+    starts = [event.start_ns for event in trace.events]
+    assert starts == sorted(starts)
+
+
+def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subject.time, "perf_counter_ns", None)  # a call would raise
+    run()
 
 
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")

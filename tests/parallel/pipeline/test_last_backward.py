@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from optimus.observe.events import ActionTrace
 from tests.helpers.tiny import CONTEXT, tiny_tree
 from tests.helpers.updates import make_shard, numbered
 
@@ -13,21 +14,24 @@ from tests.helpers.updates import make_shard, numbered
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
     """What runs within `last_backward` on a pipeline rank; whether its late gradients are told of,
     and are those of its own linear layers."""
-    shard, found = make_shard(tree).shard, []
+    trace = ActionTrace()
+    shard, found = make_shard(tree, recorder=trace).shard, []
 
     @contextlib.contextmanager
     def last_backward(stage: int, late):
-        place = len(shard.executor.trace)  # where the action that begins will stand
+        index = len(trace.events)  # of the action that starts
         own = {id(p) for name, p in shard.model.named_parameters() if "proj" in name}
         yield
-        assert len(shard.executor.trace) == place
+        assert len(trace.events) == index
         right = late is not None and own <= set(map(id, late))
-        found.append((place, late is not None, right))
+        found.append((index, late is not None, right))
 
     own = [numbered(n) for n in range(3)]
     shard.executor.run(own, lambda *_: None, lambda: None, last_backward=last_backward)
-    trace = shard.executor.trace
-    return [(str(trace[place].action), late, right) for place, late, right in found]
+    return [
+        (f"{trace.events[index].kind} {trace.events[index][1:3]}", late, right)
+        for index, late, right in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,4 +47,4 @@ def test_the_last_backward_of_each_stage_is_told(ranks, schedule, virtual_stages
     for rank, told in enumerate(ranks(2, last_actions, tree, start_world=False)):
         stages = reversed(range(rank, 2 * virtual_stages, 2))
         kind = "W" if late else "B"
-        assert told == [(f"{kind}(stage {s}, microbatch 2)", late, late) for s in stages]
+        assert told == [(f"{kind} {(s, 2)}", late, late) for s in stages]

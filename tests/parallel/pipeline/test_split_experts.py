@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from optimus.observe.events import ActionTrace
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus_kernels import experts_loop
 from tests.helpers.schedule_proof import validate
@@ -38,17 +39,19 @@ def watch_updates(schedule: str) -> Seen:
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
-    _, _, groups, _, shard, _, updater = make_updater(tree)
+    trace = ActionTrace()
+    _, _, groups, _, shard, _, updater = make_updater(tree, recorder=trace)
     times, alive = [], [0]
     _watch(times, alive)
     losses, products = [], dict.fromkeys(Kind, 0)
     for step in (1, 2):
         times.clear()
+        trace.events.clear()
         result = updater.run(step, own_batch(groups, MICROBATCHES))
         losses.append((result.loss, result.grad_norm))
-        for event in shard.executor.trace:
+        for event in trace.events:
             inside = [event.start_ns <= at <= event.end_ns for at in times]
-            products[event.action.kind] += sum(inside)
+            products[Kind[event.kind]] += sum(inside)
     weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     made = shard.layout.schedule
     waiting = _most_waiting(made, groups.over("pp").rank)
