@@ -375,7 +375,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
     from optimus.config import load_config
     from optimus.launch.environment import STARTED, read_launch_env
-    from optimus.train.begin import prepare_meeting, ranks_to_start, refuse_together
+    from optimus.train.startup import prepare_meeting, ranks_to_start, refuse_together
 
     if args.dry_run:
         return _dry_run(args)
@@ -391,15 +391,15 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         refuse_together(launch, error)
     if nproc:
         from optimus.launch.spawn import spawn_local
-        from optimus.train.preflight import preflight
+        from optimus.train.resolve import read_inputs
 
-        preflight(config, nproc)
+        read_inputs(config, nproc)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
         return spawn_local(arguments, nproc)
     if launch.world_size == 1:
-        from optimus.train.preflight import preflight
+        from optimus.train.resolve import read_inputs
 
-        preflight(config, 1)  # mistakes are found before torch, which takes seconds, is imported
+        read_inputs(config, 1)  # mistakes are found before torch, which takes seconds, is imported
     if _speaks():
         print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)
@@ -411,7 +411,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _dry_run(args: argparse.Namespace) -> int:
     from optimus.config import load_config
-    from optimus.train.begin import dry_run
+    from optimus.train.startup import dry_run
 
     nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
     if nodes < 1 or ranks < 1:

@@ -100,7 +100,7 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
     go = loop.Run.go
 
     def look(run: loop.Run) -> None:
-        whole = WholeModel(run.config, run.part.layout, run.groups)
+        whole = WholeModel(run.config, run.rank_model.layout, run.groups)
         for state in STATES:
             if tensors := whole.gather(run.states, state):
                 hashes[state] = golden.hash_tensors(tensors)

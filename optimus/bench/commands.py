@@ -76,7 +76,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch.environment import read_launch_env
-    from optimus.train.begin import ranks_to_start, refuse_together
+    from optimus.train.startup import ranks_to_start, refuse_together
 
     launch = read_launch_env()
     try:
@@ -91,7 +91,7 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         raise ConfigError(message, on_every_rank=True)
     if nproc and not args.profile:
         from optimus.launch.spawn import spawn_local
-        from optimus.train.preflight import divide
+        from optimus.train.resolve import divide
 
         divide(config, nproc)
         return spawn_local(arguments, nproc)

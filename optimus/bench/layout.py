@@ -28,9 +28,8 @@ from optimus.observe.events import ActionEvent, ActionTrace, Recorders, TrafficM
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.rank.states import check_slots
-from optimus.train.kernels import take_kernels
-from optimus.train.preflight import divide
-from optimus.train.settle import take_dispatch
+from optimus.train.autotune import autotune_dispatch, autotune_kernels
+from optimus.train.resolve import divide
 
 _WARMUP = 2
 
@@ -46,11 +45,11 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, launch.local_world_size
     )
-    config, _ = take_kernels(config, world, {})
+    autotune_kernels(config, world, None)
     meter, trace = TrafficMeter(), ActionTrace()
     ours = make_ours(config, world, Recorders(meter, trace))
     groups, part, schedule = ours.groups, ours.part, ours.part.layout.schedule
-    _, news = take_dispatch(config, groups, part, ours.states)
+    dispatch = autotune_dispatch(config, groups, part.model, ours.states, None)
     updater, own = ours.updater(), ours.microbatches()
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
@@ -80,7 +79,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
-        "settled": news,
+        "settled": [str(dispatch)] if dispatch.reason else [],
         "mesh": mesh._asdict(),
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,

@@ -15,7 +15,7 @@ from optimus.distributed.world import World
 from optimus.model.init import initialise_
 from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
-from optimus.train.preflight import divide
+from optimus.train.resolve import divide
 from optimus.train.update import Updater
 
 

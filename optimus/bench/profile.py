@@ -94,7 +94,7 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
     world = start_world(SINGLE, device=config.train.device)
     if world.device.type != "cpu":
         raise ConfigError(f"--profile is of CPUs, and this is {world.device}; set train.device=cpu")
-    threads = fix_arithmetic(config, world)
+    threads = fix_arithmetic(config.train, world.launch.local_world_size)
     trace = ActionTrace()
     ours = make_ours(config, world, trace)
     plan, part, microbatches = ours.plan, ours.part, ours.microbatches()

@@ -26,7 +26,7 @@ from optimus.launch.environment import SINGLE
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.train.loop import fix_arithmetic
-from optimus.train.preflight import divide
+from optimus.train.resolve import divide
 
 _WARMUP = 2
 
@@ -88,7 +88,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     other programs run beside).
     """
     world = start_world(SINGLE, device=config.train.device)
-    threads = fix_arithmetic(config, world)
+    threads = fix_arithmetic(config.train, world.launch.local_world_size)
     plain, ours = make_plain(config, world), make_ours(config, world)
     updater, microbatches = ours.updater(), ours.microbatches()
     taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}

@@ -1,7 +1,7 @@
 """Settings that cannot go together. Each check names the key, the value and the remedy.
 
 They run on every load, before any process group exists. What depends on the world's size or on
-files is checked by `optimus.train.preflight`.
+files is checked by `optimus.train.resolve`.
 """
 
 from __future__ import annotations

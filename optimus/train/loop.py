@@ -14,6 +14,7 @@ import torch
 from optimus import platform
 from optimus.checkpoint.manager import Start, full_path
 from optimus.config import Config
+from optimus.config.sections import TrainConfig
 from optimus.data.loader import Loader
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.groups import join_groups
@@ -32,15 +33,27 @@ from optimus.peak import RunPeak
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
 from optimus.rank.states import check_names, check_slots, states_of_rank
-from optimus.train.half import check_half
-from optimus.train.heap import Heap
-from optimus.train.kernels import settle_kernels
+from optimus.train.autotune import (
+    KernelChoices,
+    MeasuredChoices,
+    autotune_dispatch,
+    autotune_kernels,
+    recompute_report,
+)
+from optimus.train.fp16_check import check_fp16
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
-from optimus.train.preflight import Preflight, doubts, preflight, with_start
+from optimus.train.malloc_trim import MallocTrim
+from optimus.train.resolve import (
+    ResolvedStart,
+    RunInputs,
+    RunPlan,
+    find_start,
+    network_warnings,
+    read_inputs,
+)
 from optimus.train.run_dir import RunDirectory
 from optimus.train.save import Saves, check_saves
-from optimus.train.settle import recompute_news, settle_dispatch
 from optimus.train.stop import StopRequest
 from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
@@ -50,59 +63,66 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
-    """Run this rank's part of a training run to its end. `process`: as for StartUp.
+    """Run this rank of a training run to its end.
 
-    Raises what `preflight` and `with_start` raise, NonFiniteError, LostPeerError, or Stopped after
-    a signal.
+    Args:
+        config: The run's configuration, the same on all ranks.
+        launch: This rank among the others.
+        process: As for StartUp.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: The run cannot start.
+        NonFiniteError, LostPeerError: As the run ends by them.
+        Stopped: After a signal or the deadline.
     """
     set_up_logging(launch.rank)
     start_up = StartUp(process)
-    flight: Preflight | None = None
+    inputs: RunInputs | None = None
+    start = ResolvedStart(Start("none"), ())  # replaced by that of the first rank
     directory: RunDirectory | None = None
     trouble: OptimusError | None = None
     try:
         platform.check_compile(config.train.compile)
-        flight = preflight(config, launch.world_size)
+        inputs = read_inputs(config, launch.world_size)
         if launch.is_first:
             check_names(config)
-            check_slots(config, flight.mesh)
+            check_slots(config, inputs.mesh)
             directory = RunDirectory(config.train.run_dir)
-            flight = with_start(config, flight)
-            check_saves(config, flight)
-        else:
-            flight = replace(flight, tokenizer=b"")
+            start = find_start(config, inputs.batch, inputs.data.training)
+            check_saves(config, start.start)
     except OptimusError as error:
-        trouble = error  # told in one line once the ranks have met
-        directory = None  # free for whoever gives the right command meanwhile
+        trouble = error  # one rank prints it once the ranks have met
+        directory = None  # unlocked: another run may use it meanwhile
     world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
-    assert flight is not None, "start_world raises what kept it from being"
+    assert inputs is not None, "start_world raises the error that prevented it"
     try:
-        start = broadcast_object(flight.start, world.everyone, Start)
-        flight = replace(flight, start=start)
+        plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
         start_up.done("meeting")
-        fix_arithmetic(config, world)
-        config, flight = settle_kernels(config, world, flight)
+        fix_arithmetic(config.train, launch.local_world_size)
+        kernels = autotune_kernels(config, world, plan.start.full)
         start_up.done("settling")
-        check_half(config, world)
+        if config.train.dtype == "fp16":
+            check_fp16(config.model, world.device)
         if world.is_first:
-            print_start(config, flight, doubts(config, flight.mesh, launch.local_world_size))
-        Run(config, world, flight, directory, start_up).go()
+            ranks = launch.local_world_size
+            warnings = network_warnings(config.model, config.train, plan.mesh, ranks)
+            print_start(config, plan, warnings)
+        Run(config, world, plan, kernels, directory, start_up).go()
     except OptimusError as error:
         if isinstance(error, LostPeerError):
             error.told_by_another = not tells_first()
         elif error.on_every_rank:  # none waits for another
-            with suppress(RuntimeError):  # the error is what to tell
+            with suppress(RuntimeError):  # the error of the run is the one to report
                 end_world()
         raise
     end_world()
 
 
-def fix_arithmetic(config: Config, world: World) -> int:
-    """Threads and kernels of this rank, before anything is computed; how many threads."""
-    deterministic = config.train.deterministic
-    local = world.launch.local_world_size
-    threads = platform.set_threads(config.train.threads, deterministic, local)
-    if deterministic:
+def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
+    """Set threads and deterministic kernels of this process, before anything is computed; return
+    the number of threads."""
+    threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
+    if train.deterministic:
         # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
         torch.set_deterministic_debug_mode("error")
         switches: Any = torch.utils.deterministic  # a property of its module, not in its stub
@@ -116,56 +136,58 @@ def _or_none(value: float) -> float | None:
 
 
 class Run:
-    """One rank of a run: the model with its states, the data, and where things are written."""
+    """One rank of a run: the model with its states, the data, and the files that it writes."""
 
     def __init__(
         self,
         config: Config,
         world: World,
-        flight: Preflight,
+        plan: RunPlan,
+        kernels: KernelChoices,
         directory: RunDirectory | None,
         start_up: StartUp | None = None,
     ) -> None:
-        self.config, self.world, self.flight = config, world, flight
+        self.world, self.directory = world, directory
         self.last_step = config.train.stop_at_step or config.train.max_steps
-        self.directory = directory
-        self.groups = join_groups(flight.mesh, world, config.parallel.virtual_stages)
-        self.part = RankModel(config, self.groups, flight.plan, world.device)
-        self.model, layout = self.part.model, self.part.layout
-        if flight.start.path is None:
+        self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages)
+        self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
+        self.model, layout = self.rank_model.model, self.rank_model.layout
+        if plan.start.path is None:
             initialise_(self.model, config.train.seed, layout.placements)
-        self.states = self.part.make_states()
-        config, flight, news = settle_dispatch(config, flight, self.groups, self.part, self.states)
+        self.states = self.rank_model.make_states()
+        dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
+        config = MeasuredChoices(kernels, dispatch.name).record_in(config)
         self.config = config
-        scaling = LossScale(config, flight.plan.num_microbatches)
+        scaling = LossScale(config, plan.batch.num_microbatches)
         rank_states = states_of_rank(config, layout, self.groups, self.states)
-        self.flight = flight = load_start(
-            config, world, flight, layout, self.states, rank_states, scaling
-        )
+        plan = load_start(config, world, plan, layout, self.states, rank_states, scaling)
+        self.plan = plan
         sync_logs = directory.sync if directory is not None else lambda: None
-        self.saves = Saves(config, world, flight, self.states, rank_states, scaling, sync_logs)
-        news += recompute_news(config, self.groups, self.part)
+        self.saves = Saves(config, world, plan, self.states, rank_states, scaling, sync_logs)
+        recompute = recompute_report(config, self.groups, self.model)
         self.peak: RunPeak | None = None
         if directory is not None:
-            directory.open(config, flight, self.last_step)
-            for line in news:
-                logger.info(line)
+            directory.open(config, plan, self.last_step)
+            if dispatch.reason:
+                logger.info(str(dispatch))
+            if recompute:
+                logger.info(recompute)
             self.peak = self._find_peak()
         if config.train.compile:
             platform.use_private_compile_cache()
             self.model.compile_blocks()
         self.updater = Updater(
-            config, self.groups, self.part, self.states, flight.plan, world.device, scaling
+            config, self.groups, self.rank_model, self.states, plan.batch, world.device, scaling
         )
         self.loader = Loader(
-            flight.data,
-            flight.plan.instances,
+            plan.data.training,
+            plan.batch.instances,
             config.train.microbatch_size,
             self.groups.data.rank,
             self.groups.data.size,
             config.data.document_mask,
         )
-        self.heap = Heap()
+        self.malloc_trim = MallocTrim()
         self.health = TrainingHealth(config.model)
         self._start_up = start_up
         if start_up is not None:
@@ -173,11 +195,11 @@ class Run:
 
     def go(self) -> None:
         """Update by update to the last step; evaluate, sample and save where they are due."""
-        if self.directory is not None and self.flight.start.step >= self.last_step:
+        if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
                 "continue",
-                self.flight.start.step,
+                self.plan.start.step,
                 self.last_step,
                 self._limit(),
             )
@@ -185,7 +207,7 @@ class Run:
         try:
             self.saves.make_up()
             stop_request = StopRequest(self.config.train.deadline_s)
-            for step in range(self.flight.start.step + 1, self.last_step + 1):
+            for step in range(self.plan.start.step + 1, self.last_step + 1):
                 self.update(step)
                 stopping = stop_request.agreed(self.world.everyone, self.world.device)
                 if stopping is None:
@@ -203,7 +225,7 @@ class Run:
                         "same command again to continue",
                         on_every_rank=True,
                     )
-            self._print_end(max(self.flight.start.step, self.last_step), began)
+            self._print_end(max(self.plan.start.step, self.last_step), began)
         except OptimusError as error:
             if error.on_every_rank:
                 self.saves.end()
@@ -224,14 +246,14 @@ class Run:
         self.directory.end_progress()
         record, evaluation = self.directory.last("metrics"), self.directory.last("eval")
         seconds = time.monotonic() - began
-        print_end(self.config, self.flight, step, seconds, record, evaluation)
+        print_end(self.config, self.plan, step, seconds, record, evaluation)
 
     def update(self, step: int) -> None:
         """One update, timed from its data to its new parameters, and its line of metrics."""
         start = time.perf_counter()
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
-        self.heap.after_update()
+        self.malloc_trim.after_update()
         seconds = time.perf_counter() - start
         if self.directory is None:
             return
@@ -247,13 +269,13 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """The held-out loss, every `train.eval_interval` updates and after the last."""
-        train, dataset = self.config.train, self.flight.eval_dataset
+        train, dataset = self.config.train, self.plan.data.held_out
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
             return
         with uncompiled(self.config):
             held_out = held_out_loss(
-                self.part.cross_entropies,
+                self.rank_model.cross_entropies,
                 dataset,
                 train.microbatch_size,
                 self.groups.everyone,
@@ -268,13 +290,13 @@ class Run:
     def sample(self, step: int) -> None:
         """Log a continuation of the first held-out (or training) instance. All ranks take part, on
         every layout; the first rank of the last stage draws."""
-        train, mesh = self.config.train, self.flight.mesh
+        train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:
             return
         with uncompiled(self.config):
             text = sample_text(
-                self.part.logits_after,
-                self.flight.eval_dataset or self.flight.data,
+                self.rank_model.logits_after,
+                self.plan.data.held_out or self.plan.data.training,
                 train.sample_tokens,
                 self.world.device,
                 seed=train.seed + step,
@@ -287,17 +309,17 @@ class Run:
 
     def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
         """The line of metrics.jsonl of one update."""
-        plan, model = self.flight.plan, self.config.model
-        flops = flops_per_token(model, plan.seq_len) * plan.tokens / seconds / self.world.size
+        batch, model = self.plan.batch, self.config.model
+        flops = flops_per_token(model, batch.seq_len) * batch.tokens / seconds / self.world.size
         assert self.peak is not None, "of the first rank, which writes the line"
         record = {
             "step": result.step,
             "loss": _or_none(result.loss),
             "grad_norm": _or_none(result.grad_norm),
             "lr": result.lr,
-            "tokens": self.flight.tokens_after(result.step),
+            "tokens": self.plan.tokens_after(result.step),
             "step_time_s": seconds,
-            "tokens_per_s": plan.tokens / seconds,
+            "tokens_per_s": batch.tokens / seconds,
             "tflops_per_device": flops / 1e12,
             "mfu": self.peak.mfu(flops),
             "mem_bytes": platform.peak_memory_bytes(self.world.device),
@@ -317,7 +339,7 @@ class Run:
         with fastest_library(like):
             return RunPeak(
                 self.directory.path,
-                self.flight.start.step > 0,
+                self.plan.start.step > 0,
                 like.device,
                 like.dtype,
                 library_of(like),

@@ -18,7 +18,7 @@ from optimus.errors import ConfigError
 from optimus.io import files
 from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
 from optimus.observe.progress import Progress
-from optimus.train.preflight import Preflight
+from optimus.train.resolve import RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +66,15 @@ class RunDirectory:
         self._lock = self._take()
         self._last: dict[str, Mapping[str, Any]] = {}
 
-    def open(self, config: Config, flight: Preflight, last_step: int) -> None:
+    def open(self, config: Config, plan: RunPlan, last_step: int) -> None:
         """Cut back to where the run starts and open its logs; call it once the start is loaded."""
-        step = flight.start.step
-        prepare_directory(self.path, flight.start)
+        step = plan.start.step
+        prepare_directory(self.path, plan.start)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         logs = []
         for name in ("metrics", "eval"):
             path, copy = self.path / f"{name}.jsonl", self.path / f".{name}-copy.jsonl"
-            expected = _expected_steps(flight, name, copy)
+            expected = _expected_steps(plan, name, copy)
             cut_after(path, step, self.path / "log" / f"{name}-cut-{stamp}.jsonl", copy, expected)
             logs.append(JsonLines(path, copy))
         self._metrics, self._eval = logs
@@ -151,13 +151,13 @@ class RunDirectory:
         self._lock.close()
 
 
-def _expected_steps(flight: Preflight, name: str, copy: Path) -> range:
+def _expected_steps(plan: RunPlan, name: str, copy: Path) -> range:
     """The steps before the start of which metrics.jsonl, or eval.jsonl, has lines for sure."""
-    start, interval = flight.start, 1
+    start, interval = plan.start, 1
     begun = 0 if start.begun is None and start.origin == "none" else start.begun
     if name == "eval":  # lines of the copy are better: the interval may have been another before
         has_lines = copy.exists() and copy.stat().st_size > 0
-        is_known = flight.eval_dataset is not None and not has_lines
+        is_known = plan.data.held_out is not None and not has_lines
         interval = start.settings.get("train.eval_interval", 0) if is_known else 0
     if begun is None or not interval:
         return range(0)

@@ -31,7 +31,7 @@ from optimus.hf import config_to_hf
 from optimus.resilience import guards
 from optimus.resilience.nonfinite import refuse_bad_states
 from optimus.train.loss_scale import LossScale
-from optimus.train.preflight import Preflight
+from optimus.train.resolve import RunPlan, flat_settings
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ _TIGHT = 4
 """How few more saves must fit on the disk for a warning at each that makes them fewer."""
 
 
-def check_saves(config: Config, flight: Preflight) -> None:
+def check_saves(config: Config, start: manager.Start) -> None:
     """Refuse, before anything is built, weights that do not fit and models that cannot be saved.
 
     Raises CheckpointError or ConfigError.
     """
-    if flight.start.path is not None and flight.start.full is None:
-        check_weights(config.model, flight.start.path)
+    if start.path is not None and start.full is None:
+        check_weights(config.model, start.path)
     if config.checkpoint.model_interval:
         config_to_hf(config.model, "bfloat16")
 
@@ -75,14 +75,15 @@ class Saves:
         self,
         config: Config,
         world: World,
-        flight: Preflight,
+        plan: RunPlan,
         states: ChunkEngine,
         rank_states: RankStates,
         loss_scale: LossScale,
         sync_logs: Callable[[], None],
     ) -> None:
         """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
-        self._config, self._world, self._flight, self._states = config, world, flight, states
+        self._config, self._world, self._plan, self._states = config, world, plan, states
+        self._settings = flat_settings(config, plan.batch, plan.data.training)
         self._loss_scale = loss_scale
         self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
         self._fulls, self._models, self._removing = _Lane(), _Lane(), threading.Lock()
@@ -90,7 +91,7 @@ class Saves:
         """What could not be removed, and why: each is named once."""
         self._least_room = _TIGHT
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
-        self._newest = flight.start.path.name if flight.start.path is not None else "none"
+        self._newest = plan.start.path.name if plan.start.path is not None else "none"
         settings = config.checkpoint
         # How long ranks may wait for the first one's look at the disk; a step may have two.
         begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
@@ -99,7 +100,7 @@ class Saves:
         self._saver = FullSaver(rank_states, scatter, direct=settings.direct_io, **limits)
         self._model_saver: ModelSaver | None = None
         if settings.model_interval:
-            eos = with_data_eos(config.model, flight.data.eos_id)
+            eos = with_data_eos(config.model, plan.data.training.eos_id)
             self._warned: set[str] = set()
             self._exported = config.model.model_copy(update={"eos_token_ids": eos})
             self._model_saver = ModelSaver(rank_states, self._exported, scatter, **limits)
@@ -108,7 +109,7 @@ class Saves:
     def make_up(self) -> None:
         """Write the model-only checkpoint that was due where this run goes on, if its kill came
         between the seal of the full one and the model's. A collective of all ranks."""
-        start, settings = self._flight.start, self._config.checkpoint
+        start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
         if not due or start.path != manager.full_path(run_dir, start.step):
@@ -290,20 +291,20 @@ class Saves:
 
     def _facts(self, step: int) -> dict[str, Any]:
         """What a manifest says of the run after `step`."""
-        flight = self._flight
+        start = self._plan.start
         return {
             "step": step,
-            "tokens": flight.tokens_after(step),
+            "tokens": self._plan.tokens_after(step),
             "updates": self._states.num_updates,
-            "origin": flight.start.origin,
-            "begun": flight.start.begun,
-            "settings": flight.settings,
+            "origin": start.origin,
+            "begun": start.begun,
+            "settings": self._settings,
             "loss_scale": self._loss_scale.state(),
             "ranks": self._ranks(),
         }
 
     def _ranks(self) -> dict[str, int]:
-        sizes = self._flight.mesh._asdict()
+        sizes = self._plan.mesh._asdict()
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_companions(self, directory: Path) -> None:
@@ -311,8 +312,8 @@ class Saves:
         sealed, the curve up to its step, which a resume will go on from."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
-        name = Path(self._flight.data.tokenizer_file).name
-        (directory / name).write_bytes(self._flight.tokenizer)
+        name = Path(self._plan.data.training.tokenizer_file).name
+        (directory / name).write_bytes(self._plan.data.tokenizer)
 
     def _write_model_companions(self, directory: Path) -> None:
         """The same for a model alone, which is a Hugging Face directory with all of its files."""

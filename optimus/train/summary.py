@@ -1,4 +1,4 @@
-"""What a run prints at its start and at its end, on its first rank."""
+"""Summaries that a run logs at its start and at its end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
+from optimus.config.sections import CheckpointConfig, ParallelConfig
+from optimus.data.batch import BatchPlan
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
+from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
-from optimus.train.preflight import Preflight
+from optimus.train.resolve import PartialPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -22,111 +25,122 @@ MOST_EPOCHS = 4
 """Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
 
 
-def print_start(config: Config, flight: Preflight, warnings: Sequence[str]) -> None:
-    """Print what the run will do, where it starts, and what about it is doubtful."""
-    _log("this run", _plan(config, flight))
-    for warning in (*warnings, *_repeats(config, flight)):
+def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
+    """Log the plan of a run, `warnings` and those of the data, the start, and settings that changed
+    since the checkpoint."""
+    _log("this run", plan_facts(config, plan))
+    for warning in (*warnings, *_repeats(config, plan)):
         logger.warning(one_line(warning))
-    start = flight.start
+    start = plan.start
     if start.path is not None:
         logger.info("starting at step %d from %s", start.step, start.path)
-    for difference in flight.differences:
-        logger.info("changed on resume: %s", one_line(difference))
+    for change in plan.changes:
+        logger.info("changed on resume: %s", one_line(change))
 
 
 def print_end(
     config: Config,
-    flight: Preflight,
+    plan: RunPlan,
     last_step: int,
     seconds: float,
     record: Mapping[str, Any],
     evaluation: Mapping[str, Any],
 ) -> None:
-    """Print what the run has done once it is at `last_step`, and what can be done with it.
+    """Log the results of a run that is at `last_step`, and the commands that use them.
 
-    `record` and `evaluation` are the last lines of metrics.jsonl and eval.jsonl, or empty;
-    `seconds` is how long the steps of this start took.
+    Args:
+        config: The run's configuration.
+        plan: Its plan.
+        last_step: The last step that is done.
+        seconds: Time that the steps since this start took.
+        record: Last line of metrics.jsonl, or empty.
+        evaluation: Last line of eval.jsonl, or empty.
     """
     train, title = config.train, "done"
     if last_step < train.max_steps:
         title = f"stopped at step {last_step:,} of {train.max_steps:,}"
         if last_step == train.stop_at_step:
             title += "; raise train.stop_at_step to continue"
-    _log(title, _results(config, flight, last_step, seconds, record, evaluation))
+    _log(title, _results(config, plan, last_step, seconds, record, evaluation))
 
 
-def _plan(config: Config, flight: Preflight) -> Iterator[tuple[str, str]]:
-    model, train, plan, mesh = config.model, config.train, flight.plan, flight.mesh
+def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
+    """Return the lines of a plan: name and text. A line without a name continues the one above."""
+    model, train, batch, mesh = config.model, config.train, plan.batch, plan.mesh
     total, active = count_parameters(model)
     size = f"{counted(total, 'parameter')}, {active:,} active per token"
     shape = f"{counted(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}"
     yield "model", f"{model.architecture}, {shape}: {size}; {train.dtype}"
-    yield "layout", _layout(config, flight)
-    yield from _data(config, flight)
-    held_out = flight.eval_dataset
-    if held_out is not None:
-        every = f"every {counted(train.eval_interval, 'step')} and " if train.eval_interval else ""
-        count = min(train.eval_instances or held_out.num_instances, held_out.num_instances)
-        yield "held out", f"{counted(count, 'instance')}, {every}at the end{_where(held_out)}"
-    microbatches = counted(plan.microbatches_per_rank, "microbatch", "microbatches")
-    each = f"{microbatches} of {counted(plan.microbatch_size, 'instance')}"
+    yield "layout", _layout(config.parallel, config.optim.sharding, mesh)
+    if plan.data is not None:
+        yield from _data(config, batch, plan.data.training)
+        if (held_out := plan.data.held_out) is not None:
+            interval = train.eval_interval
+            often = f"every {counted(interval, 'step')} and " if interval else ""
+            count = min(train.eval_instances or held_out.num_instances, held_out.num_instances)
+            yield "held out", f"{counted(count, 'instance')}, {often}at the end{_where(held_out)}"
+    microbatches = counted(batch.microbatches_per_rank, "microbatch", "microbatches")
+    each = f"{microbatches} of {counted(batch.microbatch_size, 'instance')}"
     ranks = f" on each of {mesh.num_data_ranks} data ranks" if mesh.num_data_ranks > 1 else ""
-    yield "batch", f"{plan.tokens:,} tokens per step: {each}{ranks}"
+    yield "batch", f"{batch.tokens:,} tokens per step: {each}{ranks}"
     last = train.stop_at_step or train.max_steps
     until = f" (train.max_steps = {train.max_steps:,})" if last < train.max_steps else ""
-    if flight.start.step < last:
-        steps, tokens = f"{flight.start.step + 1:,} to {last:,}", flight.tokens_after(last)
+    if plan.start.step < last:
+        steps, tokens = f"{plan.start.step + 1:,} to {last:,}", plan.tokens_after(last)
         yield "steps", f"{steps}{until}, {tokens:,} tokens in all"
     else:
-        yield "steps", f"none left after step {flight.start.step:,}{until}"
-    yield "checkpoints", _checkpoints(config)
+        yield "steps", f"none left after step {plan.start.step:,}{until}"
+    yield "checkpoints", _checkpoints(config.checkpoint)
     yield "files", train.run_dir
 
 
-def _layout(config: Config, flight: Preflight) -> str:
-    parallel, mesh = config.parallel, flight.mesh
+def _layout(parallel: ParallelConfig, sharding: str, mesh: Mesh) -> str:
     text = counted(mesh.world_size, "rank")
     sizes = [f"{axis} {size}" for axis, size in mesh._asdict().items() if size > 1]
     text += f" ({', '.join(sizes)})" if sizes else ""
     if mesh.pp * parallel.virtual_stages > 1:
         text += f"; schedule {parallel.schedule}, {mesh.pp * parallel.virtual_stages} stages"
     if mesh.world_size > 1:
-        text += f"; optim.sharding {config.optim.sharding}"
+        text += f"; optim.sharding {sharding}"
     return text
 
 
-def _data(config: Config, flight: Preflight) -> Iterator[tuple[str, str]]:
-    mix = len(config.data.mix) > 1
-    if mix:
-        yield "data", f"a mix of {counted(len(config.data.mix), 'data set')}"
-    for dataset, epochs in _epochs(config, flight):
+def _data(config: Config, batch: BatchPlan, training: InstanceSource) -> Iterator[tuple[str, str]]:
+    mix = config.data.mix
+    if len(mix) > 1:
+        yield "data", f"a mix of {counted(len(mix), 'data set')}"
+    for dataset, epochs in _epochs(config, batch, training):
         size = f"{counted(dataset.num_instances, 'instance')} of {dataset.context:,} tokens"
-        name = "" if mix else "data"
+        name = "" if len(mix) > 1 else "data"
         noun = "epoch" if _short(epochs) == "1" else "epochs"
         yield name, f"{size}, {_short(epochs)} {noun}{_where(dataset)}"
 
 
 def _where(dataset: InstanceSource) -> str:
-    """The path, last in its line because it may be long; nothing for a mix, which has several."""
+    """Return the path, last in its line because it may be long; "" for a mix, which has several."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
-def _epochs(config: Config, flight: Preflight) -> Iterator[tuple[TokenDataset, float]]:
-    """Each data set and how many times the run has read it after `train.max_steps`."""
-    instances = config.train.max_steps * flight.plan.instances
-    if flight.dataset is None:
+def _epochs(
+    config: Config, batch: BatchPlan, training: InstanceSource
+) -> Iterator[tuple[TokenDataset, float]]:
+    """Return each data set and the number of times that the run has read it after
+    `train.max_steps`."""
+    instances = config.train.max_steps * batch.instances
+    if isinstance(training, TokenDataset):
+        yield training, instances / training.num_instances
         return
-    if isinstance(flight.dataset, TokenDataset):
-        yield flight.dataset, instances / flight.dataset.num_instances
-        return
-    assert isinstance(flight.dataset, MixedDataset)
+    assert isinstance(training, MixedDataset)
     total = sum(float(source.weight) for source in config.data.mix)
-    for source, dataset in zip(config.data.mix, flight.dataset.sources, strict=True):
+    for source, dataset in zip(config.data.mix, training.sources, strict=True):
         yield dataset, instances * float(source.weight) / total / dataset.num_instances
 
 
-def _repeats(config: Config, flight: Preflight) -> Iterator[str]:
-    for dataset, epochs in _epochs(config, flight):
+def _repeats(config: Config, plan: PartialPlan) -> Iterator[str]:
+    """Return a warning for each data set that the run reads too often."""
+    if plan.data is None:
+        return
+    for dataset, epochs in _epochs(config, plan.batch, plan.data.training):
         if epochs > MOST_EPOCHS:
             steps = max(1, int(config.train.max_steps * MOST_EPOCHS / epochs))
             yield (
@@ -139,8 +153,7 @@ def _short(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
-def _checkpoints(config: Config) -> str:
-    settings = config.checkpoint
+def _checkpoints(settings: CheckpointConfig) -> str:
     full = f"every {counted(settings.interval, 'step')} and " if settings.interval else ""
     text = f"full {full}at the end"
     if settings.model_interval:
@@ -150,35 +163,37 @@ def _checkpoints(config: Config) -> str:
 
 def _results(
     config: Config,
-    flight: Preflight,
+    plan: RunPlan,
     last_step: int,
     seconds: float,
     record: Mapping[str, Any],
     evaluation: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    run_dir, first = config.train.run_dir, flight.start.step + 1
+    run_dir, first = config.train.run_dir, plan.start.step + 1
     steps = f"{first:,} to {last_step:,} in {_duration(seconds)}" if first <= last_step else "none"
-    yield "steps", f"{steps}; {flight.tokens_after(last_step):,} tokens in all"
+    yield "steps", f"{steps}; {plan.tokens_after(last_step):,} tokens in all"
     if record.get("loss") is not None:
         yield "loss", f"{record['loss']:.4f}"
     if evaluation:
         yield "held-out loss", f"{evaluation['loss']:.4f} at step {evaluation['step']:,}"
-    made = first <= last_step or flight.start.path is None
-    yield "checkpoint", str(full_path(run_dir, last_step) if made else flight.start.path)
+    made = first <= last_step or plan.start.path is None
+    yield "checkpoint", str(full_path(run_dir, last_step) if made else plan.start.path)
     name = "next"
-    for command in _next_commands(config, flight, last_step):
+    done = last_step >= config.train.max_steps
+    for command in _next_commands(config, plan.data.held_out, done):
         yield name, command
         name = ""
 
 
-def _next_commands(config: Config, flight: Preflight, last_step: int) -> Iterator[str]:
+def _next_commands(config: Config, held_out: InstanceSource | None, done: bool) -> Iterator[str]:
+    """Return the commands that use the checkpoints of a run."""
     run = shlex.quote(config.train.run_dir)
     yield f"optimus report {run}"
-    if last_step < config.train.max_steps:
+    if not done:
         return
     yield f'optimus generate {run} --prompt "Once upon a time"'
-    if isinstance(flight.eval_dataset, TokenDataset):
-        yield f"optimus eval {run} {shlex.quote(str(flight.eval_dataset.path))}"
+    if isinstance(held_out, TokenDataset):
+        yield f"optimus eval {run} {shlex.quote(str(held_out.path))}"
     try:
         config_to_hf(config.model, "bfloat16")
     except OptimusError:  # it has no form in transformers

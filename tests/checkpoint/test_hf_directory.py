@@ -21,7 +21,7 @@ from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
 from optimus.errors import CheckpointError, DamageError
 from optimus.io import files
 from optimus.io.files import read_regular
-from optimus.train.preflight import preflight
+from optimus.train.resolve import read_inputs
 from tests.data_prep.corpus import write_sentencepiece
 from tests.helpers.damage import flip
 from tests.helpers.runs import run_tree
@@ -365,13 +365,13 @@ def test_another_tokenizer_than_the_data_has_is_refused_and_not_copied(tiny_data
     data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
     file = data / "tokenizer.json"
-    flight = preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
-    assert flight.tokenizer == file.read_bytes()
+    inputs = read_inputs(make_config(tiny_tree(data, tmp_path / "run")), 1)
+    assert inputs.data.tokenizer == file.read_bytes()
     file.write_bytes(file.read_bytes().replace(b'"the"', b'"xyz"') + b" ")
     with pytest.raises(DamageError, match=r"tokenizer.json: is not .*; run optimus-data verify"):
-        preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
+        read_inputs(make_config(tiny_tree(data, tmp_path / "run")), 1)
     for change in (lambda: None, lambda: os.mkfifo(file)):
         file.unlink(missing_ok=True)
         change()
         with pytest.raises(DamageError, match=r"tokenizer.json: .*; run optimus-data verify"):
-            preflight(make_config(tiny_tree(data, tmp_path / "run")), 1)
+            read_inputs(make_config(tiny_tree(data, tmp_path / "run")), 1)

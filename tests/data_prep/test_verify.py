@@ -14,7 +14,7 @@ from data_prep.manifest import read_manifest
 from data_prep.verify import verify
 from optimus.errors import DataError
 from optimus.io import files
-from optimus.train import preflight
+from optimus.train import resolve
 from tests.data_prep.corpus import tree
 
 
@@ -106,7 +106,7 @@ def test_a_wrong_count_is_found(copy):
 def test_another_data_set_in_the_folder_of_the_held_out_part_is_found(copy):
     manifest = read_manifest(copy)
     held_out = read_manifest(copy / "eval")
-    assert preflight._own_eval_path(str(copy)) in ("", str(copy / "eval"))
+    assert resolve._evaluation_path(str(copy)) in ("", str(copy / "eval"))
     for changes, problem in (
         ({"part": "train"}, "part = 'train'"),
         ({"tokenizer_sha256": "0" * 64}, "another tokenizer"),
@@ -116,7 +116,7 @@ def test_another_data_set_in_the_folder_of_the_held_out_part_is_found(copy):
         assert line.startswith(f"{copy / 'eval' / 'manifest.json'}: has {problem}, so it is not")
         assert f"repair: rm -r {copy / 'eval'}; then the same optimus-data" in line
         with pytest.raises(DataError, match=rf"has {problem}.* data\.eval_path"):
-            preflight._own_eval_path(str(copy))
+            resolve._evaluation_path(str(copy))
         original = {key: getattr(held_out, key) for key in changes}
         rewritten(copy / "eval" / "manifest.json", **original)
     assert held_out.tokenizer_sha256 == manifest.tokenizer_sha256 and list(verify(copy)) == []

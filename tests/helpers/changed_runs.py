@@ -8,18 +8,20 @@ from optimus.config import make_config
 from optimus.distributed.world import start_world
 from optimus.errors import NonFiniteError
 from optimus.launch.environment import read_launch_env
+from optimus.train.autotune import KernelChoices
 from optimus.train.loop import Run
-from optimus.train.preflight import preflight, with_start
+from optimus.train.resolve import resolve
 from optimus.train.run_dir import RunDirectory
 
 
 def make_run(tree: dict) -> Run:
     """This rank's run, to be changed before it goes."""
     config, launch = make_config(tree), read_launch_env()
-    flight = with_start(config, preflight(config, launch.world_size))
+    plan = resolve(config, launch.world_size)
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
     world = start_world(launch, config.parallel.timeout_s, "cpu")
-    return Run(config, world, flight, directory)
+    kernels = KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
+    return Run(config, world, plan, kernels, directory)
 
 
 class NanBackward(torch.autograd.Function):

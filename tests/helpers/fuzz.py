@@ -23,7 +23,7 @@ from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError, LostPeerError, Stopped
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.states import check_slots
-from optimus.train.preflight import divide
+from optimus.train.resolve import divide
 from tests.helpers.layouts import MODELS, SCHEDULES, TOLERANCE, WIDE
 from tests.helpers.rank_pool import RankPool, RanksFailed
 from tests.helpers.runs import metrics_of, run_tree, weights_of

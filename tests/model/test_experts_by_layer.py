@@ -19,7 +19,7 @@ from optimus.model.router import layer_losses
 from optimus.observe.health import expert_loads, load_figures
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
-from optimus.train.preflight import preflight, with_start
+from optimus.train.resolve import resolve
 from tests.helpers.tiny import tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
 
@@ -121,6 +121,6 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
     with pytest.raises(CheckpointError, match=r"model.num_experts = \[0, 4, 4\]"):
         settings = {**settings, "model__num_experts": [0, 4, 4]}
         config = make_config(tiny_tree(tiny_data, tmp_path / "whole", **settings))
-        with_start(config, preflight(config, 1))
+        resolve(config, 1)
     with pytest.raises(ConfigError, match="has no place in a Hugging Face"):
         go(tmp_path / "models", checkpoint__model_interval=2)

@@ -9,7 +9,7 @@ from optimus.config import load_config
 from optimus.distributed.groups import join_groups
 from optimus.planner.plan import plan
 from optimus.rank.model import RankModel
-from optimus.train.preflight import divide
+from optimus.train.resolve import divide
 from tests.helpers.worlds import fake_world
 from tests.planner.test_plan import CONFIGS
 from tests.rank.test_states import LARGE

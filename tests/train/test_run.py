@@ -11,7 +11,7 @@ from optimus.config import make_config
 from optimus.errors import CheckpointError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.observe.metrics import read_json_lines
-from optimus.train.preflight import preflight, with_start
+from optimus.train.resolve import resolve
 from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 
@@ -89,7 +89,7 @@ def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tm
     mix[1]["weight"] = 0.5
     with pytest.raises(CheckpointError, match=r"data.identity = "):
         config = make_config(tiny_tree("", tmp_path / "4", **run))
-        with_start(config, preflight(config, 1))
+        resolve(config, 1)
 
 
 def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):

@@ -4,20 +4,20 @@ import pytest
 
 from optimus.cli import main as optimus
 from optimus.config import Config, dump_toml, make_config
-from optimus.train.preflight import Preflight, preflight
+from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
 from tests.helpers.runs import run_tree, told_by
 from tests.helpers.tiny import reshuffled, tiny_tree
 
 
-def made(data, run_dir, world_size=1, **overrides) -> tuple[Config, Preflight]:
+def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]:
     config = make_config(tiny_tree(data, run_dir, **overrides))
-    return config, preflight(config, world_size)
+    return config, resolve(config, world_size)
 
 
 def table(text: str) -> dict[str, str]:
-    """The aligned lines of a summary; lines without a name of their own follow the one before."""
+    """Return the aligned lines of a summary by name; a nameless line continues the one above."""
     rows: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("  "):
@@ -27,11 +27,11 @@ def table(text: str) -> dict[str, str]:
     return rows
 
 
-def test_the_start_says_what_the_run_will_do(tiny_data, tmp_path, capsys):
+def test_start_summary_describes_the_run(tiny_data, tmp_path, capsys):
     layout = {"parallel__pp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
     more = {"checkpoint__model_interval": 10, "train__eval_interval": 5, "train__eval_instances": 3}
-    config, flight = made(tiny_data, tmp_path / "run", 8, **layout, **more)
-    print_start(config, flight, [])
+    config, plan = resolved(tiny_data, tmp_path / "run", 8, **layout, **more)
+    print_start(config, plan, [])
     printed = capsys.readouterr()
     rows = table(printed.err)
     assert printed.out == "" and "warning" not in printed.err
@@ -44,7 +44,7 @@ def test_the_start_says_what_the_run_will_do(tiny_data, tmp_path, capsys):
     assert rows["layout"] == (
         "8 ranks (pp 2, dp 2, ep 2); schedule 1f1b, 2 stages; optim.sharding epso"
     )
-    count = flight.dataset.num_instances
+    count = plan.data.training.num_instances
     epochs = f"{20 * 8 / count:.3g}"
     assert rows["data"] == f"{count} instances of 32 tokens, {epochs} epochs: {tiny_data}"
     assert rows["held out"] == f"3 instances, every 5 steps and at the end: {tiny_data}/eval"
@@ -57,27 +57,27 @@ def test_the_start_says_what_the_run_will_do(tiny_data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(300, False), (310, True)])
-def test_text_that_repeats_often_is_warned_of(tiny_data, tmp_path, capsys, steps, warned):
-    config, flight = made(tiny_data, tmp_path / "run", train__max_steps=steps)
-    most = 4 * flight.dataset.num_instances // 8
+def test_repeated_text_gives_a_warning(tiny_data, tmp_path, capsys, steps, warned):
+    config, plan = resolved(tiny_data, tmp_path / "run", train__max_steps=steps)
+    most = 4 * plan.data.training.num_instances // 8
     assert 300 <= most < 310, "the tiny data set has another size"
-    print_start(config, flight, [])
+    print_start(config, plan, [])
     text = capsys.readouterr().err
     assert (
         f"more than about 4 add little; use more text, or set train.max_steps={most}" in text
     ) == warned
 
 
-def test_each_source_of_a_mix_has_its_own_epochs(tiny_data, tmp_path, capsys):
+def test_sources_of_a_mix_have_separate_epochs(tiny_data, tmp_path, capsys):
     other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
     mix = [{"path": str(tiny_data), "weight": 3}, {"path": str(other), "weight": 1}]
     settings = {"data__path": "", "data__mix": mix, "train__max_steps": 400}
-    config, flight = made("", tmp_path / "run", **settings)
-    print_start(config, flight, [])
+    config, plan = resolved("", tmp_path / "run", **settings)
+    print_start(config, plan, [])
     text = capsys.readouterr().err
     first, second = (
         400 * 8 * w / 4 / s.num_instances
-        for w, s in zip((3, 1), flight.dataset.sources, strict=True)
+        for w, s in zip((3, 1), plan.data.training.sources, strict=True)
     )
     facts = table(text)["data"].split(" | ")
     assert facts[0] == "a mix of 2 data sets"
@@ -85,10 +85,10 @@ def test_each_source_of_a_mix_has_its_own_epochs(tiny_data, tmp_path, capsys):
     assert f"{second:.3g} epochs: {other}" in facts[2]
 
 
-def test_the_end_says_what_came_out_and_what_to_do_next(tiny_data, tmp_path, capsys):
+def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
     run_dir = tmp_path / "it's a run"
-    config, flight = made(tiny_data, run_dir)
-    print_end(config, flight, 20, 184.2, {"loss": 3.21}, {"loss": 3.3, "step": 20})
+    config, plan = resolved(tiny_data, run_dir)
+    print_end(config, plan, 20, 184.2, {"loss": 3.21}, {"loss": 3.3, "step": 20})
     text = capsys.readouterr().err
     rows = table(text)
     assert text.startswith("optimus: done\n")
@@ -99,13 +99,13 @@ def test_the_end_says_what_came_out_and_what_to_do_next(tiny_data, tmp_path, cap
     assert f"optimus eval {quoted} {tiny_data}/eval" in rows["next"].split(" | ")
     commands = [command.split()[1] for command in rows["next"].split(" | ")]
     assert commands == ["report", "generate", "eval", "convert"]
-    print_end(config, flight, 7, 1, {"loss": None}, {})
+    print_end(config, plan, 7, 1, {"loss": None}, {})
     text = capsys.readouterr().err
     assert text.startswith("optimus: stopped at step 7 of 20\n") and "loss" not in text
 
 
-def test_a_run_sums_itself_up_once(ranks, tiny_data, tmp_path):
-    """Done, stopped on the way, and with nothing left to do; on its first rank alone."""
+def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
+    """Done, stopped early, and without steps left; on the first rank only."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -129,7 +129,7 @@ MISSING = {"data__path": "/nowhere"}
 
 
 def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
-    """Exit status of a dry run, and the lines of its mistake or its summary."""
+    """Return the exit status of a dry run and the lines of its error or its summary."""
     config = tmp_path / "run.toml"
     config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
     code = optimus(["train", str(config), "--dry-run", *options])
@@ -139,7 +139,7 @@ def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[st
 
 
 @pytest.mark.parametrize(
-    ("options", "overrides", "told"),
+    ("options", "overrides", "message"),
     [
         (["--nodes", "3"], {"parallel__pp": 2}, "world of 3 ranks; start 4 ranks"),
         (
@@ -159,13 +159,13 @@ def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[st
         ),
     ],
 )
-def test_a_dry_run_refuses_as_a_run_does(tiny_data, tmp_path, capfd, options, overrides, told):
+def test_dry_run_refuses_as_a_run_does(tiny_data, tmp_path, capfd, options, overrides, message):
     code, (line,) = dry(tmp_path, capfd, tiny_data, *options, **overrides)
-    assert code == 2 and line.startswith("optimus: error: ") and told in line
+    assert code == 2 and line.startswith("optimus: error: ") and message in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, capfd):
+def test_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, capfd):
     layout = {"parallel__pp": 2, "train__global_batch_tokens": 0}
     code, lines = dry(tmp_path, capfd, tiny_data, "--nodes", "2", "--nproc", "4", **layout)
     assert code == 0 and lines[0] == "optimus: this run"
@@ -176,7 +176,7 @@ def test_a_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, c
     assert code == 0 and not any("/nowhere" in line for line in lines)
 
 
-def test_a_dry_run_without_data_takes_a_start_from_a_model(tiny_data, tmp_path, capfd):
+def test_dry_run_without_data_takes_a_start_from_a_model(tiny_data, tmp_path, capfd):
     train = {"train__max_steps": 2, "optim__warmup_steps": 0}
     run_tree(tiny_tree(tiny_data, tmp_path / "run", **train, checkpoint__model_interval=1))
     options = {"train__max_steps": 3, "checkpoint__load": "model@1"}
@@ -184,7 +184,7 @@ def test_a_dry_run_without_data_takes_a_start_from_a_model(tiny_data, tmp_path, 
     assert code == 0 and any("model-00000001" in line for line in lines)
 
 
-def test_a_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_path, capfd):
+def test_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_path, capfd):
     run_tree(tiny_tree(tiny_data, tmp_path / "run", train__max_steps=1, optim__warmup_steps=0))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     code, lines = dry(tmp_path, capfd, tiny_data)
@@ -192,10 +192,10 @@ def test_a_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp
     code, (line,) = dry(tmp_path, capfd, tiny_data, model__num_layers=3)
     assert code == 2 and "model.num_layers = 3 (checkpoint of step 1: 2)" in line
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    held = RunDirectory(tmp_path / "run")
+    locked = RunDirectory(tmp_path / "run")
     code, (line,) = dry(tmp_path, capfd, tiny_data)
     assert code == 2 and "is in use by another run" in line
-    del held
+    del locked
 
 
 @pytest.mark.parametrize("option", [["--nodes", "2"], ["--nodes", "0"], ["--skip-data-check"]])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from optimus.train.heap import Heap
+from optimus.train.malloc_trim import MallocTrim
 from tests.helpers.runs import run_tree
 from tests.helpers.tiny import tiny_tree
 
 BROKEN = """
-from optimus.train.heap import Heap, own_bytes
+from optimus.train.malloc_trim import MallocTrim, private_bytes
 
 def update(blocks=0):
     "Holes of 120 KB, which the C library does not map apart, between blocks that stay."
@@ -21,42 +21,42 @@ def update(blocks=0):
     del made[1::2], made[1::2]
     return made
 
-heap, kept = Heap(), []
+heap, kept = MallocTrim(), []
 for blocks in (500, 0, 20, 120, *[0] * 14):
-    before = own_bytes()
+    before = private_bytes()
     kept.append(update(blocks))
-    grown = own_bytes()
+    grown = private_bytes()
     heap.after_update()
-    print(grown - before, own_bytes() - before)
+    print(grown - before, private_bytes() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's malloc does")
-def test_a_heap_that_broke_up_shrinks_and_one_that_hardly_grew_is_left_alone():
-    told = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
-    lines = [[int(word) for word in line.split()] for line in told.splitlines()]
+def test_fragmented_heap_shrinks_and_a_stable_heap_is_kept():
+    output = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
+    lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     start, _, little, much, *between, late = lines
     assert start[0] > 59e6 and start[1] < 25e6  # first: all that starting left
     assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # the system may take a page
-    assert much[0] > 12e6 and much[1] > 12e6  # so soon behind the last time nothing is done
+    assert much[0] > 12e6 and much[1] > 12e6  # too soon after the last trim
     assert all(abs(grown) < 1e6 for _, grown in between)
     assert late[0] < 1e6 and late[1] < -6e6  # a quarter of it is kept
 
 
-def test_no_op_with_another_c_library_and_without_proc(monkeypatch):
-    monkeypatch.setattr("optimus.train.heap.Path", lambda name: Path("/nowhere"))
-    Heap().after_update()
+def test_no_op_with_another_c_library_or_without_proc(monkeypatch):
+    monkeypatch.setattr("optimus.train.malloc_trim.Path", lambda name: Path("/nowhere"))
+    MallocTrim().after_update()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    Heap().after_update()
+    MallocTrim().after_update()
 
 
-def heaps_looked_at(tree):
-    looked = []
-    Heap.after_update = lambda self: looked.append(self)  # in a forked process, which ends
+def count_checks(tree):
+    checks = []
+    MallocTrim.after_update = lambda self: checks.append(self)  # in a forked process, which ends
     run_tree(tree)
-    return len(looked)
+    return len(checks)
 
 
-def test_a_run_looks_at_its_heap_after_each_update(ranks, tiny_data, tmp_path):
+def test_run_checks_its_heap_after_each_update(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3)
-    assert ranks(2, heaps_looked_at, tree, start_world=False, timeout_s=120) == [3, 3]
+    assert ranks(2, count_checks, tree, start_world=False, timeout_s=120) == [3, 3]

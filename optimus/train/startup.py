@@ -1,5 +1,4 @@
-"""What a command does before its ranks compute: how many to start, how they meet, how they refuse.
-Needs no torch until ranks meet."""
+"""Start of a command: number of ranks, rendezvous, dry run. Imports torch only where ranks meet."""
 
 from __future__ import annotations
 
@@ -7,51 +6,67 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from optimus.checkpoint.manager import Start
 from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.launch.environment import LaunchEnv
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
+    """Check the address at which ranks meet. Raises ConfigError."""
     from optimus.distributed.meeting import check_meeting_point
 
     check_meeting_point(launch)
     if launch.world_size > 1:
-        # What torch prints while ranks look for each other says no more than our one line does.
+        # torch's warnings while ranks connect say no more than our one line does.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def dry_run(
     config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
 ) -> None:
-    """Check all that `optimus train` checks before its ranks compute, and print what the run would
-    do. Creates nothing.
+    """Check what `optimus train` checks before its ranks compute, and print the plan of the run.
+    Creates nothing.
 
-    Raises what a run would raise, in one line. `check_data` and `check_run_dir`: as for
-    `preflight`; checkpoints are looked at with the run directory.
+    Args:
+        config: The run's configuration.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each.
+        check_data: False on a machine that does not have the data.
+        check_run_dir: False on a machine that does not have the run directory and its checkpoints.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: As a run does, in one line.
     """
-    from optimus.train.preflight import doubts, preflight, with_start
+    from optimus.train import resolve
 
-    world_size = nodes * ranks_per_node
-    flight = preflight(config, world_size, check_data, check_run_dir)
-    # Only now torch, which takes seconds to import.
+    mesh, batch = resolve.check_settings(config, nodes * ranks_per_node)
+    if check_run_dir:
+        resolve.check_run_dir(config.train.run_dir)
+    data = None
+    if check_data:
+        data = resolve.open_data(config.data, config.train.seq_len, config.model.vocab_size)
+    # Only these import torch, which takes seconds.
     from optimus.rank.states import check_names, check_slots
     from optimus.train.run_dir import check_not_in_use
     from optimus.train.save import check_saves
     from optimus.train.summary import print_start
 
     check_names(config)
-    check_slots(config, flight.mesh)
+    check_slots(config, mesh)
+    start = resolve.ResolvedStart(Start("none"), ())
     if check_run_dir:
         check_not_in_use(Path(config.train.run_dir))
-        flight = with_start(config, flight)
-        check_saves(config, flight)
-    print_start(config, flight, doubts(config, flight.mesh, ranks_per_node))
+        start = resolve.find_start(config, batch, data.training if data is not None else None)
+        check_saves(config, start.start)
+    plan = resolve.PartialPlan(mesh, batch, data, *start)
+    warnings = resolve.network_warnings(config.model, config.train, mesh, ranks_per_node)
+    print_start(config, plan, warnings)
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error` or, where other ranks were started, what they all agree to raise: a mistake
-    that each finds is told once."""
+    """Raise `error` or, where other ranks were started, the error that they all agree to raise: a
+    mistake that each rank finds is printed once."""
     if launch.world_size > 1:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world
@@ -65,8 +80,8 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
     a launcher has started this rank.
 
     Args:
-        nproc: the value of `--nproc`, None where it was not given.
-        started: ranks of this run that a launcher has started.
+        nproc: Value of `--nproc`, None where it was not given.
+        started: Number of ranks of this run that a launcher has started.
 
     Raises:
         ConfigError: `--nproc` is below 1 or differs from the launcher's number.

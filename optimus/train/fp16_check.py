@@ -1,11 +1,10 @@
-"""Whether a device computes in fp16 at all: CPUs of older torch lack some operations."""
+"""A check that the device computes in fp16: CPUs of older torch versions lack some operations."""
 
 from __future__ import annotations
 
 import torch
 
-from optimus.config import Config
-from optimus.distributed.world import World
+from optimus.config import ModelConfig
 from optimus.errors import ConfigError, one_line
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -13,17 +12,18 @@ from optimus.model.transformer import Transformer
 _TOKENS = 8
 
 
-def check_half(config: Config, world: World) -> None:
-    """With train.dtype = "fp16", run one small layer of each kind that the model has, forward and
-    backward; ConfigError names the operation that the device lacks."""
-    if config.train.dtype != "fp16":
-        return
-    model, device = config.model, world.device
-    numbers = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
+def check_fp16(model: ModelConfig, device: torch.device) -> None:
+    """Run forward and backward in fp16 of one small layer of each kind that the model has.
+
+    Raises:
+        ConfigError: On every rank; names the operation that the device lacks.
+    """
+    sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
+    experts = 4 * max(1, model.num_experts_per_tok)
     small = model.model_copy(
         update={
-            "num_layers": len(numbers),
-            "num_experts": tuple(4 * max(1, model.num_experts_per_tok) * has for has in numbers),
+            "num_layers": len(sparse),
+            "num_experts": tuple(experts * is_sparse for is_sparse in sparse),
             "hidden_size": 32,
             "num_attention_heads": 2,
             "num_key_value_heads": 0,

@@ -14,7 +14,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import train
-from optimus.train.preflight import doubts, preflight, with_start
+from optimus.train.resolve import network_warnings, resolve
 from optimus.train.run_dir import RunDirectory
 from tests.helpers.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
 from tests.train.test_run import train_on
@@ -22,13 +22,13 @@ from tests.train.test_run import train_on
 MIX = [{"path": "/nowhere", "weight": 1}]
 
 
-def check(data, run_dir, world_size=1, **overrides):
+def resolved(data, run_dir, world_size=1, **overrides):
     config = make_config(tiny_tree(data, run_dir, **overrides))
-    return with_start(config, preflight(config, world_size))
+    return resolve(config, world_size)
 
 
 @pytest.mark.parametrize(
-    "overrides, world_size, error, told",
+    "overrides, world_size, error, message",
     [
         ({"data__path": ""}, 1, ConfigError, r"data.path is missing"),
         ({"data__path": "/nowhere"}, 1, DataError, r"/nowhere"),
@@ -82,17 +82,15 @@ def check(data, run_dir, world_size=1, **overrides):
         ),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(
-    tiny_data, tmp_path, overrides, world_size, error, told
-):
-    with pytest.raises(error, match=told) as refused:
-        check(tiny_data, tmp_path, world_size, **overrides)
+def test_mistake_is_refused_in_a_line(tiny_data, tmp_path, overrides, world_size, error, message):
+    with pytest.raises(error, match=message) as refused:
+        resolved(tiny_data, tmp_path, world_size, **overrides)
     assert isinstance(refused.value, OptimusError) and refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "sizes, world_size, told",
+    "sizes, world_size, message",
     [
         ({"tp": 4}, 4, r"parallel.tp = 4 does not divide model.num_attention_heads = 2; .* is 2"),
         ({"ep": 3}, 3, r"parallel.ep = 3 does not divide model.num_experts = 4; .* 3 ranks is 1"),
@@ -105,12 +103,10 @@ def test_a_mistake_is_one_line_before_anything_starts(
         ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks, and this one has 4"),
     ],
 )
-def test_an_impossible_layout_is_one_line_that_all_ranks_share(
-    tiny_data, tmp_path, sizes, world_size, told
-):
+def test_impossible_layout_is_refused_on_all_ranks(tiny_data, tmp_path, sizes, world_size, message):
     layout = {f"parallel__{key}": value for key, value in sizes.items()}
-    with pytest.raises(ConfigError, match=told) as refused:
-        check(tiny_data, tmp_path, world_size, **layout)
+    with pytest.raises(ConfigError, match=message) as refused:
+        resolved(tiny_data, tmp_path, world_size, **layout)
     assert refused.value.on_every_rank and "\n" not in str(refused.value)
 
 
@@ -124,26 +120,30 @@ def test_an_impossible_layout_is_one_line_that_all_ranks_share(
         ({"tp": 4, "pp": 2}, {"num_attention_heads": 2, "num_layers": 2}, 2),
     ],
 )
-def test_the_nearest_size_is_one_that_starts(tiny_data, tmp_path, size, model, near):
+def test_nearest_size_of_a_message_starts(tiny_data, tmp_path, size, model, near):
     layout = {f"parallel__{axis}": n for axis, n in size.items()}
     settings = {f"model__{key}": value for key, value in model.items()} | layout
     settings["train__global_batch_tokens"] = 0
     world, axis = math.prod(size.values()), next(iter(size))
     with pytest.raises(ConfigError, match=f"the nearest .* {world} ranks is {near}"):
-        check(tiny_data, tmp_path, world, **settings)
+        resolved(tiny_data, tmp_path, world, **settings)
     settings[f"parallel__{axis}"] = near
-    assert check(tiny_data, tmp_path, world, **settings).mesh.world_size == world
+    assert resolved(tiny_data, tmp_path, world, **settings).mesh.world_size == world
 
 
-def test_axes_over_nodes_are_warned_of_with_their_cost():
+def test_axes_across_nodes_give_a_warning_with_their_cost():
     config = make_config(tiny_tree("d", "r", parallel__ep=4, parallel__tp=2))
     mesh = Mesh(dp=1, ep=4, tp=2)
-    assert doubts(config, mesh, 8) == doubts(config, mesh, 16) == []
-    (line,) = doubts(config, mesh, 4)
+
+    def warnings(ranks_per_node):
+        return network_warnings(config.model, config.train, mesh, ranks_per_node)
+
+    assert warnings(8) == warnings(16) == []
+    (line,) = warnings(4)
     # 4 ranks' rows of 32 tokens: 32 numbers, 2 weights and 2 choices each.
     size = 4 * 32 * (32 * 4 + 2 * (4 + 8)) / 1e6
     assert "parallel.ep = 4 reaches over nodes of 4" in line and f"{size:.1f} MB" in line
-    tp, ep = doubts(config, mesh, 1)
+    tp, ep = warnings(1)
     assert tp.startswith("parallel.tp = 2") and ep.startswith("parallel.ep = 4")
     assert f"sums {2 * 32 * 32 * 4 / 1e6:.1f} MB" in tp and "start several ranks a node" in tp
     assert "let ep * tp divide 4 to stay inside" in line
@@ -159,7 +159,7 @@ def stopped_run(rank_pool, tiny_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "overrides, told",
+    "overrides, message",
     [
         ({"model__num_layers": 3}, r"model.num_layers = 3 \(checkpoint of step 2: 2\)"),
         ({"train__seed": 5}, r"train.seed = 5 .* checkpoint.allow_change=\[\"train.seed\"\]"),
@@ -172,58 +172,58 @@ def stopped_run(rank_pool, tiny_data, tmp_path_factory):
         ({"train__threads": 2}, r"train.threads = 2"),
     ],
 )
-def test_a_resumed_run_keeps_what_is_frozen(tiny_data, stopped_run, overrides, told):
-    with pytest.raises(CheckpointError, match=told):
-        check(tiny_data, stopped_run, **{"train__max_steps": 4} | overrides)
+def test_resume_with_another_frozen_setting_is_refused(tiny_data, stopped_run, overrides, message):
+    with pytest.raises(CheckpointError, match=message):
+        resolved(tiny_data, stopped_run, **{"train__max_steps": 4} | overrides)
 
 
-def test_free_settings_may_change_and_are_listed(tiny_data, stopped_run):
-    flight = check(
+def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
+    plan = resolved(
         tiny_data, stopped_run, train__max_steps=4, optim__lr=1e-3, data__path=str(tiny_data)
     )
-    assert flight.start.step == 2
-    assert any(text.startswith("optim.lr = 0.001") for text in flight.differences)
+    assert plan.start.step == 2
+    assert any(text.startswith("optim.lr = 0.001") for text in plan.changes)
 
 
-def test_another_learning_rate_after_a_resume_is_reported(tiny_data, stopped_run):
-    """Stored are 4 steps, 3 of them warm-up: the next step, 3, is its last."""
-    flight = check(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
+def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
+    """The checkpoint has 4 steps, 3 of them warm-up: the next step, 3, is its last."""
+    plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep it, set "
-    assert expected + "optim.warmup_steps=3" in flight.differences
-    flight = check(tiny_data, stopped_run, train__max_steps=40)
-    assert not [line for line in flight.differences if line.startswith("learning rate")]
+    assert expected + "optim.warmup_steps=3" in plan.changes
+    plan = resolved(tiny_data, stopped_run, train__max_steps=40)
+    assert not [line for line in plan.changes if line.startswith("learning rate")]
 
 
-def test_a_batch_that_the_world_gave_is_named_by_its_setting(tiny_data, stopped_run):
+def test_batch_that_follows_from_the_world_is_named_by_its_setting(tiny_data, stopped_run):
     change = {"train__global_batch_tokens": 0, "train__max_steps": 4}
     with pytest.raises(CheckpointError, match=r"train.global_batch_tokens = 32 \(checkpoint"):
-        check(tiny_data, stopped_run, **change)
+        resolved(tiny_data, stopped_run, **change)
     allow = {"checkpoint__allow_change": ["train.global_batch_tokens"]}
-    flight = check(tiny_data, stopped_run, **change, **allow)
-    (told,) = [one for one in flight.differences if one.startswith("train.")]
-    assert told.startswith("train.global_batch_tokens = 32 ")
-    assert told.endswith("instances 2 to 16 are read again")
+    plan = resolved(tiny_data, stopped_run, **change, **allow)
+    (line,) = [line for line in plan.changes if line.startswith("train.")]
+    assert line.startswith("train.global_batch_tokens = 32 ")
+    assert line.endswith("instances 2 to 16 are read again")
 
 
 @pytest.mark.parametrize("load", ["auto", "model@2"])
-def test_instances_that_a_change_skips_are_told(tiny_data, stopped_run, tmp_path, load):
+def test_instances_that_a_change_skips_are_reported(tiny_data, stopped_run, tmp_path, load):
     change = {"train__global_batch_tokens": 16 * CONTEXT, "train__max_steps": 4}
     change |= {"checkpoint__load": load}
     change |= {"checkpoint__allow_change": ["train.global_batch_tokens", "data.identity"]}
-    (told,) = _of_the_data(check(tiny_data, stopped_run, **change))
-    assert told.endswith(f" (checkpoint of step 2: {8 * CONTEXT}); instances 16 to 32 are skipped")
+    (line,) = _data_changes(resolved(tiny_data, stopped_run, **change))
+    assert line.endswith(f" (checkpoint of step 2: {8 * CONTEXT}); instances 16 to 32 are skipped")
     other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
     change["train__global_batch_tokens"] = 8 * CONTEXT
-    (told,) = _of_the_data(check(other, stopped_run, **change))
-    assert told.startswith("data.identity = ") and told.endswith("; instances 0 to 16 are skipped")
+    (line,) = _data_changes(resolved(other, stopped_run, **change))
+    assert line.startswith("data.identity = ") and line.endswith("; instances 0 to 16 are skipped")
 
 
-def _of_the_data(flight):
-    return [one for one in flight.differences if "; instances" in one]
+def _data_changes(plan):
+    return [line for line in plan.changes if "; instances" in line]
 
 
-def test_a_start_is_decided_once_the_directory_is_taken(tiny_data, tmp_path):
-    """Another run that has it may seal a newer checkpoint until it lets go."""
+def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
+    """A run that has locked the directory may commit a newer checkpoint until it ends."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(ConfigError, match="in use by another run"):
         train(make_config(tree), read_launch_env({}))
@@ -232,8 +232,8 @@ def test_a_start_is_decided_once_the_directory_is_taken(tiny_data, tmp_path):
         train(make_config(tree), read_launch_env({}))
 
 
-def test_a_run_directory_is_made_by_the_run_alone(tiny_data, tmp_path):
-    check(tiny_data, tmp_path / "a" / "b")
+def test_resolving_creates_no_run_directory(tiny_data, tmp_path):
+    resolved(tiny_data, tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
     RunDirectory(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
@@ -242,44 +242,48 @@ def test_a_run_directory_is_made_by_the_run_alone(tiny_data, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory(tiny_data, tmp_path):
+def test_read_only_run_directory_is_refused(tiny_data, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable"):
-        check(tiny_data, tmp_path)
+        resolved(tiny_data, tmp_path)
 
 
-def test_a_held_out_part_is_not_trained_on(tiny_data, tmp_path):
+def test_training_on_evaluation_data_is_refused(tiny_data, tmp_path):
     again = reshuffled(tiny_data / "eval", tmp_path / "again")
-    for path, own in ((tiny_data / "eval", f"give {tiny_data}, "), (again, "that it came with")):
+    for path, advice in ((tiny_data / "eval", f"give {tiny_data}, "), (again, "that it came with")):
         mix = [{"path": str(path), "weight": 1}]
         for key, data in (
             ("data.path", {"data__path": str(path)}),
             ("data.mix[0].path", {"data__path": "", "data__mix": mix}),
         ):
             with pytest.raises(DataError, match=re.escape(f"{key} = {path} is a held")) as refused:
-                check(tiny_data, tmp_path / "run", **data)
-            assert own in str(refused.value) and "\n" not in str(refused.value)
+                resolved(tiny_data, tmp_path / "run", **data)
+            assert advice in str(refused.value) and "\n" not in str(refused.value)
             assert refused.value.exit_code == 2
-    assert check(tiny_data, tmp_path / "run", data__eval_path=str(again)).eval_dataset
+    assert resolved(tiny_data, tmp_path / "run", data__eval_path=str(again)).data.held_out
 
 
-def test_a_mix_is_evaluated_on_the_held_out_parts_mixed_alike(tiny_data, tmp_path):
+def test_mix_is_evaluated_on_mixed_evaluation_data(tiny_data, tmp_path):
     other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
-    parts = [TokenDataset(path / "eval") for path in (tiny_data, other)]
+    eval_sets = [TokenDataset(path / "eval") for path in (tiny_data, other)]
 
-    def held_out(*paths, **overrides):
+    def evaluation_data(*paths, **overrides):
         mix = [{"path": str(path), "weight": 1 + i} for i, path in enumerate(paths)]
-        flight = check("", tmp_path / "run", data__mix=mix, **overrides)
-        return flight.eval_dataset
+        plan = resolved("", tmp_path / "run", data__mix=mix, **overrides)
+        return plan.data.held_out
 
-    mixed = held_out(tiny_data, other)
-    size = parts[1].num_instances  # the second gives two of three
+    mixed = evaluation_data(tiny_data, other)
+    size = eval_sets[1].num_instances  # the second gives two of three
     assert mixed.num_instances == (size // 2) * 3 + (2 if size % 2 else 0)
-    expected = [parts[1].read(0, 1), parts[0].read(0, 1), parts[1].read(1, 2)]
+    expected = [
+        eval_sets[1].read(0, 1),
+        eval_sets[0].read(0, 1),
+        eval_sets[1].read(1, 2),
+    ]
     assert np.array_equal(mixed.read(0, 3), np.concatenate(expected))
     few = tmp_path / "few"  # a blend has no held-out part of its own
     blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(few)]
     assert optimus_data([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0
-    assert held_out(tiny_data, few) is None
-    own = held_out(tiny_data, few, data__eval_path=str(other / "eval"))
-    assert own.identity == parts[1].identity
+    assert evaluation_data(tiny_data, few) is None
+    explicit = evaluation_data(tiny_data, few, data__eval_path=str(other / "eval"))
+    assert explicit.identity == eval_sets[1].identity

@@ -16,8 +16,8 @@ from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
 from optimus.errors import ConfigError
 from optimus.launch.environment import read_launch_env
-from optimus.train import kernels
-from optimus.train.kernels import Answer, disagreement
+from optimus.train import autotune
+from optimus.train.autotune import Answer, disagreement
 from optimus.train.loop import train
 from optimus_kernels import experts_grouped, experts_loop
 from optimus_kernels.grouped_mm import form
@@ -33,7 +33,7 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """A run, with an environment for each rank; what it raised."""
+    """Run with an environment for each rank; return the ConfigError that it raised, or ""."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -42,12 +42,12 @@ def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
     return ""
 
 
-def resolved(run_dir: Path) -> dict:
+def recorded(run_dir: Path) -> dict:
     return tomllib.loads((run_dir / "config.toml").read_text())["kernels"]
 
 
 @pytest.mark.parametrize(
-    ("answers", "says"),
+    ("answers", "message"),
     [
         ([Answer("cpu", "cpu-1")] * 3, ""),
         ([Answer("torch", why_not="no g++"), Answer("torch", why_not="no clang")], ""),
@@ -64,49 +64,49 @@ def resolved(run_dir: Path) -> dict:
         ([Answer("cpu", "cpu-1"), Answer("cpu", "cpu-2")], "cpu-1 on rank 0, cpu-2 on rank 1; "),
     ],
 )
-def test_where_ranks_differ_they_are_named(answers, says):
+def test_ranks_that_differ_are_named(answers, message):
     text = disagreement(answers)
-    assert text == says or (says and says in text and "OPTIMUS_KERNELS_CACHE" in text)
+    assert text == message or (message and message in text and "OPTIMUS_KERNELS_CACHE" in text)
 
 
-def test_ranks_that_differ_do_not_train(ranks, tiny_data, tmp_path):
+def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", **FAST)
     environ = {"0": {"OPTIMUS_KERNELS": "torch"}, "1": {"OPTIMUS_KERNELS": "cuda"}}
-    said = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
-    assert len(set(said)) == 1 and said[0].startswith("rank 1: OPTIMUS_KERNELS = cuda: it computes")
+    errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
+    assert len(set(errors)) == 1 and errors[0].startswith(
+        "rank 1: OPTIMUS_KERNELS = cuda: it computes"
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("fast", "rank 1: OPTIMUS_KERNELS='fast': it is one of auto"),
         ("cuda", "rank 1: OPTIMUS_KERNELS = cuda: it computes"),
     ],
 )
-def test_what_one_rank_alone_is_asked_for_ends_all_of_a_dense_model(
-    ranks, tiny_data, tmp_path, name, says
-):
-    """Though a model without experts takes nothing, and the others are asked for nothing."""
+def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_path, name, message):
+    """Even though a model without experts uses no kernels and the other ranks ask for none."""
     tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
     environ = {"1": {"OPTIMUS_KERNELS": name}}
-    said = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
-    assert len(set(said)) == 1 and said[0].startswith(says)
+    errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
+    assert len(set(errors)) == 1 and errors[0].startswith(message)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-def test_ranks_share_one_build_and_say_what_they_took(ranks, tiny_data, tmp_path, monkeypatch):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_ranks_share_a_build_and_record_it(ranks, tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "cache"))
     tree = tiny_tree(tiny_data, tmp_path / "run", **FAST)
     cache = {"OPTIMUS_KERNELS_CACHE": str(tmp_path / "cache")}
     environ = {"0": cache, "1": cache}
     assert ranks(2, run_with, tree, environ, start_world=False, timeout_s=120) == ["", ""]
-    assert resolved(tmp_path / "run")["backend"] == "cpu"
-    assert resolved(tmp_path / "run")["grouped_gemm"] in ("torch", "loop")
+    assert recorded(tmp_path / "run")["backend"] == "cpu"
+    assert recorded(tmp_path / "run")["grouped_gemm"] in ("torch", "loop")
     assert len(list((tmp_path / "cache").glob("cpu-*"))) == 1
 
 
-def test_an_explicit_choice_that_cannot_be_had_is_one_line_and_status_2(
+def test_unavailable_explicit_choice_is_refused_with_status_2(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
     config = tmp_path / "c.toml"
@@ -119,85 +119,89 @@ def test_an_explicit_choice_that_cannot_be_had_is_one_line_and_status_2(
         assert first == "optimus: importing torch" and "OPTIMUS_KERNELS = sycl" in error
 
 
-def test_a_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch):
+def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch):
     settings = {**FAST, "kernels__backend": "torch"}
     other = "torch" if TORCH_FORM_WORKS else "loop"
     tree = tiny_tree(tiny_data, tmp_path, **settings, kernels__grouped_gemm=other)
     assert ranks(1, run_with, tree, {}, start_world=False, timeout_s=120) == [""]
-    assert resolved(tmp_path) == {"backend": "torch", "grouped_gemm": other}
+    assert recorded(tmp_path) == {"backend": "torch", "grouped_gemm": other}
     tree = tiny_tree(tiny_data, tmp_path, **{**settings, "train__max_steps": 4})
     assert ranks(1, run_and_look, tree, start_world=False, timeout_s=120) == [(0, other)]
-    assert resolved(tmp_path)["grouped_gemm"] == other
+    assert recorded(tmp_path)["grouped_gemm"] == other
     stored = manager.newest_valid(tmp_path).settings
     assert stored["kernels.grouped_gemm"] == other and stored["kernels.backend"] == "torch"
     fresh = tiny_tree(tiny_data, tmp_path / "fresh", **settings)
-    taken = ranks(1, run_and_look, fresh, start_world=False, timeout_s=120)
-    assert taken == [(1, resolved(tmp_path / "fresh")["grouped_gemm"])]
+    measured = ranks(1, run_and_look, fresh, start_world=False, timeout_s=120)
+    assert measured == [(1, recorded(tmp_path / "fresh")["grouped_gemm"])]
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """A run: how often this rank measured (or what it then `finds`), and the form it ended with."""
-    measure, calls = kernels.measure_grouped_gemm, []
+    """Run; return how often this rank measured and the form at the end. With `finds`, measurements
+    have that result, by rank."""
+    measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
-    kernels.measure_grouped_gemm = lambda *a: calls.append(1) or measure(*a)
+    autotune.measure_grouped_gemm = lambda *a: calls.append(1) or measure(*a)
     assert run_with(tree, {}) == ""
     return len(calls), form(torch.empty(0), 16)
 
 
 @needs_torch_form
-def test_one_rank_measures_for_all(ranks, tiny_data, tmp_path):
+def test_first_rank_measures_for_all(ranks, tiny_data, tmp_path):
     for first, second in (("torch", "loop"), ("loop", "torch")):
         tree = tiny_tree(tiny_data, tmp_path / first, **FAST)
         finds = {"0": first, "1": second}
-        found = ranks(2, run_and_look, tree, finds, start_world=False, timeout_s=120)
-        assert found == [(1, first), (0, first)]
+        outcome = ranks(2, run_and_look, tree, finds, start_world=False, timeout_s=120)
+        assert outcome == [(1, first), (0, first)]
 
 
-def test_a_deterministic_run_takes_the_loop_and_measures_nothing(ranks, tiny_data, tmp_path):
+def test_deterministic_run_takes_the_loop_unmeasured(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, **{**FAST, "train__deterministic": True})
     assert ranks(1, run_and_look, tree, start_world=False, timeout_s=120) == [(0, "loop")]
-    assert resolved(tmp_path)["grouped_gemm"] == "loop"
+    assert recorded(tmp_path)["grouped_gemm"] == "loop"
 
 
-def test_another_backend_on_resume_is_told(tiny_data, tmp_path, monkeypatch, capfd):
+def test_another_backend_on_resume_is_logged(tiny_data, tmp_path, monkeypatch, capfd):
     for name, steps in (("torch", 2), ("auto", 4)):
         tree = tiny_tree(tiny_data, tmp_path, **{**FAST, "train__max_steps": steps})
         monkeypatch.setenv("OPTIMUS_KERNELS", name)
         train(make_config(tree), read_launch_env({}))
-    taken = resolved(tmp_path)["backend"]
-    told = f"changed on resume: kernels.backend = {taken!r} (checkpoint of step 2: 'torch')"
-    assert (told in capfd.readouterr().err) == (taken != "torch")
+    backend = recorded(tmp_path)["backend"]
+    change = f"changed on resume: kernels.backend = {backend!r} (checkpoint of step 2: 'torch')"
+    assert (change in capfd.readouterr().err) == (backend != "torch")
 
 
-def test_the_faster_form_is_measured(tiny_data, tmp_path, capfd):
+def measure(config) -> str:
+    tokens = config.train.microbatch_size * config.train.seq_len
+    return autotune.measure_grouped_gemm(config.model, 1, tokens, torch.empty(0))
+
+
+def test_faster_form_is_measured(tiny_data, tmp_path, capfd):
     config = tiny_config(tiny_data, tmp_path, **FAST, model__num_experts=[0, 4])
-    found = kernels.measure_grouped_gemm(config, torch.device("cpu"))
+    faster = measure(config)
     err = capfd.readouterr().err
-    assert found in ("torch", "loop") and "4 experts, 32 tokens: " in err
+    assert faster in ("torch", "loop") and "4 experts, 32 tokens: " in err
 
 
 @needs_torch_form
 @pytest.mark.parametrize(("slow", "expected"), [(experts_loop, "torch"), (experts_grouped, "loop")])
-def test_the_slower_form_loses(tiny_data, tmp_path, monkeypatch, slow, expected):
+def test_slower_form_is_rejected(tiny_data, tmp_path, monkeypatch, slow, expected):
     forward = slow.forward
     monkeypatch.setattr(slow, "forward", lambda *a: time.sleep(0.3) or forward(*a))
     config = tiny_config(tiny_data, tmp_path, **FAST)
-    assert kernels.measure_grouped_gemm(config, torch.device("cpu")) == expected
+    assert measure(config) == expected
 
 
-def test_a_dense_model_asks_for_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
+def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("CXX", "no-such-compiler")
     tree = tiny_tree(tiny_data, tmp_path, **{**DENSE, **FAST})
     train(make_config(tree), read_launch_env({}))
-    assert resolved(tmp_path) == {"backend": "auto", "grouped_gemm": "auto"}
+    assert recorded(tmp_path) == {"backend": "auto", "grouped_gemm": "auto"}
     assert "kernels" not in capfd.readouterr().err
 
 
 @needs_torch_form
-def test_sizes_that_torchs_form_cannot_take_end_in_one_line_or_in_the_loop(
-    tiny_data, tmp_path, capfd
-):
+def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
     """Rows of 20 numbers of bf16 are 40 bytes; torch's grouped products want a multiple of 16."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
@@ -205,20 +209,23 @@ def test_sizes_that_torchs_form_cannot_take_end_in_one_line_or_in_the_loop(
         train(make_config(tree), read_launch_env({}))
     assert "\n" not in str(refusal.value)
     train(make_config(tiny_tree(tiny_data, tmp_path / "auto", **odd)), read_launch_env({}))
-    assert resolved(tmp_path / "auto")["grouped_gemm"] == "loop"
+    assert recorded(tmp_path / "auto")["grouped_gemm"] == "loop"
 
 
 @needs_torch_form
-def test_the_form_is_one_that_a_slice_of_the_experts_can_take(ranks, tiny_data, tmp_path):
+def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
     """4 numbers of fp32 are 16 bytes; each half of them has 8, too few for torch's form."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]
     halves = {**narrow, "train__max_steps": 4, "parallel__tp": 2}
-    for run_dir in (tmp_path, tmp_path / "fresh"):  # a resume that would keep it; a measurement
+    for run_dir in (
+        tmp_path,
+        tmp_path / "fresh",
+    ):  # a resume with that form recorded; a measurement
         tree = tiny_tree(tiny_data, run_dir, **halves)
         assert ranks(2, run_with, tree, {}, start_world=False, timeout_s=120) == ["", ""]
-        assert resolved(run_dir)["grouped_gemm"] == "loop"
+        assert recorded(run_dir)["grouped_gemm"] == "loop"
     tree = tiny_tree(tiny_data, tmp_path / "asked", **halves, kernels__grouped_gemm="torch")
-    said = ranks(2, run_with, tree, {}, start_world=False, timeout_s=120)
-    assert all(one.startswith("kernels.grouped_gemm 'torch': ") for one in said)
+    errors = ranks(2, run_with, tree, {}, start_world=False, timeout_s=120)
+    assert all(line.startswith("kernels.grouped_gemm 'torch': ") for line in errors)

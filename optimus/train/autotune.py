@@ -1,0 +1,407 @@
+"""Choices that ranks measure at the start of a run: kernels, grouped GEMM and expert dispatch.
+
+Reduction orders differ between backends and between forms of the grouped GEMM. Ranks with different
+choices would diverge without an error, so they compare choices before the first step and end where
+they differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from optimus import platform
+from optimus.checkpoint.manifest import Manifest
+from optimus.chunks.engine import ChunkEngine
+from optimus.config import Config, ModelConfig
+from optimus.distributed.collectives import all_gather_objects, broadcast_object
+from optimus.distributed.groups import Groups
+from optimus.distributed.world import World
+from optimus.errors import ConfigError, counted, one_line
+from optimus.model.moe import Experts
+from optimus.model.transformer import Transformer
+from optimus.parallel.dispatch import measure_dispatches
+from optimus.parallel.expert import dispatchers
+from optimus.parallel.placement import share
+from optimus.parallel.recompute_cost import measure_recompute
+from optimus.platform import dtype_of
+from optimus_kernels import backend
+from optimus_kernels.backend import Backend
+from optimus_kernels.cache import KernelError
+from optimus_kernels.grouped_mm import form as current_form
+from optimus_kernels.grouped_mm import set_form
+
+logger = logging.getLogger(__name__)
+
+_DISPATCH = "parallel.ep_dispatch"
+_DISPATCH_DEPENDS_ON = (
+    "parallel.ep",
+    "parallel.tp",
+    "train.microbatch_size",
+    "train.deterministic",
+)
+"""Settings that a resumed run shares with its checkpoint where it keeps the recorded dispatch."""
+_TIMED_RUNS = 3
+_MEASURED_TOKENS = 4096
+"""Enough tokens to fill a device; more would only take longer."""
+
+
+class KernelChoices(NamedTuple):
+    """Values of `[kernels]` on all ranks; as configured where a model uses no kernels."""
+
+    backend: str
+    grouped_gemm: str
+
+
+@dataclass(frozen=True)
+class MeasuredChoices:
+    """Settings that `"auto"` leaves to the start of a run, as all ranks use them."""
+
+    kernels: KernelChoices
+    ep_dispatch: str
+
+    def record_in(self, config: Config) -> Config:
+        """Return the resolved configuration, which a run writes to config.toml and checkpoints."""
+        kernels = config.kernels.model_copy(update=self.kernels._asdict())
+        parallel = config.parallel.model_copy(update={"ep_dispatch": self.ep_dispatch})
+        return config.model_copy(update={"kernels": kernels, "parallel": parallel})
+
+
+def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
+    """Choose and install kernel backend and grouped GEMM on all ranks. A collective of all ranks.
+
+    Does nothing for a model without experts, unless a backend is asked for by name. Logs
+    the choices and their changes since the checkpoint.
+
+    Args:
+        config: The run's configuration.
+        world: All ranks.
+        checkpoint: The full checkpoint that the run resumes, whose form of the grouped GEMM is
+            kept; None without one.
+
+    Raises:
+        ConfigError: On every rank, if an explicit choice is unavailable somewhere or ranks differ.
+    """
+    sparse = any(config.model.experts_by_layer)
+    backend.choose(config.kernels.backend)
+    requests = all_gather_objects(_request(), world.everyone, Answer)  # environments may differ
+    if problem := _failure(requests):
+        raise ConfigError(problem, on_every_rank=True)
+    if not sparse and all(request.name == "auto" for request in requests):
+        return KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
+    stored = checkpoint.settings if checkpoint is not None else {}
+    name = _agree_on_backend(world).name
+    form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
+    choices = KernelChoices(name, form)
+    logger.info("kernels: %s%s", name, f", grouped products: {form}" if sparse else "")
+    for key, value in choices._asdict().items():
+        before = stored.get(f"kernels.{key}", value)
+        if checkpoint is not None and before != value:
+            logger.info(
+                "changed on resume: kernels.%s = %r (checkpoint of step %d: %r)",
+                key,
+                value,
+                checkpoint.step,
+                before,
+            )
+    return choices
+
+
+def _agree_on_backend(world: World) -> Backend:
+    """Install the same backend on all ranks. In a small world one rank of each machine compiles
+    what is missing; the others wait in the collective, at most parallel.timeout_s."""
+    kind, builds = world.device.type, world.launch.local_rank == 0
+    chosen, answer = Backend("torch"), Answer()
+    if builds:
+        chosen, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
+    key = all_gather_objects(answer.key, world.everyone, str)[0]
+    if not builds:
+        chosen, answer = _find(kind, False, key)
+    answers = all_gather_objects(answer, world.everyone, Answer)
+    if problem := disagreement(answers):
+        raise ConfigError(problem, on_every_rank=True)
+    if chosen.why_not:
+        logger.info("plain torch on %s, since %s", kind, chosen.why_not)
+    backend.use(kind, chosen)
+    return chosen
+
+
+class Answer(NamedTuple):
+    """The backend that one rank has chosen."""
+
+    name: str = ""
+    key: str = ""
+    why_not: str = ""
+    """With "auto": the reason why the device's backend is not used."""
+    failure: str = ""
+    """The reason why an explicit choice is unavailable."""
+
+
+def _request() -> Answer:
+    """Return the backend that this rank's settings and environment ask for by name."""
+    try:
+        return Answer(backend.chosen()[0])
+    except KernelError as error:
+        return Answer(failure=str(error))
+
+
+def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
+    try:
+        chosen = backend.find(kind, may_build, key)
+    except KernelError as error:
+        return Backend("torch"), Answer(failure=str(error))
+    return chosen, Answer(chosen.name, chosen.key, chosen.why_not)
+
+
+def disagreement(answers: Sequence[Answer]) -> str:
+    """Return one line that names the ranks that cannot have their choice or that differ; ""
+    otherwise."""
+    if failure := _failure(answers):
+        return failure
+    by_choice = defaultdict(list)
+    for rank, answer in enumerate(answers):
+        by_choice[(answer.name, answer.key)].append(rank)
+    if len(by_choice) == 1:
+        return ""
+    choices = [
+        f"{key or name} on {_rank_ranges(ranks)}" for (name, key), ranks in by_choice.items()
+    ]
+    reason = next((f" ({answer.why_not})" for answer in answers if answer.why_not), "")
+    return (
+        f"ranks differ in their kernels: {', '.join(choices)}{reason}; give all machines one "
+        "OPTIMUS_KERNELS_CACHE with what `optimus kernels build` made, or set kernels.backend=torch"
+    )
+
+
+def _failure(answers: Sequence[Answer]) -> str:
+    """Return the failure of the first rank that has one, with all ranks that have one; "" if none
+    has."""
+    failed = [rank for rank, answer in enumerate(answers) if answer.failure]
+    where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
+    return where + answers[failed[0]].failure if failed else ""
+
+
+def _rank_ranges(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
+    """Install one form of the grouped GEMM on all ranks: the given form, that of the checkpoint, or
+    the one that the first rank measures as faster."""
+    requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
+    others = [rank for rank, form in enumerate(requested) if form != requested[0]]
+    if others:
+        raise ConfigError(
+            f"kernels.grouped_gemm = {requested[0]!r} on rank 0 and {requested[others[0]]!r} on "
+            f"{_rank_ranges(others)}; give all ranks one configuration",
+            on_every_rank=True,
+        )
+    model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
+    like = torch.empty(0, dtype=dtype, device=world.device)
+    form = "loop" if config.train.deterministic else requested[0]
+    if form == "auto":
+        form = stored.get("kernels.grouped_gemm", "auto")
+        # A checkpoint of another machine may have a form that this device lacks.
+        form = "auto" if _unavailable(form, model, tp, like) else form
+    if form == "auto":
+        tokens = config.train.microbatch_size * config.train.seq_len
+        fastest = measure_grouped_gemm(model, tp, tokens, like) if world.is_first else ""
+        form = broadcast_object(fastest, world.everyone, str)
+    if problem := _unavailable(form, model, tp, like):
+        raise ConfigError(f"kernels.{problem}", on_every_rank=True)
+    set_form(form)
+    return form
+
+
+def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
+    """Return the reason why a form does not support the model's sizes with the dtype and device of
+    `like`; "" if it does."""
+    try:
+        set_form(form)
+        current_form(like, model.hidden_size, *_inner_sizes(model, tp))
+    except ValueError as error:
+        return str(error)
+    finally:
+        set_form("auto")
+    return ""
+
+
+def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
+    """Return the distinct widths that tensor-parallel ranks have of an expert's intermediate
+    size."""
+    ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
+    return sorted({stop - start for start, stop in ranges})
+
+
+def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.Tensor) -> str:
+    """Return the faster form of the grouped GEMM, "torch" or "loop", and log the times.
+
+    Measures forward and backward of the layer with the most experts, as a tensor-parallel rank
+    holds it, on balanced routes. Threads are set before the call. A form that does not support the
+    device, dtype or sizes is left out.
+
+    Args:
+        model: The model's sizes.
+        tp: Size of tensor parallelism.
+        tokens: Tokens of a microbatch; at most 4096 are measured.
+        like: A tensor with dtype and device of the run.
+    """
+    layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
+    layer = layer.model_copy(update={"intermediate_size": _inner_sizes(model, tp)[-1]})
+    tokens = min(tokens, _MEASURED_TOKENS)
+    run = _make_experts_pass(layer, tokens, like)
+    seconds = {}
+    try:
+        for form in ("torch", "loop"):
+            set_form(form)
+            try:
+                run()  # may compile or tune
+                seconds[form] = platform.best_of(_TIMED_RUNS, run, like.device)
+            except ValueError as error:
+                logger.info(one_line(error))
+    finally:
+        set_form("auto")
+    times = ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
+    logger.info(
+        "grouped products of %s, %s: %s",
+        counted(layer.experts, "expert"),
+        counted(tokens, "token"),
+        times,
+    )
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs forward and backward of one layer's experts, each with the same
+    number of rows."""
+    with like.device:
+        experts = Experts(layer).to(like.dtype)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        x = torch.randn(tokens, layer.hidden_size).to(like.dtype).requires_grad_()
+        top_k = layer.num_experts_per_tok
+        weights = torch.full((tokens, top_k), 1 / top_k).to(like.dtype).requires_grad_()
+        slots = torch.arange(tokens * top_k).view(tokens, top_k)
+    leaves = [x, weights, *experts.parameters()]
+
+    def run() -> None:
+        out = experts(x, weights, slots % layer.experts)
+        # A scalar: with a gradient argument, autograd imports sympy (0.3 s) to compare two shapes.
+        torch.autograd.grad(out.square().sum(), leaves)
+
+    return run
+
+
+class DispatchChoice(NamedTuple):
+    """The dispatcher of expert parallelism."""
+
+    name: str
+    reason: str
+    """Empty where the setting gives the name."""
+
+    def __str__(self) -> str:
+        return f"{_DISPATCH}: {self.name} ({self.reason})"
+
+
+def autotune_dispatch(
+    config: Config,
+    groups: Groups,
+    model: Transformer,
+    states: ChunkEngine,
+    checkpoint: Manifest | None,
+) -> DispatchChoice:
+    """Choose the dispatcher that `parallel.ep_dispatch` = "auto" means, and put it into the model.
+
+    Measures only where `choose_dispatch` leaves it open. A collective of all ranks, with the same
+    result on each.
+
+    Args:
+        config: The run's configuration.
+        groups: This rank's groups.
+        model: This rank's local model, on its device.
+        states: Its states, which give the experts' parameters their values.
+        checkpoint: The full checkpoint that the run resumes; None without one.
+    """
+    train, ep_dispatch = config.train, config.parallel.ep_dispatch
+    if groups.mesh.ep == 1 or ep_dispatch != "auto":
+        return DispatchChoice(ep_dispatch, "")
+    device_type = next(model.parameters()).device.type
+    recorded = _recorded_dispatch(config, checkpoint.settings if checkpoint is not None else {})
+    choice = choose_dispatch(device_type, train.deterministic, recorded)
+    if choice is None:
+        experts = {id(p) for wired in dispatchers(model)[:1] for p in wired.experts.parameters()}
+        states.gather([name for name, p in model.named_parameters() if id(p) in experts])
+        seconds = measure_dispatches(
+            model,
+            (train.microbatch_size * train.seq_len, config.model.hidden_size),
+            config.model.num_experts_per_tok,
+            dtype_of(train.dtype),
+            groups.everyone,
+            seed=groups.data.rank,
+        )
+        times = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
+        choice = DispatchChoice(
+            min(seconds, key=lambda name: seconds[name]),
+            f"{times} for a layer, forward and backward, on the slowest rank",
+        )
+    for wired in dispatchers(model):
+        wired.dispatch = choice.name
+    return choice
+
+
+def _recorded_dispatch(config: Config, stored: Mapping[str, Any]) -> str:
+    """Return the dispatch that a checkpoint's settings record, "auto" if none or if it was chosen
+    for another layout."""
+    for key in _DISPATCH_DEPENDS_ON:
+        section, name = key.split(".")
+        if stored.get(key) != getattr(getattr(config, section), name):
+            return "auto"
+    return stored.get(_DISPATCH, "auto")
+
+
+def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> DispatchChoice | None:
+    """Return the dispatch that "auto" means without a measurement; None if it takes one.
+
+    Args:
+        device_type: As in `torch.device.type`.
+        deterministic: `train.deterministic`.
+        recorded: The dispatch that the checkpoint recorded for the same layout; "auto" without one.
+    """
+    if deterministic:
+        return DispatchChoice("allgather", "train.deterministic takes it")
+    if device_type == "xpu":
+        # xccl: all_to_all_single under expert parallelism ended in ur_die at 2 nodes, without a
+        # Python exception; a measurement would end the run at its start, also after a resume.
+        also = ", though the checkpoint has alltoall" if recorded == "alltoall" else ""
+        return DispatchChoice(
+            "allgather",
+            f"not measured on Intel GPUs{also}: all-to-all is known to kill the process there; "
+            f"set {_DISPATCH} = 'alltoall' to use it all the same",
+        )
+    return None if recorded == "auto" else DispatchChoice(recorded, "as in the checkpoint")
+
+
+def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
+    """Return a log line with the memory that `recompute.modules` saves and the time it takes, on
+    this rank; "" without such modules. A collective of the ranks that share layers."""
+    modules, train = config.recompute.modules, config.train
+    if not modules:
+        return ""
+    length = train.seq_len // model.sequence_shards
+    shape = (train.microbatch_size, length, config.model.hidden_size)
+    cost = measure_recompute(model, shape, dtype_of(train.dtype), seed=groups.data.rank)
+    layers = counted(len(model.blocks), "layer")
+    return f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} of rank 0"

@@ -1,0 +1,437 @@
+"""The plan of a run: mesh, batch, data and start, resolved once from the configuration.
+
+Needs no torch, so a spawner finds mistakes before it starts ranks. Settings that ranks measure are
+not in the plan: `optimus.train.autotune` has them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep.manifest import held_out_problem, read_manifest
+from data_prep.mixing import integer_weights
+from data_prep.token_plan import PARTS
+from optimus.checkpoint.manager import NOTHING, Start, decide_start
+from optimus.checkpoint.manifest import DATA_EOS
+from optimus.config import Config, ModelConfig
+from optimus.config.sections import DataConfig, MixSource, TrainConfig
+from optimus.data.batch import BatchPlan, plan_batch
+from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
+from optimus.data.mixture import MixedDataset
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
+from optimus.io.files import read_regular
+from optimus.model.identity import FREE_IN_LOGITS, setting
+from optimus.parallel.divisible import check_divisible
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
+from optimus.train.schedule import rate_change
+
+_MAX_TOKENIZER_BYTES = 1 << 28
+_BATCH = "train.global_batch_tokens"
+FROZEN = (
+    "data.identity",
+    "train.seq_len",
+    "train.batch_tokens",
+    "train.seed",
+    "train.dtype",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.groups",
+    "optim.frozen",
+)
+"""Settings that a resumed run shares with its checkpoint, together with every `model.` setting. The
+stored batch is the actual one: train.global_batch_tokens = 0 leaves it to the number of ranks."""
+
+_DATA_POSITION = ("data.identity", "train.batch_tokens")
+"""Settings that, together with the step, determine which instances are read."""
+
+# Not optim.frozen: parameters that were not trained have no moments; train them from model@STEP.
+CHANGEABLE = (
+    *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN if key != "optim.frozen"),
+    "train.threads",
+    *(f"model.{key}" for key in FREE_IN_LOGITS),
+)
+"""Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
+
+# `optimus.train.autotune` compares these once they are known.
+_MEASURED = ("kernels.backend", "kernels.grouped_gemm")
+_PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
+
+
+class RunData(NamedTuple):
+    """The data sets of a run."""
+
+    training: InstanceSource
+    held_out: FiniteSource | None
+    """None: the run is not evaluated."""
+    tokenizer: bytes
+    """Content of the tokenizer file that made the data; every checkpoint contains a copy."""
+
+
+@dataclass(frozen=True)
+class PartialPlan:
+    """The plan of a run on a machine that may lack access to its data or its run directory."""
+
+    mesh: Mesh
+    batch: BatchPlan
+    data: RunData | None
+    """None where the data sets are not read."""
+    start: Start
+    """A new run's where the run directory is not read."""
+    changes: tuple[str, ...]
+    """Log lines: settings that differ from the checkpoint's, and their effect on the learning
+    rate."""
+
+    def tokens_after(self, step: int) -> int:
+        """Return the number of tokens that the run has read after update `step`."""
+        return self.start.tokens + (step - self.start.step) * self.batch.tokens
+
+
+@dataclass(frozen=True)
+class RunPlan(PartialPlan):
+    """Everything about a run that configuration, number of ranks and files determine."""
+
+    data: RunData
+
+
+class RunInputs(NamedTuple):
+    """The fields of a RunPlan that every rank resolves by itself."""
+
+    mesh: Mesh
+    batch: BatchPlan
+    data: RunData
+
+
+class ResolvedStart(NamedTuple):
+    """The fields of a RunPlan that the first rank alone resolves: it has locked the run directory,
+    and broadcasts them."""
+
+    start: Start
+    changes: tuple[str, ...]
+
+
+def resolve(config: Config, world_size: int) -> RunPlan:
+    """Return the plan of a run. Reads data sets and the run directory, and creates nothing.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: One line with key, value and remedy.
+    """
+    inputs = read_inputs(config, world_size)
+    return RunPlan(*inputs, *find_start(config, inputs.batch, inputs.data.training))
+
+
+def read_inputs(config: Config, world_size: int) -> RunInputs:
+    """Check the settings against the number of ranks and open the data sets. Creates nothing.
+
+    Raises:
+        ConfigError, DataError: One line with key, value and remedy.
+    """
+    mesh, batch = check_settings(config, world_size)
+    check_run_dir(config.train.run_dir)
+    data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
+    return RunInputs(mesh, batch, data)
+
+
+def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
+    """Return mesh and batch of a run. Raises ConfigError, the same on every rank."""
+    mesh, batch = divide(config, world_size)
+    try:
+        for key, value in (
+            ("data.path", config.data.path or config.data.mix),
+            ("train.run_dir", config.train.run_dir),
+            ("train.max_steps", config.train.max_steps),
+        ):
+            if not value:
+                raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+        _check_allowed_changes(config.checkpoint.allow_change)
+    except ConfigError as error:
+        error.on_every_rank = True
+        raise
+    return mesh, batch
+
+
+def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
+    """Return the mesh of `world_size` ranks and the batch that they divide.
+
+    Raises:
+        ConfigError: The ranks cannot divide model or batch. The same on every rank.
+    """
+    try:
+        mesh = make_mesh(config.parallel, world_size)
+        check_divisible(config, mesh)
+        batch = plan_batch(config, mesh.num_data_ranks)
+        schedule_of(config, mesh, batch.microbatches_per_rank)
+        plan_stages(config, mesh.pp)
+    except ConfigError as error:
+        error.on_every_rank = True
+        raise
+    return mesh, batch
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise ConfigError if `run_dir` is no directory or cannot be written or created."""
+    path = Path(run_dir).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"{nearest} is not writable"
+    else:
+        return
+    raise ConfigError(f"train.run_dir = {run_dir!r}: {problem}; choose another")
+
+
+def find_start(
+    config: Config,
+    batch: BatchPlan,
+    training: InstanceSource | None,
+    damaged: Mapping[Path, str] = NOTHING,
+) -> ResolvedStart:
+    """Return the start of a run and the settings that change there.
+
+    Called by the rank that has locked the run directory: before that, another run may commit a
+    checkpoint to it.
+
+    Args:
+        config: The run's configuration; `checkpoint.load` names the start.
+        batch: The batch of an update.
+        training: The training data; None if it is not read.
+        damaged: Checkpoints that proved damaged as they were loaded, with the reason by path.
+
+    Raises:
+        CheckpointError: One line with key, value and remedy.
+    """
+    train, optim = config.train, config.optim
+    start = decide_start(train.run_dir, config.checkpoint.load, damaged)
+    settings = flat_settings(config, batch, training)
+    changes = _compare(settings, start, config.checkpoint.allow_change)
+    if start.step < (train.stop_at_step or train.max_steps):
+        rate = rate_change(start.step + 1, optim, train.max_steps, start.settings)
+        changes += [rate] if rate else []
+    return ResolvedStart(start, tuple(changes))
+
+
+def flat_settings(
+    config: Config, batch: BatchPlan, training: InstanceSource | None
+) -> dict[str, Any]:
+    """Return all settings as "section.key": value, with the actual batch and the identity of the
+    data, as checkpoints record them."""
+    flat = {
+        f"{section}.{key}": value
+        for section, table in config.model_dump(mode="json").items()
+        for key, value in table.items()
+    }
+    if config.train.deterministic:
+        flat["train.threads"] = config.train.threads or 1
+    # A size that is left out equals the same size given explicitly.
+    for key in ("num_key_value_heads", "head_dim", "num_experts"):
+        flat[f"model.{key}"] = setting(config.model, key)
+    flat["train.batch_tokens"] = batch.tokens
+    if training is not None:
+        flat |= {"data.identity": training.identity, DATA_EOS: training.eos_id}
+    return flat
+
+
+def network_warnings(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
+) -> list[str]:
+    """Return a line for each axis that is meant for one node and spans several, with the bytes that
+    then pass between nodes."""
+    width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
+    rows = train.microbatch_size * train.seq_len
+    token_bytes = model.hidden_size * width
+    routed_bytes = token_bytes + model.num_experts_per_tok * (width + 8)
+    # tp sums the residual stream after attention and after the feed-forward layer.
+    costs = {
+        "tp": (mesh.tp, 2 * rows * token_bytes),
+        "ep": (mesh.ep * mesh.tp, mesh.ep * rows * routed_bytes),
+    }
+    lines = []
+    for axis, (ranks, size) in costs.items():
+        if getattr(mesh, axis) == 1 or ranks_per_node % ranks == 0:
+            continue
+        operations = "gathers and sums" if axis == "ep" else "sums"
+        single = ranks_per_node == 1
+        remedy = "start several ranks a node" if single else f"let ep * tp divide {ranks_per_node}"
+        lines.append(
+            f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of "
+            f"{counted(ranks_per_node, 'rank')}: every layer {operations} {size / 1e6:.1f} MB "
+            "of each microbatch over the network, "
+            f"forward and again backward; {remedy} to stay inside"
+        )
+    return lines
+
+
+def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
+    """Return the differences to the checkpoint's settings. Raises CheckpointError for a frozen one.
+
+    A start from a model alone may change everything; only settings that determine the position in
+    the data are listed then.
+    """
+    stored, changes = start.settings, []
+    exact = settings["train.deterministic"] and stored.get("train.deterministic")
+    compared = settings if start.full is not None else _DATA_POSITION
+    # Settings have no data.identity where the data is not read.
+    for key in sorted(set(stored) & set(compared) & set(settings)):
+        if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_MEASURED, _BATCH):
+            continue
+        if key == "parallel.ep_dispatch" and settings[key] == "auto":
+            continue  # measured once the model exists
+        name = _BATCH if key == "train.batch_tokens" else key
+        change = f"{name} = {settings[key]!r} (checkpoint of step {start.step}: {stored[key]!r})"
+        if key in _DATA_POSITION:
+            change += _position_change(settings, stored, start.step)
+        frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
+        if start.full is not None and frozen and name not in allowed:
+            allow = f', or allow it with checkpoint.allow_change=["{name}"]'
+            raise CheckpointError(
+                f"{change}: a resumed run must keep it; set it back or start in another "
+                f"train.run_dir{allow if name in CHANGEABLE else ''}"
+            )
+        changes.append(change)
+    return changes
+
+
+def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
+    """Return the effect of other data or another batch: step n starts at instance (n - 1) * batch,
+    so instances are skipped or read again."""
+    needed = ("train.seq_len", "train.batch_tokens", "data.identity")
+    if not all(stored.get(key) for key in needed):
+        return ""  # the settings are not from a run of Optimus
+    now, before = (
+        step * source["train.batch_tokens"] // source["train.seq_len"]
+        for source in (settings, stored)
+    )
+    # Data that is not read counts as unchanged.
+    same = settings.get("data.identity", stored["data.identity"]) == stored["data.identity"]
+    read = before if same else 0
+    low, high = sorted((now, read))
+    return f"; instances {low} to {high} are {'skipped' if now > read else 'read again'}"
+
+
+def _check_allowed_changes(keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in CHANGEABLE:
+            near = difflib.get_close_matches(key, CHANGEABLE, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(CHANGEABLE)}"
+            raise ConfigError(f"checkpoint.allow_change = {key!r} names no such setting; {hint}")
+
+
+def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
+    """Open the data sets of a run.
+
+    Args:
+        data: `[data]`.
+        seq_len: Tokens of an instance.
+        vocab_size: The model's; no token of the data may reach it.
+
+    Raises:
+        ConfigError, DataError: One line with key, value and remedy.
+    """
+    opener = _Opener(seq_len, vocab_size)
+    training = _training_data(data, opener)
+    return RunData(training, _evaluation_data(data, opener), _read_tokenizer(training))
+
+
+class _Opener(NamedTuple):
+    """Opens data sets that fit the model."""
+
+    seq_len: int
+    vocab_size: int
+
+    def open(self, key: str, path: str) -> TokenDataset:
+        """Return the data set at `path`, which setting `key` gives. Raises DataError."""
+        dataset = TokenDataset(path)
+        if dataset.context != self.seq_len:
+            raise DataError(
+                f"train.seq_len = {self.seq_len}, but {key} = {path} was sharded with context "
+                f"{dataset.context}; set train.seq_len={dataset.context} or shard the data again"
+            )
+        if dataset.vocab_size > self.vocab_size:
+            raise DataError(
+                f"model.vocab_size = {self.vocab_size} is smaller than the vocabulary of "
+                f"{key} = {path} ({dataset.vocab_size}); raise it to at least that"
+            )
+        return dataset
+
+    def open_mix(self, mix: Sequence[MixSource], paths: Sequence[str]) -> MixedDataset:
+        """Return the data sets at `paths`, mixed by the weights of `mix`."""
+        try:
+            weights = integer_weights([source.weight for source in mix])
+        except ConfigError as error:
+            raise ConfigError(f"data.mix: {error}") from None
+        sources = [self.open(f"data.mix[{index}].path", path) for index, path in enumerate(paths)]
+        return MixedDataset(sources, weights)
+
+
+def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
+    """Return the data set of data.path, or the mix of those of data.mix. Raises DataError for a
+    held-out part."""
+    if not data.mix:
+        dataset = opener.open("data.path", data.path)
+        _check_trainable("data.path", dataset)
+        return dataset
+    if data.path:
+        raise ConfigError(f"data.path = {data.path!r} and data.mix are both given; leave one out")
+    mixed = opener.open_mix(data.mix, [source.path for source in data.mix])
+    for index, source in enumerate(mixed.sources):
+        _check_trainable(f"data.mix[{index}].path", source)
+    return mixed
+
+
+def _check_trainable(key: str, dataset: TokenDataset) -> None:
+    """Raise DataError for a held-out part: a loss on text that was trained on measures nothing."""
+    if dataset.part == PARTS[1]:
+        parent = dataset.path.resolve().parent
+        has_data = (parent / "manifest.json").is_file()
+        remedy = parent if has_data else "the data set that it came with"
+        raise DataError(
+            f"{key} = {dataset.path} is a held-out part, which is not trained on; give {remedy}, "
+            "and the held-out part as data.eval_path"
+        )
+
+
+def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
+    """Return the data set of data.eval_path, else the held-out part of the training data; of a mix,
+    the held-out parts with the same weights."""
+    if data.eval_path or not data.mix:
+        path = data.eval_path or _evaluation_path(data.path)
+        return opener.open("data.eval_path", path) if path else None
+    paths = [_evaluation_path(source.path) for source in data.mix]
+    return opener.open_mix(data.mix, paths) if all(paths) else None
+
+
+def _evaluation_path(path: str) -> str:
+    """Return the held-out part in the folder of a data set; "" if there is none or it is too small
+    for one instance. Raises DataError for another data set in its place."""
+    held_out = Path(path) / "eval"
+    if not (held_out / "manifest.json").is_file():
+        return ""
+    manifest = read_manifest(held_out)
+    if problem := held_out_problem(read_manifest(path), Path(path), manifest):
+        raise DataError(f"{problem}; make the data again or set data.eval_path")
+    return str(held_out) if manifest.num_instances > 0 else ""
+
+
+def _read_tokenizer(dataset: InstanceSource) -> bytes:
+    """Return the content of the tokenizer file that made the data. Raises DamageError for another
+    one: checkpoints with it would decode to other text."""
+    file = Path(dataset.tokenizer_file)
+    try:
+        content = read_regular(file, _MAX_TOKENIZER_BYTES)
+    except OSError as error:
+        problem = error.strerror
+    else:
+        if hashlib.sha256(content).hexdigest() == dataset.tokenizer_sha256:
+            return content
+        problem = (
+            "is not the tokenizer that made the data set: its sha256 is not that of the manifest"
+        )
+    raise DamageError(f"{file}: {problem}; run optimus-data verify {file.parent}")
