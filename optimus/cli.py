@@ -424,14 +424,34 @@ def _dry_run(args: argparse.Namespace) -> int:
 def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser = _add(commands, "plan", _plan, "Parameters, FLOPs and memory of a run, in advance.")
     _add_config(parser)
+    parser.add_argument(
+        "--resolved",
+        action="store_true",
+        help="print what `train` would run instead: mesh, batch, data, start and settings",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.resolved:
+        from optimus.distributed.mesh import make_mesh
+        from optimus.train.autotune import choices_before_start
+        from optimus.train.resolve import resolve
+        from optimus.train.summary import format_resolved, resolved_tree
+
+        run_plan = resolve(config, make_mesh(config.parallel).world_size)
+        choices = choices_before_start(config)
+        if args.json:
+            print(json.dumps(resolved_tree(config, run_plan, choices)))
+        else:
+            print(format_resolved(config, run_plan, choices))
+        return 0
     from optimus.planner.plan import format_plan, plan
 
-    result = plan(load_config(args.config, args.overrides))
+    result = plan(config)
     print(json.dumps(result) if args.json else format_plan(result))
     return 0
 

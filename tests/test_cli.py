@@ -212,6 +212,28 @@ def test_plan_prints_a_json_object(capsys):
     assert (result["total_params"], result["active_params"]) == (6_919_161_856, 1_282_017_280)
 
 
+def test_plan_resolved_prints_the_plan_of_the_next_run(run_dir, capsys):
+    config = str(run_dir / "config.toml")
+    assert main(["plan", config, "--resolved", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    steps = result["settings"]["train.max_steps"]
+    assert (result["world"], result["mesh"]["dp"]) == (1, 1)
+    assert (result["start"]["step"], result["start"]["path"]) == (
+        steps,
+        str(run_dir / "checkpoints" / f"step-{steps:08d}"),
+    )
+    batch = result["batch"]
+    assert batch["tokens"] == batch["instances"] * batch["seq_len"]
+    assert result["start"]["tokens"] == steps * batch["tokens"]
+    assert result["data"]["training"]["seq_len"] == batch["seq_len"]
+    assert set(result["measured"]) <= set(result["settings"])
+    measured = ["kernels.backend=auto", "kernels.grouped_gemm=auto", "train.deterministic=false"]
+    assert main(["plan", config, "--resolved", *measured]) == 0
+    text = capsys.readouterr().out
+    assert "kernels.grouped_gemm  measured at start" in text and f"step {steps:,} from" in text
+    assert "changed" in text and "train.deterministic = False" in text
+
+
 def test_eval_generate_and_report(run_dir, tiny_data, capsys):
     assert main(["eval", str(run_dir), str(tiny_data / "eval"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

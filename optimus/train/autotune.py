@@ -51,6 +51,9 @@ _MEASURED_TOKENS = 4096
 """Enough tokens to fill a device; more would only take longer."""
 
 
+MEASURED = "measured at start"
+
+
 class KernelChoices(NamedTuple):
     """Values of `[kernels]` on all ranks; as configured where a model uses no kernels."""
 
@@ -65,11 +68,33 @@ class MeasuredChoices:
     kernels: KernelChoices
     ep_dispatch: str
 
+    def as_settings(self) -> dict[str, str]:
+        """Return the choices as "section.key": value."""
+        kernels = {f"kernels.{key}": value for key, value in self.kernels._asdict().items()}
+        return kernels | {_DISPATCH: self.ep_dispatch}
+
     def record_in(self, config: Config) -> Config:
         """Return the resolved configuration, which a run writes to config.toml and checkpoints."""
         kernels = config.kernels.model_copy(update=self.kernels._asdict())
         parallel = config.parallel.model_copy(update={"ep_dispatch": self.ep_dispatch})
         return config.model_copy(update={"kernels": kernels, "parallel": parallel})
+
+
+def choices_before_start(config: Config) -> MeasuredChoices:
+    """Return the choices that settings determine, with MEASURED for those that ranks make."""
+    sparse, parallel = any(config.model.experts_by_layer), config.parallel
+
+    def known(setting: str, is_used: bool) -> str:
+        return MEASURED if is_used and setting == "auto" else setting
+
+    ep_dispatch = known(parallel.ep_dispatch, parallel.ep > 1)
+    fixed = choose_dispatch("", config.train.deterministic, "auto")
+    if ep_dispatch == MEASURED and fixed is not None:
+        ep_dispatch = fixed.name
+    backend_name = known(config.kernels.backend, sparse)
+    return MeasuredChoices(
+        KernelChoices(backend_name, known(_form_setting(config), sparse)), ep_dispatch
+    )
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
@@ -198,6 +223,12 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
+def _form_setting(config: Config) -> str:
+    """Return the form of the grouped GEMM that settings give, or "auto"."""
+    sparse = any(config.model.experts_by_layer)
+    return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
+
+
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
     """Install one form of the grouped GEMM on all ranks: the given form, that of the checkpoint, or
     the one that the first rank measures as faster."""
@@ -211,7 +242,7 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
         )
     model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
     like = torch.empty(0, dtype=dtype, device=world.device)
-    form = "loop" if config.train.deterministic else requested[0]
+    form = _form_setting(config)
     if form == "auto":
         form = stored.get("kernels.grouped_gemm", "auto")
         # A checkpoint of another machine may have a form that this device lacks.

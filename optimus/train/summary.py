@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
-from optimus.train.resolve import PartialPlan, RunPlan
+from optimus.train.autotune import MeasuredChoices
+from optimus.train.resolve import PartialPlan, RunPlan, flat_settings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,50 @@ def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> N
         logger.info("starting at step %d from %s", start.step, start.path)
     for change in plan.changes:
         logger.info("changed on resume: %s", one_line(change))
+
+
+def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
+    """Return a plan as text, with the choices that ranks make at the start."""
+    start = plan.start
+    path = f" from {start.path}" if start.path is not None else ", from initial weights"
+    facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
+    facts += [("changed", one_line(change)) for change in plan.changes]
+    return "\n".join(_aligned([*facts, *choices.as_settings().items()]))
+
+
+def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
+    """Return a plan and the settings that a run records as a dict for JSON."""
+    batch, start, data = plan.batch, plan.start, plan.data
+    counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
+    return {
+        "world": plan.mesh.world_size,
+        "mesh": plan.mesh._asdict(),
+        "batch": dataclasses.asdict(batch) | counts,
+        "data": {
+            "training": _source_tree(data.training),
+            "held_out": _source_tree(data.held_out) if data.held_out is not None else None,
+        },
+        "start": {
+            "step": start.step,
+            "tokens": start.tokens,
+            "path": str(start.path) if start.path is not None else None,
+            "origin": start.origin,
+        },
+        "changes": list(plan.changes),
+        "measured": choices.as_settings(),
+        "settings": flat_settings(choices.record_in(config), batch, data.training),
+    }
+
+
+def _source_tree(source: InstanceSource) -> dict[str, Any]:
+    sources = source.sources if isinstance(source, MixedDataset) else [source]
+    paths = [str(dataset.path) for dataset in sources if isinstance(dataset, TokenDataset)]
+    return {
+        "paths": paths,
+        "seq_len": source.context,
+        "vocab_size": source.vocab_size,
+        "identity": source.identity,
+    }
 
 
 def print_end(
@@ -210,7 +256,9 @@ def _duration(seconds: float) -> str:
 
 
 def _log(title: str, facts: Iterable[tuple[str, str]]) -> None:
-    facts = list(facts)
+    logger.info("\n".join([title, *_aligned(list(facts))]))
+
+
+def _aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in facts)
-    lines = [printable(f"  {name:<{width}}  {fact}") for name, fact in facts]
-    logger.info("\n".join([title, *lines]))
+    return [printable(f"  {name:<{width}}  {fact}") for name, fact in facts]
