@@ -131,6 +131,8 @@ submit_job() {
         printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
         show "${launch[@]}"
     else
-        printf '#!/bin/bash\n%s\n' "$job" | "${submit[@]}"
+        # Not through a pipe: with a command that does not read all of it, SIGPIPE would end this script
+        # with status 141.
+        "${submit[@]}" <<<$'#!/bin/bash\n'"$job"
     fi
 }

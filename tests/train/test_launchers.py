@@ -155,6 +155,17 @@ def test_a_job_script_refuses_what_the_run_would(optimus, tiny_data, tmp_path, s
     assert "6 ranks (dp 6)" in done.stderr and submitted.exists() != dry_run
 
 
+@pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
+def test_a_submission_ends_with_the_status_of_its_command(accepts, tmp_path, script, command):
+    """The command may end without reading a job that is longer than a pipe's buffer."""
+    (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / command).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(accepts)}
+    settings = [f"data.path={'x' * 100_000}"]
+    done = started([str(script), "--", "a.toml", *settings], **environ)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(accepts, tmp_path):
     submit, *_, launch = dry(accepts, PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
     assert (
