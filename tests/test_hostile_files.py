@@ -18,9 +18,10 @@ import pytest
 
 from optimus.io import files
 from tests.helpers import hostile, hostile_formats
-from tests.helpers.hostile import Arena, Case, Limits
+from tests.helpers.hostile import Arena, Limits
 from tests.helpers.hostile_changes import STRUCTURES, Change, mutate
 from tests.helpers.hostile_formats import FORMATS, Command, Format
+from tests.helpers.hostile_judge import Case
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_files.py"
 LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
@@ -234,7 +235,7 @@ def case_of(name: str, change: Change) -> Case:
 def test_a_planted_fault_is_found(arena, name):
     _, change, told = FAULTS[name]
     ((_, verdict),) = arena.run([case_of(name, change)], 1)
-    assert verdict.outcome == "finding" and told in verdict.what, verdict
+    assert verdict.outcome == "finding" and told in verdict.kind, verdict
 
 
 def test_a_reader_without_fault_has_no_finding(arena):
@@ -259,7 +260,7 @@ def test_a_finding_does_not_depend_on_the_cases_before(arena, monkeypatch):
     cases = [case_of("sound", Change("same", b'{"value": 5}')) for _ in range(3)]
     verdicts = [verdict for _, verdict in arena.run(cases, 1)]
     assert [verdict.outcome for verdict in verdicts] == ["same", "same", "finding"]
-    assert verdicts[-1].what.startswith("only after other cases: traceback")
+    assert verdicts[-1].kind.startswith("only after other cases: traceback")
 
 
 def test_limits_of_the_drill():

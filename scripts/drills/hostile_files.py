@@ -4,8 +4,8 @@
     python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
         [--case K] [--out findings.jsonl]
 
-Cases are drawn by tests/helpers/hostile.py: the same seed, number and --only give the same case.
-Every finding is written to --out with seed and number; `--case K` repeats that one alone
+Cases are drawn by tests/helpers/hostile_judge.py: the same seed, number and --only give the same
+case. Every finding is written to --out with seed and number; `--case K` repeats that one alone
 and prints its output. The table at the end counts outcomes by format. Exit status 0: no finding.
 """
 
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPTIMUS_IPEX": "0"}
 
-from tests.helpers.hostile import Arena, describe, draw  # noqa: E402
+from tests.helpers.hostile import Arena  # noqa: E402
+from tests.helpers.hostile_judge import describe, draw  # noqa: E402
 
 _PROGRESS_S = 5.0
 _OUTCOMES = ("refused", "same", "other", "finding")
@@ -72,9 +73,9 @@ def _drill(arena: Arena, formats: list, args: argparse.Namespace) -> int:
         counts[case.format.name][verdict.outcome] += 1
         if verdict.outcome == "finding":
             record = describe(case, verdict)
-            kinds[case.format.name, verdict.what] += 1
-            if kinds[case.format.name, verdict.what] <= 3:
-                print(f"case {case.number}, {case.format.name}: {verdict.what}", flush=True)
+            kinds[case.format.name, verdict.kind] += 1
+            if kinds[case.format.name, verdict.kind] <= 3:
+                print(f"case {case.number}, {case.format.name}: {verdict.kind}", flush=True)
             if args.out != "-":
                 with open(args.out, "a", encoding="utf-8") as file:
                     print(json.dumps(record), file=file)
