@@ -10,7 +10,7 @@ from data_prep.manifest import BlendEntry, Manifest
 from optimus.errors import counted
 
 MAX_EPOCHS = 4
-"""More passes over the same text than this help ever less: docs/formats/dataset.md, "Blends"."""
+"""Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
 """Below either, the held-out loss is mostly chance: docs/formats/dataset.md, "Documents"."""

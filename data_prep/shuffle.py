@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class Unit:
     """Hash of its table of documents."""
 
 
-class InShards:
-    """What follows from a number of instances, a seed and the length of a shard."""
+class InShards(ABC):
+    """Division of instances into shards, given their number, a seed and the length of a shard."""
 
     part: str
     context: int
@@ -46,8 +47,8 @@ class InShards:
     seed: int
 
     @property
-    def num_instances(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def num_instances(self) -> int: ...
 
     @property
     def row_bytes(self) -> int:

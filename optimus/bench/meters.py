@@ -88,7 +88,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
 
-class Peak:
+class PeakGemm:
     """A large product of the case's dtype, timed in turn with the blocks: the machine's peak.
 
     In fp32 on a CPU both of torch's libraries are tried, and the faster one counts, if it computes

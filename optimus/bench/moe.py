@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from optimus import platform
 from optimus.bench.meters import (
     Absent,
-    Peak,
+    PeakGemm,
     clocked,
     forget,
     free_bytes,
@@ -263,7 +263,7 @@ def _race(
     all rounds the unrounded shapes of the peers would be compiled once, and blocks would push
     each other's out of its cache.
     """
-    peak = Peak(x.dtype, device)
+    peak = PeakGemm(x.dtype, device)
     times: dict[str, list] = {name: [] for name in blocks}
     peaks = []
     for number, name in turns((*blocks, "the peak"), rounds):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from optimus import platform
-from optimus.bench.meters import GEMMS, Peak
+from optimus.bench.meters import GEMMS, PeakGemm
 from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
@@ -146,7 +146,7 @@ def _by_phase(events: list[ActionEvent], seconds: float) -> dict[str, float]:
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
     """FLOP/s of a large product in the run's dtype, and bytes/s of a = b + 2c."""
-    peak = Peak(platform.dtype_of(config.train.dtype), device)
+    peak = PeakGemm(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
     return flops, 3 * a.nbytes / platform.best_of(

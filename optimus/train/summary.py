@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from data_prep.report import MAX_EPOCHS
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
 from optimus.config.sections import CheckpointConfig, ParallelConfig
@@ -22,9 +23,6 @@ from optimus.train.autotune import MeasuredChoices
 from optimus.train.resolve import PartialPlan, RunPlan, flat_settings
 
 logger = logging.getLogger(__name__)
-
-MOST_EPOCHS = 4
-"""Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
 
 
 def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
@@ -187,11 +185,11 @@ def _repeats(config: Config, plan: PartialPlan) -> Iterator[str]:
     if plan.data is None:
         return
     for dataset, epochs in _epochs(config, plan.batch, plan.data.training):
-        if epochs > MOST_EPOCHS:
-            steps = max(1, int(config.train.max_steps * MOST_EPOCHS / epochs))
+        if epochs > MAX_EPOCHS:
+            steps = max(1, int(config.train.max_steps * MAX_EPOCHS / epochs))
             yield (
                 f"the run reads {dataset.path} {_short(epochs)} times, and more than about "
-                f"{MOST_EPOCHS} add little; use more text, or set train.max_steps={steps}"
+                f"{MAX_EPOCHS} add little; use more text, or set train.max_steps={steps}"
             )
 
 
