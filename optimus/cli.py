@@ -83,6 +83,8 @@ def process() -> NoReturn:
         exit_on_stop_signals()
     if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
         print(f"optimus: starting {sys.argv[1]}", file=sys.stderr)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `optimus.__main__`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
     except BrokenPipeError:

@@ -122,6 +122,20 @@ def test_signal_before_the_first_step_ends_training_with_a_single_line(number, l
     )
 
 
+def test_ctrl_c_during_imports_ends_the_command_without_a_traceback():
+    code = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "optimus.errors":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from optimus.__main__ import main
+main()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_reader_of_results_that_leaves_is_no_error(unbuffered):
     reader, writer = os.pipe()

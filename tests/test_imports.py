@@ -53,9 +53,10 @@ ALLOWED = {
     # Entry points. Nothing imports them.
     "bench": ALL,
     "cli": ALL,
+    "__main__": ALL,
     "optimus": ALL,
 }
-ENTRY_POINTS = ("cli", "optimus")
+ENTRY_POINTS = ("cli", "__main__", "optimus")
 """They import a package only inside the function that needs it, so `optimus --help` is fast."""
 # Package: libraries it may not import (DESIGN idea 4: model code knows no process group).
 BANNED = {

@@ -1,0 +1,20 @@
+"""Entry point of the `optimus` command and of `python -m optimus`.
+
+Until `optimus.cli.process` handles it, Ctrl-C ends the process by the signal's default action:
+Python would print a traceback of the import that it interrupts.
+"""
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as by nohup
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main() -> None:
+    from optimus.cli import process
+
+    process()
+
+
+if __name__ == "__main__":
+    main()
