@@ -465,10 +465,12 @@ def _run_lines(lines: Iterable[str]) -> Any:
     """Return the exit status of the first command line that fails, or 0."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
+    from optimus.observe.log import set_up_logging
 
     programs = {"optimus": optimus, "optimus-data": optimus_data, **hostile_formats.READERS}
     for line in lines:
         program, *words = shlex.split(line)
+        set_up_logging(program=program)  # as the process of the command does
         try:
             code: Any = programs[program](words)
         except SystemExit as end:
