@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.config import Config
+from optimus.config.sections import TrainConfig
 from optimus.errors import ConfigError, counted
 
 
@@ -35,9 +35,8 @@ class BatchPlan:
         return self.instances * (self.seq_len - 1)
 
 
-def plan_batch(config: Config, num_data_ranks: int) -> BatchPlan:
+def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
     """The batch plan of a run; ConfigError names the nearest batch that the ranks divide."""
-    train = config.train
     if not train.seq_len:
         raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
     tokens_per_round = train.microbatch_size * train.seq_len * num_data_ranks

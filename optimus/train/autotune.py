@@ -19,6 +19,7 @@ from optimus import platform
 from optimus.checkpoint.manifest import Manifest
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, ModelConfig
+from optimus.config.sections import ParallelConfig, TrainConfig
 from optimus.distributed.collectives import all_gather_objects, broadcast_object
 from optimus.distributed.groups import Groups
 from optimus.distributed.world import World
@@ -39,13 +40,6 @@ from optimus_kernels.grouped_mm import set_form
 logger = logging.getLogger(__name__)
 
 _DISPATCH = "parallel.ep_dispatch"
-_DISPATCH_DEPENDS_ON = (
-    "parallel.ep",
-    "parallel.tp",
-    "train.microbatch_size",
-    "train.deterministic",
-)
-"""Settings that a resumed run shares with its checkpoint where it keeps the recorded dispatch."""
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
 """Enough tokens to fill a device; more would only take longer."""
@@ -370,7 +364,8 @@ def autotune_dispatch(
     if groups.mesh.ep == 1 or ep_dispatch != "auto":
         return DispatchChoice(ep_dispatch, "")
     device_type = next(model.parameters()).device.type
-    recorded = _recorded_dispatch(config, checkpoint.settings if checkpoint is not None else {})
+    stored = checkpoint.settings if checkpoint is not None else {}
+    recorded = _recorded_dispatch(config.parallel, train, stored)
     choice = choose_dispatch(device_type, train.deterministic, recorded)
     if choice is None:
         experts = {id(p) for wired in dispatchers(model)[:1] for p in wired.experts.parameters()}
@@ -393,14 +388,19 @@ def autotune_dispatch(
     return choice
 
 
-def _recorded_dispatch(config: Config, stored: Mapping[str, Any]) -> str:
+def _recorded_dispatch(
+    parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
+) -> str:
     """Return the dispatch that a checkpoint's settings record, "auto" if none or if it was chosen
     for another layout."""
-    for key in _DISPATCH_DEPENDS_ON:
-        section, name = key.split(".")
-        if stored.get(key) != getattr(getattr(config, section), name):
-            return "auto"
-    return stored.get(_DISPATCH, "auto")
+    layout = {
+        "parallel.ep": parallel.ep,
+        "parallel.tp": parallel.tp,
+        "train.microbatch_size": train.microbatch_size,
+        "train.deterministic": train.deterministic,
+    }
+    same = all(stored.get(key) == value for key, value in layout.items())
+    return stored.get(_DISPATCH, "auto") if same else "auto"
 
 
 def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> DispatchChoice | None:

@@ -89,7 +89,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             check_slots(config, inputs.mesh)
             directory = RunDirectory(config.train.run_dir)
             start = find_start(config, inputs.batch, inputs.data.training)
-            check_saves(config, start.start)
+            check_saves(config.model, config.checkpoint.model_interval, start.start)
     except OptimusError as error:
         trouble = error  # one rank prints it once the ranks have met
         directory = None  # unlocked: another run may use it meanwhile
@@ -158,7 +158,7 @@ class Run:
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
         self.config = config
-        scaling = LossScale(config, plan.batch.num_microbatches)
+        scaling = LossScale(config.optim, config.train.dtype, plan.batch.num_microbatches)
         rank_states = states_of_rank(config, layout, self.groups, self.states)
         plan = load_start(config, world, plan, layout, self.states, rank_states, scaling)
         self.plan = plan
@@ -246,7 +246,9 @@ class Run:
         self.directory.end_progress()
         record, evaluation = self.directory.last("metrics"), self.directory.last("eval")
         seconds = time.monotonic() - began
-        print_end(self.config, self.plan, step, seconds, record, evaluation)
+        print_end(
+            self.config.train, self.config.model, self.plan, step, seconds, record, evaluation
+        )
 
     def update(self, step: int) -> None:
         """One update, timed from its data to its new parameters, and its line of metrics."""

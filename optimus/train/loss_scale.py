@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from optimus.config import Config
+from optimus.config import OptimConfig
 
 _FIRST = 2.0**16
 """Per microbatch: the objective of a microbatch carries 1 / their number."""
@@ -20,10 +20,9 @@ _LARGEST = 2.0**100
 class LossScale:
     """The scale of the next update. The same on every rank, since ranks agree on overflows."""
 
-    def __init__(self, config: Config, num_microbatches: int) -> None:
-        """`num_microbatches` are those of the global batch."""
-        optim = config.optim
-        self._dynamic = config.train.dtype == "fp16"
+    def __init__(self, optim: OptimConfig, dtype: str, num_microbatches: int) -> None:
+        """`dtype` is train.dtype; `num_microbatches` are those of the global batch."""
+        self._dynamic = dtype == "fp16"
         self._least, self._growth_steps = optim.min_loss_scale, optim.loss_scale_growth_steps
         first = optim.loss_scale or _FIRST * 2.0 ** math.ceil(math.log2(num_microbatches))
         self.scale = max(first, self._least) if self._dynamic else 1.0

@@ -166,7 +166,7 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     try:
         mesh = make_mesh(config.parallel, world_size)
         check_divisible(config, mesh)
-        batch = plan_batch(config, mesh.num_data_ranks)
+        batch = plan_batch(config.train, mesh.num_data_ranks)
         schedule_of(config, mesh, batch.microbatches_per_rank)
         plan_stages(config, mesh.pp)
     except ConfigError as error:

@@ -23,7 +23,7 @@ from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.underway import Outcome, Underway
 from optimus.checkpoint.weights import CONFIG, check_weights
 from optimus.chunks.engine import ChunkEngine
-from optimus.config import Config, dump_toml
+from optimus.config import Config, ModelConfig, dump_toml
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
@@ -39,15 +39,15 @@ _TIGHT = 4
 """How few more saves must fit on the disk for a warning at each that makes them fewer."""
 
 
-def check_saves(config: Config, start: manager.Start) -> None:
+def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
     """Refuse, before anything is built, weights that do not fit and models that cannot be saved.
 
     Raises CheckpointError or ConfigError.
     """
     if start.path is not None and start.full is None:
-        check_weights(config.model, start.path)
-    if config.checkpoint.model_interval:
-        config_to_hf(config.model, "bfloat16")
+        check_weights(model, start.path)
+    if model_interval:
+        config_to_hf(model, "bfloat16")
 
 
 class _Lane:

@@ -58,7 +58,7 @@ def dry_run(
     if check_run_dir:
         check_not_in_use(Path(config.train.run_dir))
         start = resolve.find_start(config, batch, data.training if data is not None else None)
-        check_saves(config, start.start)
+        check_saves(config.model, config.checkpoint.model_interval, start.start)
     plan = resolve.PartialPlan(mesh, batch, data, *start)
     warnings = resolve.network_warnings(config.model, config.train, mesh, ranks_per_node)
     print_start(config, plan, warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,13 @@ from typing import Any
 from data_prep.report import MAX_EPOCHS
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
-from optimus.config.sections import CheckpointConfig, ParallelConfig
-from optimus.data.batch import BatchPlan
+from optimus.config.sections import (
+    CheckpointConfig,
+    MixSource,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh
@@ -29,7 +35,8 @@ def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> N
     """Log the plan of a run, `warnings` and those of the data, the start, and settings that changed
     since the checkpoint."""
     _log("this run", plan_facts(config, plan))
-    for warning in (*warnings, *_repeats(config, plan)):
+    repeats = _repeats(config.data.mix, config.train.max_steps, plan)
+    for warning in (*warnings, *repeats):
         logger.warning(one_line(warning))
     start = plan.start
     if start.path is not None:
@@ -83,7 +90,8 @@ def _source_tree(source: InstanceSource) -> dict[str, Any]:
 
 
 def print_end(
-    config: Config,
+    train: TrainConfig,
+    model: ModelConfig,
     plan: RunPlan,
     last_step: int,
     seconds: float,
@@ -93,19 +101,24 @@ def print_end(
     """Log the results of a run that is at `last_step`, and the commands that use them.
 
     Args:
-        config: The run's configuration.
+        train, model: Sections of the run's configuration.
         plan: Its plan.
         last_step: The last step that is done.
         seconds: Time that the steps since this start took.
         record: Last line of metrics.jsonl, or empty.
         evaluation: Last line of eval.jsonl, or empty.
     """
-    train, title = config.train, "done"
+    title = "done"
     if last_step < train.max_steps:
         title = f"stopped at step {last_step:,} of {train.max_steps:,}"
         if last_step == train.stop_at_step:
             title += "; raise train.stop_at_step to continue"
-    _log(title, _results(config, plan, last_step, seconds, record, evaluation))
+    results = _results(train.run_dir, plan, last_step, seconds, record, evaluation)
+    commands = _next_commands(
+        train.run_dir, model, plan.data.held_out, last_step >= train.max_steps
+    )
+    names = itertools.chain(["next"], itertools.repeat(""))
+    _log(title, [*results, *zip(names, commands, strict=False)])
 
 
 def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
@@ -117,7 +130,7 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.architecture}, {shape}: {size}; {train.dtype}"
     yield "layout", _layout(config.parallel, config.optim.sharding, mesh)
     if plan.data is not None:
-        yield from _data(config, batch, plan.data.training)
+        yield from _data(config.data.mix, train.max_steps * batch.instances, plan.data.training)
         if (held_out := plan.data.held_out) is not None:
             interval = train.eval_interval
             often = f"every {counted(interval, 'step')} and " if interval else ""
@@ -149,11 +162,12 @@ def _layout(parallel: ParallelConfig, sharding: str, mesh: Mesh) -> str:
     return text
 
 
-def _data(config: Config, batch: BatchPlan, training: InstanceSource) -> Iterator[tuple[str, str]]:
-    mix = config.data.mix
+def _data(
+    mix: Sequence[MixSource], instances: int, training: InstanceSource
+) -> Iterator[tuple[str, str]]:
     if len(mix) > 1:
         yield "data", f"a mix of {counted(len(mix), 'data set')}"
-    for dataset, epochs in _epochs(config, batch, training):
+    for dataset, epochs in _epochs(mix, instances, training):
         size = f"{counted(dataset.num_instances, 'instance')} of {dataset.context:,} tokens"
         name = "" if len(mix) > 1 else "data"
         noun = "epoch" if _short(epochs) == "1" else "epochs"
@@ -166,27 +180,26 @@ def _where(dataset: InstanceSource) -> str:
 
 
 def _epochs(
-    config: Config, batch: BatchPlan, training: InstanceSource
+    mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Return each data set and the number of times that the run has read it after
-    `train.max_steps`."""
-    instances = config.train.max_steps * batch.instances
+    """Return each data set and the number of times that `instances` of the training data read
+    it."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return
     assert isinstance(training, MixedDataset)
-    total = sum(float(source.weight) for source in config.data.mix)
-    for source, dataset in zip(config.data.mix, training.sources, strict=True):
+    total = sum(float(source.weight) for source in mix)
+    for source, dataset in zip(mix, training.sources, strict=True):
         yield dataset, instances * float(source.weight) / total / dataset.num_instances
 
 
-def _repeats(config: Config, plan: PartialPlan) -> Iterator[str]:
+def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Iterator[str]:
     """Return a warning for each data set that the run reads too often."""
     if plan.data is None:
         return
-    for dataset, epochs in _epochs(config, plan.batch, plan.data.training):
+    for dataset, epochs in _epochs(mix, max_steps * plan.batch.instances, plan.data.training):
         if epochs > MAX_EPOCHS:
-            steps = max(1, int(config.train.max_steps * MAX_EPOCHS / epochs))
+            steps = max(1, int(max_steps * MAX_EPOCHS / epochs))
             yield (
                 f"the run reads {dataset.path} {_short(epochs)} times, and more than about "
                 f"{MAX_EPOCHS} add little; use more text, or set train.max_steps={steps}"
@@ -206,14 +219,14 @@ def _checkpoints(settings: CheckpointConfig) -> str:
 
 
 def _results(
-    config: Config,
+    run_dir: str,
     plan: RunPlan,
     last_step: int,
     seconds: float,
     record: Mapping[str, Any],
     evaluation: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    run_dir, first = config.train.run_dir, plan.start.step + 1
+    first = plan.start.step + 1
     steps = f"{first:,} to {last_step:,} in {_duration(seconds)}" if first <= last_step else "none"
     yield "steps", f"{steps}; {plan.tokens_after(last_step):,} tokens in all"
     if record.get("loss") is not None:
@@ -222,16 +235,13 @@ def _results(
         yield "held-out loss", f"{evaluation['loss']:.4f} at step {evaluation['step']:,}"
     made = first <= last_step or plan.start.path is None
     yield "checkpoint", str(full_path(run_dir, last_step) if made else plan.start.path)
-    name = "next"
-    done = last_step >= config.train.max_steps
-    for command in _next_commands(config, plan.data.held_out, done):
-        yield name, command
-        name = ""
 
 
-def _next_commands(config: Config, held_out: InstanceSource | None, done: bool) -> Iterator[str]:
+def _next_commands(
+    run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
+) -> Iterator[str]:
     """Return the commands that use the checkpoints of a run."""
-    run = shlex.quote(config.train.run_dir)
+    run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:
         return
@@ -239,10 +249,10 @@ def _next_commands(config: Config, held_out: InstanceSource | None, done: bool) 
     if isinstance(held_out, TokenDataset):
         yield f"optimus eval {run} {shlex.quote(str(held_out.path))}"
     try:
-        config_to_hf(config.model, "bfloat16")
+        config_to_hf(model, "bfloat16")
     except OptimusError:  # it has no form in transformers
         return
-    yield f"optimus convert to-hf {run} {shlex.quote(config.train.run_dir.rstrip('/') + '-hf')}"
+    yield f"optimus convert to-hf {run} {shlex.quote(run_dir.rstrip('/') + '-hf')}"
 
 
 def _duration(seconds: float) -> str:

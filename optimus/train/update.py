@@ -58,7 +58,9 @@ class Updater:
         loss_scale: LossScale | None = None,
     ) -> None:
         """`loss_scale`: that of a run which goes on; None begins anew."""
-        self._loss_scale = loss_scale or LossScale(config, plan.num_microbatches)
+        self._loss_scale = loss_scale or LossScale(
+            config.optim, config.train.dtype, plan.num_microbatches
+        )
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._part, self._states = part, states
         part.add_in_place(states)

@@ -62,7 +62,7 @@ def make_shard(
     world, parallel = world or start_world(device="cpu"), config.parallel
     mesh = make_mesh(parallel, world.size)
     groups = join_groups(mesh, world, parallel.virtual_stages, recorder)
-    plan = plan_batch(config, mesh.num_data_ranks)
+    plan = plan_batch(config.train, mesh.num_data_ranks)
     shard = RankModel(config, groups, plan, world.device)
     initialise_(shard.model, config.train.seed, shard.layout.placements)
     return MadeShard(config, world, groups, plan, shard)

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from optimus.distributed.world import start_world
 from optimus.errors import NonFiniteError
-from optimus.train import half
+from optimus.train import fp16_check
 from optimus.train.loss_scale import LossScale
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, train_on
@@ -27,7 +26,8 @@ def half_tree(**overrides) -> dict:
 
 def make_scale(**optim) -> LossScale:
     overrides = {f"optim__{key}": value for key, value in optim.items()}
-    return LossScale(tiny_config("d", "r", **HALF, **overrides), num_microbatches=6)
+    config = tiny_config("d", "r", **HALF, **overrides)
+    return LossScale(config.optim, config.train.dtype, num_microbatches=6)
 
 
 def test_the_scale_halves_and_doubles():
@@ -59,7 +59,8 @@ def test_the_scale_stops_at_its_least_and_is_restored():
 
 
 def test_other_types_have_no_scale():
-    scale = LossScale(tiny_config("d", "r"), num_microbatches=6)
+    config = tiny_config("d", "r")
+    scale = LossScale(config.optim, config.train.dtype, num_microbatches=6)
     assert scale.scale == 1.0 and not scale.can_fall and scale.state() is None
 
 
@@ -200,22 +201,21 @@ def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, s
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
-def on_a_backend_without_it():
-    x = torch.ones(2, 2).to_mkldnn()  # a NotImplementedError of torch's own
+def fail_as_a_backend_without_the_operation():
+    x = torch.ones(2, 2).to_mkldnn()  # torch raises NotImplementedError
     torch.addmm(x, x, x)
 
 
-def told_in_lines():
+def fail_in_two_lines():
     raise RuntimeError("\"addmm_impl_cpu_\" not implemented\nfor 'Half'")
 
 
-@pytest.mark.parametrize("fail", [on_a_backend_without_it, told_in_lines])
-def test_a_device_without_an_operation_is_refused_in_one_line(monkeypatch, fail):
-    config, world = tiny_config("d", "r", **HALF), start_world(device="cpu")
-    half.check_half(config, world)  # this torch has them all
-    monkeypatch.setattr(half.Transformer, "losses", lambda self, tokens: fail())
-    with pytest.raises(
-        half.ConfigError, match="train.dtype = 'fp16'.*addmm.*use 'bf16'"
-    ) as refused:
-        half.check_half(config, world)
+@pytest.mark.parametrize("fail", [fail_as_a_backend_without_the_operation, fail_in_two_lines])
+def test_device_without_an_fp16_operation_is_refused_in_a_line(monkeypatch, fail):
+    model, device = tiny_config("d", "r", **HALF).model, torch.device("cpu")
+    fp16_check.check_fp16(model, device)  # this torch has all operations
+    monkeypatch.setattr(fp16_check.Transformer, "losses", lambda self, tokens: fail())
+    message = "train.dtype = 'fp16'.*addmm.*use 'bf16'"
+    with pytest.raises(fp16_check.ConfigError, match=message) as refused:
+        fp16_check.check_fp16(model, device)
     assert "\n" not in str(refused.value)
