@@ -26,7 +26,7 @@ from optimus.errors import CheckpointError, DataError, OptimusError, one_line
 from optimus.hf import is_hf_directory, read_hf_config, write_hf
 from optimus.hf.write import write_all
 from optimus.io.files import read_regular, write_json
-from optimus.io.safetensors_writer import Planned, plan_files
+from optimus.io.safetensors_writer import PlannedTensor, plan_files
 from optimus.platform import dtype_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
     _check_weight_links(source)
     with open_weights(config, source) as weights:
         dtypes = weights.dtypes()
-        tensors = (Planned(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
+        tensors = (PlannedTensor(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
 
         def write(directory: Path) -> None:
             write_all(directory, plan_files(tensors), weights.stretches())

@@ -28,7 +28,7 @@ from optimus.errors import OptimusError
 from optimus.hf import plan_hf, write_hf_json
 from optimus.io import files
 from optimus.io.safetensors import as_bytes
-from optimus.io.safetensors_writer import Tally, TensorWriter, create_files
+from optimus.io.safetensors_writer import Checksum, TensorWriter, create_files
 
 DTYPE = torch.bfloat16
 _BLOCK_BYTES = 4 << 20
@@ -42,7 +42,7 @@ def model_parts(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
 class ModelSaver(Saver):
     """Writes models alone, as Hugging Face directories."""
 
-    _report = dict[str, Tally]
+    _report = dict[str, Checksum]
 
     def __init__(
         self, states: RankStates, config: ModelConfig, scatter: Scatter, **how: Any
@@ -60,9 +60,9 @@ class ModelSaver(Saver):
 
     def _write(
         self, states: RankStates, generation: Generation, step: int, stop: Stop
-    ) -> dict[str, Tally]:
+    ) -> dict[str, Checksum]:
         memory = torch.empty(PIECE, dtype=DTYPE) if self._staging is None else None
-        with TensorWriter(generation.directory, self._plan, counts=True) as writer:
+        with TensorWriter(generation.directory, self._plan, checksums=True) as writer:
             for state, span in self._parts:
                 for piece, at in _pieces(span):
                     if stop.is_set():
@@ -104,10 +104,10 @@ def _pieces(span: Span) -> Iterator[tuple[Piece, int]]:
             yield one, at + start - piece.start
 
 
-def _look(path: Path, header: bytes, size: int, told: Sequence[Tally], stop: Stop) -> FileEntry:
+def _look(path: Path, header: bytes, size: int, told: Sequence[Checksum], stop: Stop) -> FileEntry:
     """What a manifest says of a file, as it lies on the disk. Raises OptimusError unless that is
     `header` and then what the writers have told, all of `size` bytes."""
-    digest, found = xxhash.xxh3_64(header), Tally()
+    digest, found = xxhash.xxh3_64(header), Checksum()
     with open(path, "rb") as file:
         files.sync_to_disk(file.fileno())  # of all writers here; none writes any more
         if (there := os.fstat(file.fileno()).st_size) != size:
@@ -117,8 +117,8 @@ def _look(path: Path, header: bytes, size: int, told: Sequence[Tally], stop: Sto
             if stop.is_set():
                 raise OptimusError(f"{path.name}: no longer wanted")
             digest.update(block)
-            found = found.plus(memoryview(block), len(header) + found.bytes)
-    written = Tally(size - len(header), sum(one.weight for one in told))
-    if not has_header or found != written or sum(one.bytes for one in told) != written.bytes:
+            found = found.plus(memoryview(block), len(header) + found.nbytes)
+    written = Checksum(size - len(header), sum(one.weighted_sum for one in told))
+    if not has_header or found != written or sum(one.nbytes for one in told) != written.nbytes:
         raise OptimusError(f"{path.name} does not hold what was to be written")
     return FileEntry(path.name, size, digest.hexdigest())

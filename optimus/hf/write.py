@@ -15,7 +15,13 @@ from optimus.errors import CheckpointError, ConfigError, OptimusError, counted
 from optimus.hf.config import config_to_hf
 from optimus.hf.names import places
 from optimus.io.files import commit, temporary_name, write_json
-from optimus.io.safetensors_writer import FilePlan, Planned, TensorWriter, create_files, plan_files
+from optimus.io.safetensors_writer import (
+    FilePlan,
+    PlannedTensor,
+    TensorWriter,
+    create_files,
+    plan_files,
+)
 from optimus.io.tensor_file import INDEX
 
 FILE_BYTES = 5_000_000_000
@@ -26,7 +32,7 @@ def plan_hf(
 ) -> FilePlan:
     """The files of a model whose parameters are written in these dtypes, an expert a tensor."""
     tensors = (
-        Planned(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
+        PlannedTensor(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
         for theirs, name, view in places(config, ())
     )
     return plan_files(tensors, file_bytes, {"format": "pt"})
@@ -37,7 +43,7 @@ def write_hf_json(directory: Path, config: ModelConfig, plan: FilePlan) -> None:
     index. Raises ConfigError if transformers cannot express the model."""
     if len(plan.sizes) > 1:
         total = sum(size - len(plan.headers[file]) for file, size in plan.sizes.items())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(plan.names)}
+        index = {"metadata": {"total_size": total}, "weight_map": plan.file_of}
         write_json(directory / INDEX, index)
     dtype = str(plan.dtypes["embed.weight"]).removeprefix("torch.")
     write_json(directory / "config.json", config_to_hf(config, dtype))
@@ -83,7 +89,9 @@ def write_hf(
 def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int, Tensor]]) -> None:
     """Write the files of a plan from stretches of all parameters, and make them durable; raises as
     `write_hf` does."""
-    missing = {name: sum(row.stop - row.start for row in rows) for name, rows in plan.rows.items()}
+    missing = {
+        name: sum(row.stop - row.start for row in rows) for name, rows in plan.slices.items()
+    }
     with TensorWriter(directory, plan) as files:
         try:
             create_files(directory, plan)

@@ -1,4 +1,4 @@
-"""The safetensors files of a directory as torch reads them: types, tensors by name, shapes."""
+"""The safetensors files of a directory: dtypes, and tensors by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.errors import CheckpointError
-from optimus.io.tensor_file import INDEX, MODEL, Stretch, TensorFile, weight_map
+from optimus.io.tensor_file import INDEX, MODEL, TensorEntry, TensorFile, weight_map
 
 DTYPES = {
     "F64": torch.float64,
@@ -21,30 +21,37 @@ DTYPES = {
 
 
 class TensorFiles:
-    """The tensors of a directory's model.safetensors, or of the files that its index names."""
+    """The tensors of a directory's model.safetensors, or of the files that its index names.
+
+    Files are opened when a tensor of them is looked up. All methods raise CheckpointError.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, as all methods do."""
         self.path = path
         self._open: dict[str, TensorFile] = {}
-        self._file_of = self._table()
+        self._file_of = self._read_names()
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def find(self, name: str) -> tuple[TensorFile, Stretch]:
-        """The file that holds a tensor, and where."""
+    def find(self, name: str) -> tuple[TensorFile, TensorEntry]:
+        """Return the open file that contains a tensor, and the tensor's entry in its header.
+
+        Raises:
+            CheckpointError: The tensor is missing, its dtype is not one of `DTYPES`, or its file
+                cannot be read.
+        """
         if name not in self._file_of:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         file = self._file(self._file_of[name])
         if name not in file.tensors:
             raise CheckpointError(f"{file.path}: tensor {name} is missing")
-        stored = file.tensors[name]
-        if stored.dtype not in DTYPES:
+        entry = file.tensors[name]
+        if entry.dtype not in DTYPES:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is of {stored.dtype}, not one of {', '.join(DTYPES)}"
+                f"{file.path}: tensor {name} is of {entry.dtype}, not one of {', '.join(DTYPES)}"
             )
-        return file, stored
+        return file, entry
 
     def close(self) -> None:
         for file in self._open.values():
@@ -53,15 +60,15 @@ class TensorFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def _table(self) -> dict[str, str]:
+    def _read_names(self) -> dict[str, str]:
         if (self.path / MODEL).is_file():
             return dict.fromkeys(self._file(MODEL).tensors, MODEL)
         try:
             return weight_map(self.path)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{self.path}: neither {MODEL} nor {INDEX} is there; other formats of weights "
-                "are not read"
+                f"{self.path}: neither {MODEL} nor {INDEX} exists; use weights in the safetensors "
+                "format"
             ) from None
 
     def _file(self, name: str) -> TensorFile:
@@ -72,22 +79,31 @@ class TensorFiles:
 
 def check_shapes(
     path: str | os.PathLike,
-    found: Mapping[str, Sequence[int]],
+    shapes: Mapping[str, Sequence[int]],
     expected: Mapping[str, Sequence[int]],
 ) -> None:
-    """Refuse weights that are not just the tensors of these names and shapes: CheckpointError names
-    the first that is missing, superfluous or of another shape."""
-    if odd := sorted(found.keys() ^ expected.keys()):
-        where = "has no place in this model, but is in" if odd[0] in found else "is missing in"
-        raise CheckpointError(f"tensor {odd[0]} {where} {path}")
+    """Check that weights are exactly the tensors that a model expects.
+
+    Args:
+        path: File or directory of the weights, for the message.
+        shapes: Shape of each tensor of the weights, by name.
+        expected: Shape of each tensor of the model, by name.
+
+    Raises:
+        CheckpointError: Names the first tensor that is missing, unknown or of another shape.
+    """
+    if unmatched := sorted(shapes.keys() ^ expected.keys()):
+        name = unmatched[0]
+        problem = "has no place in this model, but is in" if name in shapes else "is missing in"
+        raise CheckpointError(f"tensor {name} {problem} {path}")
     for name, shape in expected.items():
-        if tuple(found[name]) != tuple(shape):
+        if tuple(shapes[name]) != tuple(shape):
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(found[name])}, this model's has "
+                f"{path}: tensor {name} has shape {list(shapes[name])}, this model's has "
                 f"{list(shape)}"
             )
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, where they are."""
+    """Return a view of the memory of a contiguous CPU tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

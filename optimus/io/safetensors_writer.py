@@ -1,7 +1,8 @@
-"""Safetensors files, written by stretches of parameters in any order, by several writers at once.
+"""Safetensors files written in pieces: slices of parameters, in any order, by several processes.
 
-What lies where follows from names, shapes and dtypes alone: a plan that every writer makes for
-itself, of the very bytes that the safetensors library would write.
+The position of every byte follows from the names, shapes and dtypes of the tensors. Each process
+computes the same `FilePlan` from them and writes its slices independently. The files are equal to
+those that the safetensors library writes, byte for byte.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from optimus.io.safetensors import DTYPES, as_bytes
 from optimus.io.tensor_file import MODEL
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = tuple(DTYPES)
-"""In which the library puts tensors of several types; those of one type go by name."""
-_NFS = 0x6969
-"""The type of such a file system: statfs(2)."""
+_DTYPE_ORDER = tuple(DTYPES)
+"""Order by dtype in which the library stores tensors; tensors of a dtype are sorted by name."""
+_NFS_MAGIC = 0x6969
+"""File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""A prime number of them. Products with 16-bit numbers add up to less than 2^53: exact."""
+"""Weights of `_weighted_sum`. Their number, 65521, is prime. The sum of products with 16-bit values
+is below 2^53, so fp64 is exact."""
 
 
-class Planned(NamedTuple):
-    """A tensor of a file: elements `start` and on of our parameter `ours`, flattened."""
+class PlannedTensor(NamedTuple):
+    """A tensor to write: the elements of `parameter`, flattened, that begin at element `start`."""
 
     name: str
-    ours: str
+    parameter: str
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,149 +55,178 @@ class Planned(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-class Row(NamedTuple):
-    """Elements [start, stop) of a flattened parameter lie in a file from byte `at` on."""
+class ParamSlice(NamedTuple):
+    """Elements [start, stop) of a flattened parameter, stored in `file` from byte `offset`."""
 
     start: int
     stop: int
     file: str
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class FilePlan:
+    """Names, sizes and contents of safetensors files; the result of `plan_files`."""
+
     headers: dict[str, bytes]
-    """What each file begins with."""
+    """First bytes of each file: length and JSON header."""
     sizes: dict[str, int]
-    """Of each file."""
-    names: dict[str, str]
-    """The file of each tensor, by its name there."""
-    rows: dict[str, list[Row]]
-    """Of each parameter of ours, ascending."""
+    """Size of each file in bytes."""
+    file_of: dict[str, str]
+    """File name of each tensor, by the tensor's name in the file."""
+    slices: dict[str, list[ParamSlice]]
+    """Slices of each parameter, ascending by `start`."""
     dtypes: dict[str, torch.dtype]
-    """In which each parameter of ours is written."""
+    """Dtype in which each parameter is written."""
 
 
 def plan_files(
-    tensors: Iterable[Planned],
+    tensors: Iterable[PlannedTensor],
     file_bytes: float = math.inf,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
-    """Files of these tensors, in their order, of at most `file_bytes` of them each (more only where
-    one tensor is larger)."""
-    groups: list[list[Planned]] = [[]]
-    filled = 0
-    for one in tensors:
-        if filled and filled + one.nbytes > file_bytes:
+    """Distribute tensors over files, in their order.
+
+    Args:
+        tensors: All tensors to write.
+        file_bytes: Limit of tensor bytes in a file. Only a tensor that is larger than the limit
+            exceeds it, in a file without other tensors.
+        metadata: Value of `__metadata__` in each header.
+    """
+    groups: list[list[PlannedTensor]] = [[]]
+    group_bytes = 0
+    for tensor in tensors:
+        if group_bytes and group_bytes + tensor.nbytes > file_bytes:
             groups.append([])
-            filled = 0
-        groups[-1].append(one)
-        filled += one.nbytes
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += tensor.nbytes
     plan = FilePlan({}, {}, {}, {}, {})
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else MODEL
         _add_file(plan, file, group, metadata)
-    for rows in plan.rows.values():
-        rows.sort()
+    for slices in plan.slices.values():
+        slices.sort()
     return plan
 
 
 def _add_file(
-    plan: FilePlan, file: str, tensors: list[Planned], metadata: Mapping[str, str] | None
+    plan: FilePlan, file: str, tensors: list[PlannedTensor], metadata: Mapping[str, str] | None
 ) -> None:
-    tensors = sorted(tensors, key=lambda one: (_ORDER.index(_NAMES[one.dtype]), one.name))
-    about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    at = 0
-    for one in tensors:
-        offsets = [at, at + one.nbytes]
-        about[one.name] = {
-            "dtype": _NAMES[one.dtype],
-            "shape": one.shape,
+    tensors = sorted(tensors, key=lambda t: (_DTYPE_ORDER.index(_NAMES[t.dtype]), t.name))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data_bytes = 0
+    for tensor in tensors:
+        offsets = [data_bytes, data_bytes + tensor.nbytes]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.shape,
             "data_offsets": offsets,
         }
-        at = offsets[1]
-    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
+        data_bytes = offsets[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     plan.headers[file] = len(text).to_bytes(8, "little") + text
-    begin = plan.sizes[file] = len(plan.headers[file])
-    plan.sizes[file] += at
-    for one in tensors:
-        row = Row(one.start, one.start + one.numel, file, begin)
-        plan.rows.setdefault(one.ours, []).append(row)
-        plan.names[one.name], plan.dtypes[one.ours] = file, one.dtype
-        begin += one.nbytes
+    offset = len(plan.headers[file])
+    plan.sizes[file] = offset + data_bytes
+    for tensor in tensors:
+        param_slice = ParamSlice(tensor.start, tensor.start + tensor.numel, file, offset)
+        plan.slices.setdefault(tensor.parameter, []).append(param_slice)
+        plan.file_of[tensor.name], plan.dtypes[tensor.parameter] = file, tensor.dtype
+        offset += tensor.nbytes
 
 
-class Tally(NamedTuple):
-    """Of stretches of a file: how many bytes, and their `weigh`. Those of disjoint ones add up."""
+class Checksum(NamedTuple):
+    """A checksum of byte ranges of a file that does not depend on how the file is divided.
 
-    bytes: int = 0
-    weight: int = 0
+    The checksums of disjoint ranges, added field by field, are the checksum of their union.
+    Exchanging two 16-bit values of the file changes it.
+    """
 
-    def plus(self, data: memoryview, at: int) -> Tally:
-        return Tally(self.bytes + len(data), self.weight + weigh(data, at))
+    nbytes: int = 0
+    weighted_sum: int = 0
+
+    def plus(self, data: memoryview, offset: int) -> Checksum:
+        """Return the checksum with the bytes `data` added, which start at byte `offset` of the
+        file. `offset` and the length of `data` are even."""
+        return Checksum(
+            self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
+        )
 
 
-def weigh(data: memoryview, at: int) -> int:
-    """The sum of the 16-bit numbers of these bytes of a file from byte `at` on, each times a weight
-    of its place, so that numbers which change places change it. Both even."""
-    values, at, total, count = numpy.frombuffer(data, numpy.uint16), at // 2, 0, len(_WEIGHTS)
+def _weighted_sum(data: memoryview, index: int) -> int:
+    """Return the sum of the 16-bit values of `data`, the first of which is value number `index` of
+    its file. Value n has the weight (n // 65521 + 1) * (n % 65521 + 1)."""
+    values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
-        turn, begun = divmod(at, count)
-        part = values[: count - begun].astype(numpy.float64)
-        # Not numpy.dot: BLAS would divide it among threads of its own.
-        here = numpy.einsum("i,i->", part, _WEIGHTS[begun : begun + len(part)])
-        total += (turn + 1) * int(here)
-        values, at = values[len(part) :], at + len(part)
+        turn, skipped = divmod(index, len(_WEIGHTS))
+        block = values[: len(_WEIGHTS) - skipped].astype(numpy.float64)
+        # numpy.dot would call BLAS, which starts threads.
+        block_sum = numpy.einsum("i,i->", block, _WEIGHTS[skipped : skipped + len(block)])
+        total += (turn + 1) * int(block_sum)
+        values, index = values[len(block) :], index + len(block)
     return total
 
 
 def create_files(directory: Path, plan: FilePlan) -> None:
-    """The files of a plan at their full size, with their headers: for one to do before any writes.
-    Whoever finds one too short may fill it with zeros, over what another writes (NFS). Raises
-    OSError."""
+    """Create the files of a plan in their full sizes and write their headers.
+
+    One process calls this before any process writes. On NFS, a client that extends a file may
+    overwrite with zeros what another client has written.
+
+    Raises:
+        OSError: A file exists or cannot be written.
+    """
     for file, header in plan.headers.items():
         fd = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            _put(fd, memoryview(header), 0)
+            _write_at(fd, memoryview(header), 0)
             os.ftruncate(fd, plan.sizes[file])
         finally:
             os.close(fd)
 
 
 class TensorWriter(files.Closing):
-    """One writer's part of the files of a plan, which `create_files` made; others may write too."""
+    """Writes slices of parameters into the files of a plan, which `create_files` has created.
 
-    def __init__(self, directory: Path, plan: FilePlan, counts: bool = False) -> None:
-        """`counts`: whether to tell what is `written`. All methods raise OSError."""
-        self._directory, self._plan, self._counts = directory, plan, counts
+    Other processes may write other slices at the same time. All methods raise OSError.
+    """
+
+    def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
+        """`checksums`: keep `written`, the checksum of the bytes written to each file."""
+        self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
-        self.written: dict[str, Tally] = {}
-        """By file."""
+        self.written: dict[str, Checksum] = {}
 
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Elements `start` and on of our flattened parameter `name`, of any dtype and device."""
-        values = values.to("cpu", self._plan.dtypes[name]).contiguous()
-        self.write_bytes(name, start, as_bytes(values))
+    def write(self, parameter: str, start: int, values: Tensor) -> None:
+        """Write elements of a flattened parameter.
 
-    def write_bytes(self, name: str, start: int, data: memoryview) -> None:
-        """The same of elements in the dtype of the plan."""
-        rows, size = self._plan.rows[name], self._plan.dtypes[name].itemsize
-        if name not in self._starts:
-            self._starts[name] = [row.start for row in rows]
-        number = bisect_right(self._starts[name], start) - 1
+        Args:
+            parameter: Its name in the plan.
+            start: Number of the first element.
+            values: The elements, on any device and of any dtype; converted to the plan's dtype.
+        """
+        values = values.to("cpu", self._plan.dtypes[parameter]).contiguous()
+        self.write_bytes(parameter, start, as_bytes(values))
+
+    def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
+        """Write elements that are given as bytes in the plan's dtype."""
+        slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
+        if parameter not in self._starts:
+            self._starts[parameter] = [param_slice.start for param_slice in slices]
+        number = bisect_right(self._starts[parameter], start) - 1
         while data:
-            row = rows[number]
-            part = data[: (row.stop - start) * size]
-            at = row.at + (start - row.start) * size
-            if self._counts:
-                self.written[row.file] = self.written.get(row.file, Tally()).plus(part, at)
-            _put(self._fd(row.file), part, at)
-            data, start, number = data[len(part) :], row.stop, number + 1
+            first, stop, file, offset = slices[number]
+            block = data[: (stop - start) * itemsize]
+            offset += (start - first) * itemsize
+            if self._checksums:
+                self.written[file] = self.written.get(file, Checksum()).plus(block, offset)
+            _write_at(self._fd(file), block, offset)
+            data, start, number = data[len(block) :], stop, number + 1
 
     def finish(self) -> None:
-        """Make all that this one wrote durable."""
+        """Make all bytes that this writer has written durable."""
         for fd in self._fds.values():
             files.sync_to_disk(fd)
 
@@ -205,23 +236,23 @@ class TensorWriter(files.Closing):
 
     def _fd(self, file: str) -> int:
         if file not in self._fds:
-            # An NFS client then sends just the bytes given, no whole pages: of those, others'
-            # bytes may be old here.
-            exact = os.O_DSYNC if _file_system(self._directory) == _NFS else 0
-            self._fds[file] = os.open(self._directory / file, os.O_WRONLY | exact)
+            # With O_DSYNC an NFS client sends exactly the bytes of each write. Otherwise it sends
+            # whole pages, with old content of the bytes that another client writes.
+            sync = os.O_DSYNC if _file_system(self._directory) == _NFS_MAGIC else 0
+            self._fds[file] = os.open(self._directory / file, os.O_WRONLY | sync)
         return self._fds[file]
 
 
 def _file_system(path: Path) -> int:
-    """What statfs(2) calls its type; 0 where it cannot be told."""
-    about = (ctypes.c_long * 64)()  # f_type comes first, and all of it takes 120 bytes
-    is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), about)
-    return about[0] if is_known else 0
+    """Return the file system type of `path` as in statfs(2), or 0 if it is unknown."""
+    statfs = (ctypes.c_long * 64)()  # struct statfs: 120 bytes, of which f_type is the first field
+    is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), statfs)
+    return statfs[0] if is_known else 0
 
 
-def _put(fd: int, data: memoryview, at: int) -> None:
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        count = os.pwrite(fd, data, at)
+        count = os.pwrite(fd, data, offset)
         if not count:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        data, at = data[count:], at + count
+        data, offset = data[count:], offset + count

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, and its bytes by stretches. Needs no torch.
+"""Headers of safetensors files and reads of byte ranges, without torch.
 
-Nothing is mapped into memory: an error of the disk is an exception then, and what reading takes is
-what its caller asks for.
+Files are read with pread rather than mapped: a disk error is then an exception instead of SIGBUS,
+and a reader takes no more memory than it asks for.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from optimus.io import files
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of an element, for the types that are read."""
+"""Bytes per element of the supported types, by their names in a header."""
 HEADER_BYTES = 16 << 20
-"""Longest header that is read. A tensor takes about 130 bytes of it: this is 120,000 tensors in a
-file, and 61 layers of 384 experts have 70,000 in all their files. The library allows 100,000,000
-bytes, of which Python's parser could make 2.8 GB."""
+"""Longest header that is read. A tensor takes about 130 bytes of it, so this allows 120,000 tensors
+in a file; 61 layers of 384 experts have 70,000 in all their files. The safetensors library allows
+100,000,000 bytes, which Python's JSON parser can turn into 2.8 GB."""
 INDEX_BYTES = 64 << 20
-"""Longest index of several files that is read: a name each of 500,000 tensors."""
-_MOST = 1 << 56
-"""Elements, of which torch can count the bytes."""
+"""Longest index that is read: the names of 500,000 tensors."""
+_MAX_ELEMENTS = 1 << 56
+"""Limit of elements of a tensor; torch can count the bytes of fewer."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Of reading, since the process began or they were set to 0: files opened, bytes read."""
+"""Files opened and bytes read since the process started or the counters were reset."""
 
 
-class Stretch(NamedTuple):
-    """A tensor as the header of its file tells of it: bytes [start, stop) of the file."""
+class TensorEntry(NamedTuple):
+    """A tensor as described by a header. Its data are bytes [start, stop) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,10 +42,14 @@ class Stretch(NamedTuple):
 
 
 class TensorFile:
-    """One file; `tensors` are its stretches by name, in their order."""
+    """An open safetensors file. `tensors` maps names to entries, in the order of their bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, as `read` does, if it cannot be read or is not complete."""
+        """Open the file and read its header.
+
+        Raises:
+            CheckpointError: The file cannot be read, is cut short or has an invalid header.
+        """
         self.path = path
         try:
             self._file = files.open_regular(path)
@@ -54,15 +58,16 @@ class TensorFile:
         traffic["opens"] += 1
         try:
             self.size = os.fstat(self._file.fileno()).st_size
-            self.tensors = self._stretches()
+            self.tensors = self._read_header()
         except BaseException:
             self.close()
             raise
 
-    def read(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
-        traffic["bytes"] += len(into)
-        files.read_at(self._file.fileno(), start, into, self.path)
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of the file that start at byte `start`. Raises
+        CheckpointError."""
+        traffic["bytes"] += len(out)
+        files.read_at(self._file.fileno(), start, out, self.path)
 
     def close(self) -> None:
         self._file.close()
@@ -71,58 +76,66 @@ class TensorFile:
         if hasattr(self, "_file"):
             self.close()
 
-    def _stretches(self) -> dict[str, Stretch]:
+    def _read_header(self) -> dict[str, TensorEntry]:
         length = bytearray(8)
         self.read(0, memoryview(length))
-        begin = 8 + int.from_bytes(length, "little")
-        if 8 + HEADER_BYTES < begin <= self.size:
-            what = f"header of {begin - 8:,} bytes, more than {HEADER_BYTES:,}"
-            raise CheckpointError(f"{self.path}: {what}; divide the tensors among more files")
-        if begin > self.size:
+        data_start = 8 + int.from_bytes(length, "little")
+        if 8 + HEADER_BYTES < data_start <= self.size:
+            problem = f"header of {data_start - 8:,} bytes, more than {HEADER_BYTES:,}"
+            raise CheckpointError(f"{self.path}: {problem}; divide the tensors among more files")
+        if data_start > self.size:
             raise CheckpointError(f"{self.path}: cut short, or no safetensors file")
-        header = bytearray(begin - 8)
+        header = bytearray(data_start - 8)
         self.read(8, memoryview(header))
         try:
-            raw = {n: one for n, one in json.loads(header).items() if n != "__metadata__"}
-            found = {name: _stretch(name, one, begin) for name, one in raw.items()}
-            found = dict(sorted(found.items(), key=lambda item: item[1][2:]))  # empty ones first
+            fields = {n: entry for n, entry in json.loads(header).items() if n != "__metadata__"}
+            entries = {n: _parse_entry(n, entry, data_start) for n, entry in fields.items()}
+            # By start, then stop: an empty tensor comes before the one with the same start.
+            entries = dict(sorted(entries.items(), key=lambda named: named[1][2:]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: header not readable: {one_line(error)}") from None
-        end = begin
-        for one in found.values():
-            if one.start != end:
-                raise CheckpointError(f"{self.path}: its header leaves out bytes from {end} on")
-            end = one.stop
+        end = data_start
+        for entry in entries.values():
+            if entry.start != end:
+                raise CheckpointError(f"{self.path}: its header skips bytes from {end}")
+            end = entry.stop
         if end != self.size:
-            raise CheckpointError(f"{self.path}: {self.size} bytes, but its header tells of {end}")
-        return found
+            raise CheckpointError(f"{self.path}: {self.size} bytes, but its header describes {end}")
+        return entries
 
 
-def _stretch(name: str, told: dict[str, Any], begin: int) -> Stretch:
-    """A tensor that the header of a file tells of, whose tensors begin at byte `begin`. Raises
-    ValueError, KeyError, TypeError and AttributeError."""
-    dtype, shape, (start, stop) = told["dtype"], told["shape"], told["data_offsets"]
-    sizes = [*shape, start, stop]
-    if type(dtype) is not str or any(type(n) is not int or not 0 <= n < _MOST for n in sizes):
+def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
+    """Return a tensor's entry in a header, with offsets from the start of the file.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for an entry that is not valid.
+    """
+    dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
+    numbers = [*shape, start, stop]
+    is_valid = all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in numbers)
+    if type(dtype) is not str or not is_valid:
         raise ValueError(f"tensor {name} is not described by a type, sizes and offsets")
-    known, size = ITEMSIZES.get(dtype), math.prod(shape)
-    if known is not None and stop - start != size * known:
+    itemsize, numel = ITEMSIZES.get(dtype), math.prod(shape)
+    if itemsize is not None and stop - start != numel * itemsize:
         raise ValueError(f"tensor {name} takes {stop - start} bytes")
-    if not size and math.prod(filter(None, shape)) >= _MOST:
+    if not numel and math.prod(filter(None, shape)) >= _MAX_ELEMENTS:
         raise ValueError(f"tensor {name} has no elements, but too large sizes")
-    return Stretch(dtype, tuple(shape), begin + start, begin + stop)
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index of several files says. Raises FileNotFoundError,
-    and CheckpointError if the index is not readable."""
+    """Return the file name of each tensor, from the index file of a directory.
+
+    Raises:
+        FileNotFoundError: The directory has no index.
+        CheckpointError: The index is not readable or names no file for a tensor.
+    """
     index = directory / INDEX
     try:
-        found = dict(json.loads(files.read_regular(index, INDEX_BYTES))["weight_map"])
-        for name, file in found.items():
+        file_of = dict(json.loads(files.read_regular(index, INDEX_BYTES))["weight_map"])
+        for name, file in file_of.items():
             if type(file) is not str or "\0" in file or Path(file).name != file:
                 raise ValueError(f"tensor {name} is in no file")
-        return found
+        return file_of
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

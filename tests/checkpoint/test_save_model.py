@@ -33,7 +33,13 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from optimus.hf import plan_hf
 from optimus.io import safetensors_writer
-from optimus.io.safetensors_writer import Planned, Tally, TensorWriter, create_files, plan_files
+from optimus.io.safetensors_writer import (
+    Checksum,
+    PlannedTensor,
+    TensorWriter,
+    create_files,
+    plan_files,
+)
 from optimus.launch.environment import read_launch_env
 from optimus.parallel.placement import whole_model
 from tests.helpers.memory import peak_of
@@ -258,14 +264,14 @@ def test_what_was_copied_may_go_while_it_is_written(tmp_path, monkeypatch):
 
 def test_tallies_of_parts_add_up_and_tell_places_apart():
     content = torch.randint(0, 1 << 15, (300_000,), dtype=torch.int16).numpy().tobytes()
-    whole = Tally().plus(memoryview(content), 64)
-    cuts, added = [0, 2, 131_042, 131_044, 400_000, len(content)], Tally()
+    whole = Checksum().plus(memoryview(content), 64)
+    cuts, added = [0, 2, 131_042, 131_044, 400_000, len(content)], Checksum()
     for low, high in itertools.pairwise(cuts):
         added = added.plus(memoryview(content)[low:high], 64 + low)
     assert added == whole
     for size in (2, 4096, 2 * 65521):
         moved = memoryview(content[size:] + content[:size])
-        assert Tally().plus(moved, 64).weight != whole.weight
+        assert Checksum().plus(moved, 64).weighted_sum != whole.weighted_sum
 
 
 @pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
@@ -273,7 +279,7 @@ def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, f
     """There, whole pages would carry others' old bytes; and no writer makes or extends a file."""
     assert safetensors_writer._file_system(tmp_path) not in (0, 0x6969)
     monkeypatch.setattr(safetensors_writer, "_file_system", lambda path: file_system)
-    plan = plan_files([Planned("a", "a", 0, torch.bfloat16, (100,))])
+    plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])
     with TensorWriter(tmp_path, plan) as writer:
         with pytest.raises(FileNotFoundError):
             writer.write("a", 0, torch.ones(10))
@@ -287,7 +293,7 @@ def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, f
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
-    plan = plan_files([Planned("a", "a", 0, torch.bfloat16, (100,))])
+    plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])
     create_files(tmp_path, plan)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with TensorWriter(tmp_path, plan) as writer, pytest.raises(OSError, match="Input/output"):

@@ -9,7 +9,7 @@ import xxhash
 from optimus.io import files
 
 
-def test_atomic_writer_shows_all_or_nothing(tmp_path):
+def test_atomic_writer_that_fails_keeps_the_old_content(tmp_path):
     path = tmp_path / "f"
     files.write_bytes(path, b"old")
     with pytest.raises(RuntimeError), files.atomic_writer(path) as file:
@@ -27,15 +27,15 @@ def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
     )
 
 
-def test_content_is_durable_before_its_name_and_the_name_at_the_end(tmp_path, monkeypatch):
-    """A power cut between any two of these leaves the old file or the new one, whole."""
+def test_write_syncs_content_then_renames_then_syncs_the_directory(tmp_path, monkeypatch):
+    """A power cut between any two of these steps leaves the complete old or new file."""
     order: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
     def fsync(fd: int) -> None:
-        place = os.readlink(f"/proc/self/fd/{fd}")
+        path = os.readlink(f"/proc/self/fd/{fd}")
         size = os.fstat(fd).st_size
-        order.append("directory" if place == str(tmp_path) else f"content of {size} bytes")
+        order.append("directory" if path == str(tmp_path) else f"content of {size} bytes")
         real_fsync(fd)
 
     def rename(old, new) -> None:
@@ -49,25 +49,25 @@ def test_content_is_durable_before_its_name_and_the_name_at_the_end(tmp_path, mo
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EIO])
-def test_a_file_system_without_fsync_of_directories_is_told_once(
+def test_fsync_dir_without_support_of_the_file_system_warns_once(
     tmp_path, monkeypatch, capsys, error
 ):
     def refuse(fd):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    monkeypatch.setattr(files, "_told", set())
+    monkeypatch.setattr(files, "_warned_devices", set())
     if error == errno.EIO:
         with pytest.raises(OSError):
             files.fsync_dir(tmp_path)
         return
     files.fsync_dir(tmp_path)
     files.fsync_dir(tmp_path)
-    told = capsys.readouterr().err
-    assert told.count("no fsync of directories") == 1 and str(tmp_path) in told
+    warnings = capsys.readouterr().err
+    assert warnings.count("no fsync of directories") == 1 and str(tmp_path) in warnings
 
 
-def test_a_file_is_synced_where_advice_is_refused(tmp_path, monkeypatch):
+def test_sync_to_disk_without_posix_fadvise_succeeds(tmp_path, monkeypatch):
     def refuse(fd, *_):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 

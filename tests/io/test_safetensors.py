@@ -1,4 +1,4 @@
-"""Headers of safetensors files as anybody may have made them: read, or refused in one line."""
+"""Headers and indexes of safetensors files from any source are read or refused in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optimus.errors import CheckpointError
 from optimus.io.safetensors import TensorFiles
 
 
-def one(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
+def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -23,30 +23,30 @@ def write(directory: Path, header: Any, body: int) -> None:
 
 
 BAD = {
-    "negative": ({"a": one([-2, -3], [0, 24])}, 24),
-    "float": ({"a": one([2.0, 3], [0, 24])}, 24),
-    "float-offsets": ({"a": one([2, 3], [0.0, 24.0])}, 24),
-    "bool": ({"a": one([True], [0, 4])}, 4),
-    "no-shape": ({"a": one(None, [0, 4])}, 4),
-    "text": ({"a": one("12", [0, 4])}, 4),
-    "types": ({"a": one([1], [0, 4], ["F32"])}, 4),
-    "huge": ({"a": one([1 << 60, 1 << 60, 0], [0, 0])}, 0),
-    "huge-and-empty": ({"a": one([1 << 50, 1 << 50, 0], [0, 0])}, 0),
+    "negative": ({"a": entry([-2, -3], [0, 24])}, 24),
+    "float": ({"a": entry([2.0, 3], [0, 24])}, 24),
+    "float-offsets": ({"a": entry([2, 3], [0.0, 24.0])}, 24),
+    "bool": ({"a": entry([True], [0, 4])}, 4),
+    "no-shape": ({"a": entry(None, [0, 4])}, 4),
+    "text": ({"a": entry("12", [0, 4])}, 4),
+    "types": ({"a": entry([1], [0, 4], ["F32"])}, 4),
+    "huge": ({"a": entry([1 << 60, 1 << 60, 0], [0, 0])}, 0),
+    "huge-and-empty": ({"a": entry([1 << 50, 1 << 50, 0], [0, 0])}, 0),
     "deep": (b"[" * 100_000, 0),
     "deep-tables": (b'{"a":' * 50_000, 0),
     "list": ([], 0),
-    "twice": ({"a": one([1], [0, 4]), "b": one([1], [0, 4])}, 4),
+    "twice": ({"a": entry([1], [0, 4]), "b": entry([1], [0, 4])}, 4),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_header_that_makes_no_sense_is_refused(tmp_path, name):
+def test_invalid_header_is_refused(tmp_path, name):
     write(tmp_path, *BAD[name])
     with pytest.raises(CheckpointError, match="header"):
         TensorFiles(tmp_path).find("a")
 
 
-def test_a_header_of_more_than_16_mib_is_refused(tmp_path):
+def test_header_of_more_than_16_mib_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(((16 << 20) + 1).to_bytes(8, "little"))
     with open(path, "r+b") as file:
@@ -55,8 +55,10 @@ def test_a_header_of_more_than_16_mib_is_refused(tmp_path):
         TensorFiles(tmp_path)
 
 
-def test_an_empty_tensor_may_stand_anywhere(tmp_path):
-    write(tmp_path, {"a": one([1], [0, 4]), "z": one([3, 0], [0, 0]), "y": one([0], [4, 4])}, 4)
+def test_empty_tensor_is_read_at_any_position(tmp_path):
+    write(
+        tmp_path, {"a": entry([1], [0, 4]), "z": entry([3, 0], [0, 0]), "y": entry([0], [4, 4])}, 4
+    )
     files = TensorFiles(tmp_path)
     assert [files.find(name)[1].shape for name in "azy"] == [(1,), (3, 0), (0,)]
 
@@ -65,7 +67,7 @@ def test_an_empty_tensor_may_stand_anywhere(tmp_path):
     "text",
     ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../b"}}', "[" * 100_000, "[]", "{}"],
 )
-def test_an_index_that_makes_no_sense_is_refused(tmp_path, text):
+def test_invalid_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="not readable"):
         TensorFiles(tmp_path)
