@@ -80,7 +80,6 @@ EXEMPT = (
     # Not rewritten yet.
     "CONTRIBUTING.md",
     "kernels/optimus_kernels",
-    "optimus/config",
     "optimus/data",
     "optimus/distributed",
     "optimus/hf",
@@ -92,7 +91,6 @@ EXEMPT = (
     "optimus/rank",
     "optimus/resilience",
     "optimus/train",
-    "tests/config",
     "tests/conftest.py",
     "tests/data",
     "tests/distributed",

@@ -1,5 +1,7 @@
-"""The axes of parallelism, in a table from which all that counts ranks follows: places, groups, who
-adds and who shards, whose losses count, what a plan lists. Each has a size in `[parallel]`.
+"""The axes of parallelism, in one table.
+
+Ranks, process groups, gradient sums, the counting of losses and the ranks that a plan lists are all
+derived from this table. `[parallel]` has the size of each axis.
 """
 
 from __future__ import annotations
@@ -7,16 +9,18 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Axes = tuple[str, ...]
+"""Names of axes, in the order of `AXES`."""
 
 
 class Axis(NamedTuple):
-    """What one axis does to a run."""
+    """The work that an axis divides."""
 
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
-    """How ranks differ along it. Those with parts of the same tokens have each a share of their
-    losses and of every gradient; of those with the same data the first one's losses count."""
+    """The difference between ranks along the axis. Ranks with parts of the data each compute a part
+    of the losses and of every gradient. Of ranks with the same data, the losses of the first one
+    count."""
     divides: tuple[str, ...] = ()
-    """Settings that its size must divide."""
+    """Settings that the size of the axis must divide."""
 
 
 AXES = {
@@ -32,21 +36,27 @@ AXES = {
         ),
     ),
 }
-"""From the outermost to the innermost (CONTRACT.md, "Ranks")."""
+"""All axes, from the outermost to the innermost (CONTRACT.md, "Ranks")."""
 
 
-def _axes(*which: str) -> Axes:
-    return tuple(name for name, axis in AXES.items() if axis.ranks_have in which)
+def _axes(*kinds: str) -> Axes:
+    return tuple(name for name, axis in AXES.items() if axis.ranks_have in kinds)
 
 
 DATA = _axes("other data")
+"""Axes along which ranks read different data."""
 ADDED = _axes("other data", "parts of the data")
-"""Along which gradients are added."""
+"""Axes along which gradients are summed."""
 SAME = _axes("the same data")
+"""Axes along which ranks compute the same losses."""
 UNLIKE = _axes("other layers", "the same data")
-"""Along which ranks may hold more or less than each other."""
+"""Axes along which ranks may have different numbers of parameters."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
-"""Of the ranks of one replica, of which dp makes as many as the world holds."""
-BLOCK = tuple(axis for axis, one in AXES.items() if one.divides or "parts" in one.ranks_have)
-"""Along which ranks talk within a block."""
-assert list(AXES)[:2] == ["pp", "dp"]  # stages are runs of ranks; a shard lies outside its pieces
+"""Axes of the ranks that form one replica of the model; dp is the number of replicas."""
+WITHIN_BLOCK = tuple(
+    name for name, axis in AXES.items() if axis.divides or "parts" in axis.ranks_have
+)
+"""Axes along which ranks communicate inside a block."""
+# Other packages rely on it: a pipeline stage is a range of consecutive ranks, and dp is the
+# outermost axis within a stage.
+assert list(AXES)[:2] == ["pp", "dp"]

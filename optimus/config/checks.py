@@ -1,24 +1,24 @@
-"""Settings that cannot go together. Each check names the key, the value and the remedy.
+"""Checks of settings that depend on each other. Each error names the key, the value and the remedy.
 
-They run on every load, before any process group exists. What depends on the world's size or on
-files is checked by `optimus.train.resolve`.
+All checks run when a configuration is loaded, before any process group exists. `train.resolve`
+checks settings that depend on the world size or on files.
 """
 
 from __future__ import annotations
 
 import math
 
-from optimus.config.axes import BLOCK
+from optimus.config.axes import WITHIN_BLOCK
 from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
 from optimus.errors import ConfigError, counted
 
-_MOST_ELEMENTS = 1 << 56
-"""Of a tensor, whose bytes torch can count."""
+_MAX_ELEMENTS = 1 << 56
+"""Largest tensor that is accepted, in elements; torch counts bytes in 63 bits."""
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first impossible combination."""
-    for one in (
+    """Raise ConfigError for the first combination of settings that is not possible."""
+    for check_settings in (
         _heads,
         _experts,
         _tensors,
@@ -35,13 +35,13 @@ def check(config: Config) -> None:
         _pipeline,
         _recompute,
         _kept_models,
-        _not_yet,
+        _offload,
     ):
-        one(config)
+        check_settings(config)
 
 
 def _tensors(config: Config) -> None:
-    """Refuse sizes whose product no tensor can have: torch would fail on them in its own words."""
+    """Refuse sizes that make a tensor too large, before torch fails with a message without keys."""
     model = config.model
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
@@ -52,7 +52,7 @@ def _tensors(config: Config) -> None:
         "num_experts * intermediate_size": 2 * experts * width * hidden,
     }
     for name, size in sizes.items():
-        if size > _MOST_ELEMENTS:
+        if size > _MAX_ELEMENTS:
             raise ConfigError(
                 f"model.{name} and model.hidden_size = {hidden} make a tensor of more "
                 "elements than torch can count; use smaller sizes"
@@ -65,7 +65,7 @@ def _heads(config: Config) -> None:
     if kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model.num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}; "
-            f"the nearest that does is {nearest_divisor(heads, kv_heads)}"
+            f"the nearest divisor is {nearest_divisor(heads, kv_heads)}"
         )
     if not model.head_dim and model.hidden_size % heads:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _heads(config: Config) -> None:
         )
     if model.head_size % 2:
         raise ConfigError(
-            f"model.head_dim = {model.head_size} must be even: rotary embedding pairs it"
+            f"model.head_dim = {model.head_size} must be even: rotary embeddings rotate pairs"
         )
 
 
@@ -87,7 +87,7 @@ def _experts(config: Config) -> None:
         )
     if model.architecture == "olmoe":
         _sparse_layers(model)
-    if model.architecture == "olmo":
+    else:
         for key in (
             "router",
             "norm_topk_prob",
@@ -105,19 +105,18 @@ def _experts(config: Config) -> None:
 
 
 def _sparse_layers(model: ModelConfig) -> None:
-    numbers, chosen = model.experts_by_layer, model.num_experts_per_tok
+    numbers, top_k = model.experts_by_layer, model.num_experts_per_tok
     if len(numbers) != model.num_layers:
         raise ConfigError(
-            f"model.num_experts = {list(numbers)} names {counted(len(numbers), 'layer')}, "
-            "model.num_layers = "
-            f"{model.num_layers}; give one number for each layer"
+            f"model.num_experts = {list(numbers)} has {counted(len(numbers), 'number')}, but "
+            f"model.num_layers = {model.num_layers}; give one number for each layer"
         )
     fewest = min([number for number in numbers if number], default=0)
-    if not 1 <= chosen <= fewest:
-        where = "" if model.uniform_experts is not None else " in every layer that has experts"
+    if not 1 <= top_k <= fewest:
+        layers = "" if model.uniform_experts is not None else " in every layer that has experts"
         raise ConfigError(
-            f"model.num_experts_per_tok = {chosen} must lie between 1 and "
-            f"model.num_experts = {fewest}{where}"
+            f"model.num_experts_per_tok = {top_k} must be between 1 and "
+            f"model.num_experts = {fewest}{layers}"
         )
     if model.dense_intermediate_size and all(numbers):
         raise ConfigError(
@@ -126,20 +125,21 @@ def _sparse_layers(model: ModelConfig) -> None:
         )
     if model.aux_loss_form == "hf" and model.uniform_experts is None:
         raise ConfigError(
-            "model.aux_loss_form = 'hf' pools layers of the same number of experts, and "
+            "model.aux_loss_form = 'hf' needs the same number of experts in all layers, but "
             f"model.num_experts = {list(numbers)}; use 'olmo'"
         )
 
 
 def _kernels(config: Config) -> None:
-    wanted = config.kernels.grouped_gemm
-    if config.model.architecture == "olmo" and wanted != "auto":
+    grouped_gemm = config.kernels.grouped_gemm
+    if config.model.architecture == "olmo" and grouped_gemm != "auto":
         raise ConfigError(
-            f"kernels.grouped_gemm = {wanted!r}: architecture 'olmo' has no experts; leave it out"
+            f"kernels.grouped_gemm = {grouped_gemm!r}: architecture 'olmo' has no experts; "
+            "leave it out"
         )
-    if config.train.deterministic and wanted == "torch":
+    if config.train.deterministic and grouped_gemm == "torch":
         raise ConfigError(
-            "kernels.grouped_gemm = 'torch': train.deterministic takes 'loop'; leave it out"
+            "kernels.grouped_gemm = 'torch': train.deterministic needs 'loop'; leave it out"
         )
 
 
@@ -148,19 +148,20 @@ def _compile(config: Config) -> None:
         return
     if config.train.deterministic:
         raise ConfigError(
-            "train.compile = true: compiled code adds in another order on other shapes; "
+            "train.compile = true: the order of sums in compiled code depends on shapes; "
             "train.deterministic needs train.compile = false"
         )
     if config.data.document_mask:
         raise ConfigError(
-            "train.compile = true would compile anew for every layout of documents; use "
+            "train.compile = true would recompile for each arrangement of documents; use "
             "data.document_mask = false or train.compile = false"
         )
-    for axis in BLOCK:
+    for axis in WITHIN_BLOCK:
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
-                f"train.compile = true: with parallel.{axis} = {size} ranks talk within a block, "
-                f"which is compiled as one graph; use parallel.{axis} = 1 or train.compile = false"
+                f"train.compile = true: with parallel.{axis} = {size} ranks communicate within a "
+                "block, which is compiled as one graph; use "
+                f"parallel.{axis} = 1 or train.compile = false"
             )
 
 
@@ -178,7 +179,7 @@ def _rope(config: Config) -> None:
     if scaling.type in ("llama3", "yarn") and not scaling.original_max_position_embeddings:
         raise ConfigError(
             f"model.rope_scaling.original_max_position_embeddings is missing; type = "
-            f"{scaling.type!r} needs the context before stretching, in tokens"
+            f"{scaling.type!r} needs the context length before scaling, in tokens"
         )
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.type == "llama3" and not 0 < low < high:
@@ -194,7 +195,7 @@ def _tokens(config: Config) -> None:
     model = config.model
     if model.pad_token_id >= model.vocab_size:
         raise ConfigError(
-            f"model.pad_token_id = {model.pad_token_id} lies outside model.vocab_size = "
+            f"model.pad_token_id = {model.pad_token_id} is not below model.vocab_size = "
             f"{model.vocab_size}; give a token of the vocabulary, or -1 for none"
         )
 
@@ -206,7 +207,7 @@ def _sequence(config: Config) -> None:
     if seq_len > longest:
         raise ConfigError(
             f"train.seq_len = {seq_len} exceeds model.max_position_embeddings = {longest}; "
-            "raise the latter or shorten the sequences"
+            "raise max_position_embeddings or lower seq_len"
         )
 
 
@@ -230,7 +231,7 @@ def _schedule(config: Config) -> None:
     if optim.schedule == "constant" and optim.decay_steps:
         raise ConfigError(
             f"optim.decay_steps = {optim.decay_steps} has no meaning with optim.schedule = "
-            "'constant'; drop it or choose 'cosine' or 'linear'"
+            "'constant'; leave it out, or use 'cosine' or 'linear'"
         )
     if optim.clip_after_warmup and not optim.clip_norm:
         raise ConfigError(
@@ -239,13 +240,13 @@ def _schedule(config: Config) -> None:
     decay = optim.decay_steps or steps
     if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
         raise ConfigError(
-            f"optim.warmup_steps = {optim.warmup_steps} exceeds the "
-            f"{counted(decay, 'step')} of the "
-            "schedule; shorten the warm-up or set optim.decay_steps"
+            f"optim.warmup_steps = {optim.warmup_steps} exceeds the {counted(decay, 'step')} of "
+            "the schedule; shorten the warm-up or set optim.decay_steps"
         )
     if steps and config.train.stop_at_step > steps:
         raise ConfigError(
-            f"train.stop_at_step = {config.train.stop_at_step} lies behind max_steps = {steps}"
+            f"train.stop_at_step = {config.train.stop_at_step} exceeds train.max_steps = {steps}; "
+            "lower it"
         )
 
 
@@ -264,16 +265,16 @@ def _determinism(config: Config) -> None:
         if config.optim.resident != "all":
             raise ConfigError(
                 f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', not "
-                f"{config.optim.resident!r}: pieces of gradients add up in fp32"
+                f"{config.optim.resident!r}: shards of gradients are summed in fp32"
             )
         if config.train.dtype != config.optim.grad_dtype:
             raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} goes with train.dtype = 'bf16', "
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs train.dtype = 'bf16', "
                 f"not {config.train.dtype!r}; leave it at 'fp32'"
             )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
-            "parallel.ep_dispatch = 'alltoall': train.deterministic takes 'allgather'; leave it out"
+            "parallel.ep_dispatch = 'alltoall': train.deterministic needs 'allgather'; leave it out"
         )
 
 
@@ -282,17 +283,17 @@ def _residency(config: Config) -> None:
     if optim.cache_chunks and optim.resident != "cache":
         raise ConfigError(
             f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
-            f"{optim.resident!r}; drop it, or use optim.resident = 'cache'"
+            f"{optim.resident!r}; leave it out, or use optim.resident = 'cache'"
         )
     if optim.resident == "cache" and optim.sharding == "none":
         raise ConfigError(
-            "optim.resident = 'cache' keeps a rank's shard of the parameters, and optim.sharding = "
-            "'none' gives it none; use 'so' or 'epso'"
+            "optim.resident = 'cache' keeps only a rank's shard of the parameters, but "
+            "optim.sharding = 'none' makes no shards; use optim.sharding = 'so' or 'epso'"
         )
     if optim.resident == "cache" and config.train.compile:
         raise ConfigError(
-            "train.compile = true hides when blocks compute from optim.resident = 'cache'; use "
-            "train.compile = false, or optim.resident = 'parameters'"
+            "train.compile = true: optim.resident = 'cache' cannot gather parameters within "
+            "compiled blocks; use train.compile = false, or optim.resident = 'parameters'"
         )
 
 
@@ -300,7 +301,7 @@ def _loss_scale(config: Config) -> None:
     optim, dtype = config.optim, config.train.dtype
     if dtype == "fp16" and config.train.deterministic:
         raise ConfigError(
-            "train.dtype = 'fp16': its loss scale follows overflows; train.deterministic needs "
+            "train.dtype = 'fp16': its loss scale depends on overflows; train.deterministic needs "
             "'bf16' or 'fp32'"
         )
     for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
@@ -311,12 +312,14 @@ def _loss_scale(config: Config) -> None:
                 "out, or use 'fp16'"
             )
         if key != "loss_scale_growth_steps" and value and math.frexp(value)[0] != 0.5:
-            near = 2.0 ** round(math.log2(value))
-            raise ConfigError(f"optim.{key} = {value:g} must be a power of two, such as {near:g}")
+            nearest = 2.0 ** round(math.log2(value))
+            raise ConfigError(
+                f"optim.{key} = {value:g} must be a power of two, such as {nearest:g}"
+            )
     if 0 < optim.loss_scale < optim.min_loss_scale:
         raise ConfigError(
             f"optim.loss_scale = {optim.loss_scale:g} is below optim.min_loss_scale = "
-            f"{optim.min_loss_scale:g}; raise it, or lower the latter"
+            f"{optim.min_loss_scale:g}; raise loss_scale or lower min_loss_scale"
         )
 
 
@@ -324,7 +327,7 @@ def _recompute(config: Config) -> None:
     modules = config.recompute.modules
     if len(set(modules)) < len(modules):
         raise ConfigError(
-            f"recompute.modules = {list(modules)} names one twice; name each at most once"
+            f"recompute.modules = {list(modules)} names a module twice; name each at most once"
         )
     sparse = [name for name in modules if name in ("moe", "experts")]
     if sparse and config.model.architecture == "olmo":
@@ -348,18 +351,17 @@ def _kept_models(config: Config) -> None:
     if checkpoint.keep_models_every and not checkpoint.keep_models:
         raise ConfigError(
             f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
-            "checkpoints are kept anyway; set checkpoint.keep_models, or leave it 0"
+            "checkpoints are kept anyway; set checkpoint.keep_models, or leave it out"
         )
 
 
-def _not_yet(config: Config) -> None:
-    """Settings whose room is still empty are refused, never accepted and ignored."""
+def _offload(config: Config) -> None:
     mode = config.offload.mode
     if mode != "off":
         raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """The divisor of `number` that is nearest to `near`."""
+    """Return the divisor of `number` that is nearest to `near`."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: abs(d - near))

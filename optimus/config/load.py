@@ -1,4 +1,4 @@
-"""From TOML files and command-line overrides to one validated, frozen `Config`."""
+"""Reading of TOML files and command-line overrides into one validated, frozen `Config`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from optimus.errors import ConfigError, one_line
 from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
-_TO_COME = ("resilience",)
+_PLANNED_SECTIONS = ("resilience",)
+"""Sections of a later version."""
 _MAX_FILES = 50
-"""Configuration files that `base` may lead to."""
+"""Limit of files that `base` keys lead to."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
-"""Size of one file and dots in one of its lines."""
+"""Limits of the size of a file and of the dots in a line."""
 
 SYNONYMS: dict[str, str] = {
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
@@ -84,18 +85,23 @@ SYNONYMS: dict[str, str] = {
     "checkpoint.load": "load_path resume resume_from restore_from load_from",
     "observe.log_interval": "log_every log_freq log_steps logging_steps",
 }
-"""By key, its names in other trainers and model configurations (Hugging Face, Megatron-LM,
-torchtitan, nanoGPT), for the hint that an unknown key gets."""
+"""Names of each key in other trainers and model configurations (Hugging Face, Megatron-LM,
+torchtitan, nanoGPT), for the hint in the error about an unknown key."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and its bases, apply `section.key=value` overrides, validate, cross-check.
+    """Return the validated configuration of a TOML file and its bases.
 
-    Raises ConfigError with one line naming the key, the value and the nearest legal one.
+    Args:
+        path: The file.
+        overrides: Settings that replace those of the file, as `section.key=value`.
+
+    Raises:
+        ConfigError: Names in one line the key, the value and the remedy.
     """
     tree = read_tree(Path(path))
-    given = [_apply_override(tree, override) for override in overrides]
-    return make_config(tree, str(path), given)
+    overridden = [_apply_override(tree, override) for override in overrides]
+    return make_config(tree, str(path), overridden)
 
 
 def make_config(
@@ -103,63 +109,80 @@ def make_config(
     source: str = "configuration",
     overridden: Sequence[Sequence[str]] = (),
 ) -> Config:
-    """Validate a tree of plain values as a `Config`; those at `overridden` were given on the
-    command line, the others by `source`."""
+    """Return the validated configuration of a tree of plain values.
+
+    Args:
+        tree: Sections by name, and in each the values by key.
+        source: Origin of the values, for messages.
+        overridden: Locations of the values that come from the command line instead, such as
+            `["train", "seed"]`.
+
+    Raises:
+        ConfigError: Names in one line the key, the value and the remedy.
+    """
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
-        by_hand = any(a == b[: len(a)] or b == a[: len(b)] for a in [wrong] for b in overridden)
-        raise ConfigError(f"{'command line' if by_hand else source}: {explain(error)}") from None
+        wrong = [str(key) for key in error.errors(include_url=False)[0]["loc"]]
+        is_override = any(
+            all(a == b for a, b in zip(wrong, path, strict=False)) for path in overridden
+        )
+        raise ConfigError(
+            f"{'command line' if is_override else source}: {explain(error)}"
+        ) from None
     _check_texts(config.model_dump(), ())
     check(config)
     return config
 
 
 def _check_texts(value: Any, location: tuple[str, ...]) -> None:
-    """Raise ConfigError for a text that is not UTF-8, such as the name of a file may be, or that
-    holds NUL: config.toml could not hold the first, no path the second."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_texts(item, (*location, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check_texts(item, (*location, str(index)))
+    """Raise ConfigError for text that is not UTF-8, as a file name may be, or that contains NUL.
+    config.toml cannot store the former, and no path may contain the latter."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_texts(element, (*location, str(key)))
     elif isinstance(value, str):
         unencodable = any("\ud800" <= character <= "\udfff" for character in value)
         if unencodable or "\0" in value:
-            what = "is not UTF-8 text" if unencodable else "holds a NUL character"
-            raise ConfigError(f"{'.'.join(location)} = {value!r} {what}; use another name")
+            problem = "is not UTF-8 text" if unencodable else "contains a NUL character"
+            raise ConfigError(f"{'.'.join(location)} = {value!r} {problem}; use another name")
 
 
 def read_tree(path: Path) -> Tree:
-    """Return the file's tables laid over those of its `base` files (a name or a list of names;
-    later ones win). Raises ConfigError for a file that is missing or not readable as TOML, for a
-    circle of bases and for more than _MAX_FILES files."""
+    """Return the tables of a TOML file, merged over those of its bases.
+
+    `base` is a file name or a list of file names, relative to the file that has it. A setting of
+    the file replaces one of its bases; a setting of a later base replaces one of an earlier base.
+
+    Raises:
+        ConfigError: A file is missing or not readable as TOML, a file inherits from itself, or
+            there are more than `_MAX_FILES` files.
+    """
     return _read_tree(path, (), {})
 
 
-def _read_tree(path: Path, below: tuple[Path, ...], done: dict[Path, Tree]) -> Tree:
-    """`below`: the files that lead here. `done`: files read before, since 25 files with two bases
-    each in the next would otherwise mean 2^25 reads."""
+def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) -> Tree:
+    """Return the merged tables of `path`. `children` are the files that lead to it by `base`.
+    `trees` caches the result for each file: without it, a chain of 25 files, each of which names
+    the next one twice, takes 2^25 reads."""
     path = path.resolve()
-    if path in below:
+    if path in children:
         raise ConfigError(
-            f"{path}: base = inherits from itself through {below[-1]}; break the circle"
+            f"{path}: base = inherits from itself through {children[-1]}; remove one of the bases"
         )
-    if path in done:
-        return copy.deepcopy(done[path])
-    if len(below) + len(done) >= _MAX_FILES:
+    if path in trees:
+        return copy.deepcopy(trees[path])
+    if len(children) + len(trees) >= _MAX_FILES:
         raise ConfigError(f"{path}: base = leads to more than {_MAX_FILES} files; merge some")
-    own = _read_toml(path)
-    bases = own.pop("base", [])
+    tables = _read_toml(path)
+    bases = tables.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base = {bases!r} must be a file name or a list of file names")
     tree: Tree = {}
     for base in bases:
-        _merge(tree, _read_tree(path.parent / base, (*below, path), done))
-    done[path] = copy.deepcopy(_merge(tree, own))
+        _merge(tree, _read_tree(path.parent / base, (*children, path), trees))
+    trees[path] = copy.deepcopy(_merge(tree, tables))
     return tree
 
 
@@ -175,8 +198,8 @@ def _read_toml(path: Path) -> Tree:
 
 
 def _parse_toml(text: str) -> Tree:
-    """Parse TOML; ValueError for all that is wrong with it."""
-    # tomllib's time grows with the square of the parts of a dotted name: 10,000 take 2 s.
+    """Return the tables of a TOML text. Raises ValueError for any error in it."""
+    # The time of tomllib grows with the square of the dots in a key: 10,000 dots take 2 s.
     if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
         raise ValueError(f"a line with more than {_MAX_DOTS} dots")
     try:
@@ -188,17 +211,18 @@ def _parse_toml(text: str) -> Tree:
 
 
 def _check_numbers(value: Any) -> None:
-    """Raise ValueError for a whole number of more than 64 bits, the most that TOML promises: Python
-    could not even print one of 5,000 digits, which 0x and so on can spell."""
+    """Raise ValueError for an integer of more than 64 bits, which is beyond the range of TOML.
+    Python refuses to print one of more than 4,300 digits, which hexadecimal notation can
+    express."""
     if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_numbers(item)
+        for element in value.values() if isinstance(value, dict) else value:
+            _check_numbers(element)
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError("a whole number of more than 64 bits")
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML; `load_config` reads it back to an equal value."""
+    """Return a configuration as TOML, which `load_config` reads as an equal configuration."""
     lines: list[str] = []
     for name, section in config.model_dump(exclude_none=True).items():
         lines.append(f"[{name}]")
@@ -208,99 +232,100 @@ def dump_toml(config: Config) -> str:
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing wrong, as `key = value: what is wrong; remedy`."""
+    """Return the message for the first error of a validation, as `key = value: problem; remedy`."""
     first = error.errors(include_url=False)[0]
-    location = [str(part) for part in first["loc"]]
+    location = [str(key) for key in first["loc"]]
     key = ".".join(location)
-    if key in _TO_COME:
-        return f"[{key}] is not available in this version; drop the section"
+    if key in _PLANNED_SECTIONS:
+        return f"[{key}] is not available in this version; remove the section"
     if first["type"] == "extra_forbidden":
         value, hint = first["input"], _hint(location, first["input"])
         if len(location) == 1 and isinstance(value, dict) and value:  # an unknown section
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
         return f"unknown key {key} = {value!r}; {hint}"
-    if first["type"] == "missing" and location[-1].isdigit():  # an item of a tuple
-        table, needed = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
-        return f"{table} = {list(first['input'])!r}: must be a list of {needed} values"
+    if first["type"] == "missing" and location[-1].isdigit():  # an element of a tuple
+        key, length = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
+        return f"{key} = {list(first['input'])!r}: must be a list of {length} values"
     if first["type"] == "missing":
         return f"{key} is missing; give it in the file or as {key}=VALUE"
     return f"{key} = {first['input']!r}: {_reason(first)}"
 
 
-def _reason(first: Mapping[str, Any]) -> str:
-    if first["type"] == "literal_error":
-        expected = first["ctx"]["expected"]
+def _reason(error: Mapping[str, Any]) -> str:
+    if error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]
         choices = [choice.strip("' ") for choice in expected.replace(" or ", ",").split(",")]
-        near = difflib.get_close_matches(str(first["input"]), choices, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(error["input"]), choices, n=1, cutoff=0.5)
         return f"must be {expected}" + (f"; did you mean {near[0]!r}?" if near else "")
-    if first["type"] == "value_error":  # from a validator of ours
-        return str(first["ctx"]["error"])
-    if first["type"] in ("tuple_type", "list_type"):
+    if error["type"] == "value_error":  # raised by a validator of optimus.config.sections
+        return str(error["ctx"]["error"])
+    if error["type"] in ("tuple_type", "list_type"):
         return "must be a list in brackets, such as [VALUE, VALUE]"
-    if first["type"] == "too_long":
-        return f"must be a list of {first['ctx']['max_length']} values"
-    message = first["msg"][0].lower() + first["msg"][1:]
+    if error["type"] == "too_long":
+        return f"must be a list of {error['ctx']['max_length']} values"
+    message = error["msg"][0].lower() + error["msg"][1:]
     return message.replace("input should", "it should")
 
 
 def _hint(location: Sequence[str], value: Any) -> str:
-    """The keys that an unknown one most likely means, or all keys of its section.
+    """Return a question that names the keys that an unknown key may mean, or else the list of all
+    keys of its section.
 
-    The same name in another section comes first, then a name that other trainers use, then the
-    nearest spelling.
+    The candidates are, in this order: keys of the same name in other sections, names of other
+    trainers, the nearest spelling.
     """
     section: type[BaseModel] = Config
-    for part in location[:-1]:
-        if not part.isdigit():  # an entry of a list of tables has their keys
-            section = _section_type(section.model_fields[part].annotation)
+    for key in location[:-1]:
+        if not key.isdigit():  # the index of a table in a list of tables
+            section = _section_type(section.model_fields[key].annotation)
     wrong, names = location[-1], list(section.model_fields)
     prefix = ".".join(location[:-1])
 
     def in_section(cutoff: float) -> list[str]:
         return [".".join([*location[:-1], name]) for name in _nearest(wrong, names, cutoff)]
 
-    found: list[str] = []
+    candidates: list[str] = []
     if len(location) == 1 and isinstance(value, dict):  # an unknown section
         for name in value:  # eval.interval: a key eval_interval, or interval of any section
-            found += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
+            candidates += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
     elif len(location) == 2:
-        found = _synonymous(wrong, prefix) or in_section(0.85)
-        if not found:  # a misspelt synonym, or a misspelt key of another section
+        candidates = _synonymous(wrong, prefix) or in_section(0.85)
+        if not candidates:  # a misspelt synonym, or a misspelt key of another section
             for name in _nearest(wrong, _KEYS | _SYNONYM_WORDS, 0.85):
-                found = _synonymous(name, prefix)
-    found = found or in_section(0.6)
-    if found:
-        return f"did you mean {' or '.join(found)}?"
+                candidates = _synonymous(name, prefix)
+    candidates = candidates or in_section(0.6)
+    if candidates:
+        return f"did you mean {' or '.join(candidates)}?"
     return f"the keys of {f'[{prefix}]' if prefix else 'the file'} are {', '.join(names)}"
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Keys called `wrong` in another section, or meant by that name elsewhere; those of the
-    section in which it was given come first, alone."""
+    """Return the keys called `wrong` in any section, or else those with the synonym `wrong`. If
+    some of them are in `section`, return only these."""
     wrong = wrong.lower().replace("-", "_")
     same = [
         f"{name}.{wrong}"
         for name, field in Config.model_fields.items()
         if wrong in _section_type(field.annotation).model_fields
     ]
-    found = same or [key for key, names in SYNONYMS.items() if wrong in names.split()]
-    return [key for key in found if key.startswith(f"{section}.")] or found
+    keys = same or [key for key, names in SYNONYMS.items() if wrong in names.split()]
+    return [key for key in keys if key.startswith(f"{section}.")] or keys
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return the name with the spelling nearest to `wrong`, if any is near; case, hyphens and
-    underscores do not count."""
+    """Return the name with the spelling nearest to `wrong`, or no name if none is near. Case,
+    hyphens and underscores do not count."""
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
 
 
 def _annotation(location: Sequence[str]) -> Any:
-    """The type of the setting at `location`."""
+    """Return the type annotation of the setting at `location`."""
     section: type[BaseModel] = Config
-    for part in location[:-1]:
-        section = _section_type(section.model_fields[part].annotation)
+    for key in location[:-1]:
+        section = _section_type(section.model_fields[key].annotation)
     return section.model_fields[location[-1]].annotation
 
 
@@ -320,24 +345,24 @@ _KEYS = {
 
 
 def _apply_override(tree: Tree, override: str) -> list[str]:
-    """Put the value in its place; returns which that is."""
+    """Set the value of an override in `tree`; return the location of the value."""
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
+    location = key.strip().split(".")
+    if not equals or len(location) < 2 or not all(location):
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     table: Any = tree
-    for part in parts[:-1]:
-        table = table.setdefault(part, {})
+    for name in location[:-1]:
+        table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    table[parts[-1]] = _parse_value(key.strip(), text.strip())
-    return parts
+            raise ConfigError(f"override {override!r}: {name} is a value, not a section")
+    table[location[-1]] = _parse_value(key.strip(), text.strip())
+    return location
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """A TOML value where it is one, otherwise the text itself, so that quotes may be left out.
+    """Return a TOML value, or else the text itself, so that strings need no quotes.
 
-    Raises ConfigError for a list, a table or a quoted text that is not complete.
+    Raises ConfigError for a list, a table or a quoted string that is not valid TOML.
     """
     try:
         return _parse_toml(f"value = {text}")["value"]
@@ -346,11 +371,13 @@ def _parse_value(key: str, text: str) -> Any:
         if closing is None:
             return text
         if not text.endswith(closing) or len(text) == 1:
-            fault = f"the closing {closing} is missing; add it, and quote the whole for the shell"
+            problem = (
+                f"the closing {closing} is missing; add it, and quote the override for the shell"
+            )
         else:
-            what = re.sub(r" \(at [^)]*\)$", "", one_line(error))
-            fault = f"not readable as TOML: {what}; put commas between values and quotes round text"
-        raise ConfigError(f"command line: {key} = {text}: {fault}") from None
+            reason = re.sub(r" \(at [^)]*\)$", "", one_line(error))
+            problem = f"not readable as TOML: {reason}; use commas between values, quotes for text"
+        raise ConfigError(f"command line: {key} = {text}: {problem}") from None
 
 
 def _merge(tree: Tree, over: Mapping[str, Any]) -> Tree:
@@ -366,12 +393,12 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON and TOML escape in the same way, except that TOML does so for DEL, too.
+        # JSON and TOML have the same escapes, but TOML also requires one for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml_value(v)}" for key, v in value.items()) + "}"
     return repr(value)
 
 

@@ -1,6 +1,7 @@
-"""The reference of all settings, made from the docstrings of `sections`.
+"""The reference of all settings, generated from the docstrings of `optimus.config.sections`.
 
-`python -m optimus.config.reference > docs/configuration.md` writes the page; a test keeps it true.
+`python -m optimus.config.reference > docs/configuration.md` writes the page. A test compares the
+page with its source.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from optimus.config.sections import Config
 
 _INTRODUCTION = """# Settings
 
-Made from `optimus/config/sections.py`; `optimus train --settings` prints the same. A configuration
-is a TOML file of these sections; `base = "other.toml"` (or a list) lays it over other files, and
-`section.key=value` on the command line over all of them. Zero means "derived" or "off" where a
-setting can be left out.
+Generated from `optimus/config/sections.py`; `optimus train --settings` prints the same text. A
+configuration is a TOML file with these sections. `base = "other.toml"` (or a list of files) takes
+all settings that the file does not have from other files. `section.key=value` on the command line
+replaces a setting. For optional settings, 0 means "off" or "derived from other settings".
 """
 
 
 def settings_text(markdown: bool = True) -> str:
-    """Every section and key with type, default and meaning, as Markdown or plain text."""
-    parts = [_INTRODUCTION] if markdown else []
+    """Return all sections and keys with types, defaults and meanings, as Markdown or plain text."""
+    blocks = [_INTRODUCTION] if markdown else []
     for name, field in Config.model_fields.items():
         section = field.annotation
         assert isinstance(section, type) and issubclass(section, BaseModel)
         title = f"## [{name}]" if markdown else f"[{name}]"
-        parts.append(
-            "\n".join([title, "", _folded(section.__doc__), "", *_rows(section, markdown)])
+        blocks.append(
+            "\n".join([title, "", _unwrapped(section.__doc__), "", *_rows(section, markdown)])
         )
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(block.strip() for block in blocks) + "\n"
 
 
 def _rows(section: type[BaseModel], markdown: bool) -> list[str]:
@@ -41,19 +42,19 @@ def _rows(section: type[BaseModel], markdown: bool) -> list[str]:
     if not markdown:
         return [
             f"  {key} ({type_name(field.annotation)}, {_default(field)}): "
-            f"{_folded(field.description)}"
+            f"{_unwrapped(field.description)}"
             for key, field in fields
         ]
     head = ["| key | type | default | meaning |", "|---|---|---|---|"]
     return head + [
         f"| `{key}` | {type_name(field.annotation)} | {_default(field)} | "
-        f"{_folded(field.description)} |"
+        f"{_unwrapped(field.description)} |"
         for key, field in fields
     ]
 
 
 def type_name(annotation: Any) -> str:
-    """A type as users write it: `"fp32", "bf16"`, `list of integer`, ..."""
+    """Return the description of a type for users, such as `"fp32", "bf16"` or `list of integer`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(f'"{choice}"' for choice in arguments)
@@ -61,7 +62,7 @@ def type_name(annotation: Any) -> str:
         return type_name(arguments[0])
     if origin in (tuple, list):
         return f"list of {type_name(arguments[0])}"
-    if arguments:  # a union
+    if arguments:  # a union with None
         return " or ".join(type_name(a) for a in arguments if a is not NoneType)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table of " + ", ".join(annotation.model_fields)
@@ -81,7 +82,7 @@ def _default(field: FieldInfo) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _folded(text: str | None) -> str:
+def _unwrapped(text: str | None) -> str:
     return " ".join((text or "").split())
 
 

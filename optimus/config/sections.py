@@ -1,6 +1,6 @@
-"""Every setting, its type, its default and what it means. Help and docs are made from this file.
+"""All settings with types, defaults and meanings. Help and docs are generated from this file.
 
-Zero means "derived" or "off" where a setting can be left out; each docstring says which.
+For optional settings, 0 means "off" or "derived from other settings"; the docstring says which.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _experts(value: Any) -> Any:
-    """A whole number, or one for each layer as a tuple."""
+    """Validate an integer, or a list with an integer for each layer, which becomes a tuple."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("must be a whole number >= 0, or a list with one for each layer")
@@ -27,6 +27,8 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
+    """Base class of sections: frozen, without unknown keys, without conversion of types."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -38,32 +40,37 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Stretching of the rotary embedding, in the field names Hugging Face gives it."""
+    """Scaling of the rotary embedding to a longer context, with the field names of Hugging Face."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
-    """`linear` divides positions by `factor`, `llama3` does so for the slow frequencies only,
-    `yarn` blends the two, `dynamic` raises the base beyond max_position_embeddings."""
+    """`linear` divides positions by `factor`; `llama3` does so for low frequencies only; `yarn`
+    interpolates between the two; `dynamic` raises the base for positions above
+    max_position_embeddings."""
     factor: Annotated[float, Field(gt=0)]
-    """How many times longer the context becomes."""
+    """Ratio of the new context length to the old one."""
     original_max_position_embeddings: CountOrZero = 0
-    """llama3, yarn: the context that the model was first trained with, in tokens."""
+    """llama3, yarn: context length of the original training, in tokens."""
     low_freq_factor: NonNegative = 0.0
-    """llama3: wavelengths above original / this are divided by `factor`."""
+    """llama3: frequencies whose wavelength exceeds original_max_position_embeddings /
+    low_freq_factor are divided by `factor`."""
     high_freq_factor: NonNegative = 0.0
-    """llama3: wavelengths below original / this are left alone."""
+    """llama3: frequencies whose wavelength is below original_max_position_embeddings /
+    high_freq_factor are not changed."""
     beta_fast: NonNegative = 0.0
-    """yarn: frequencies that turn more often than this in the original context are left alone;
+    """yarn: frequencies with more rotations than this in the original context are not changed;
     0: 32."""
     beta_slow: NonNegative = 0.0
-    """yarn: frequencies that turn less often than this are divided by `factor`; 0: 1."""
+    """yarn: frequencies with fewer rotations than this in the original context are divided by
+    `factor`; 0: 1."""
     truncate: bool = True
-    """yarn: whether the bounds of the blend are rounded outwards to whole frequencies."""
+    """yarn: round the bounds of the interpolated range outwards to whole frequencies."""
     attention_factor: NonNegative = 0.0
-    """yarn: multiplies the rotated queries and keys; 0: derived from `factor` and the mscales."""
+    """yarn: factor of the rotated queries and keys; 0: derived from `factor`, `mscale` and
+    `mscale_all_dim`."""
     mscale: NonNegative = 0.0
-    """yarn: numerator's slope in the derived attention factor; 0: not given."""
+    """yarn: slope of the numerator in the derived attention factor; 0: not set."""
     mscale_all_dim: NonNegative = 0.0
-    """yarn: denominator's slope in the derived attention factor; 0: not given."""
+    """yarn: slope of the denominator in the derived attention factor; 0: not set."""
 
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -105,204 +112,212 @@ class ModelConfig(Section):
     head_dim: CountOrZero = 0
     """Width of one head; 0: hidden_size / num_attention_heads."""
     intermediate_size: Count
-    """Width of the SwiGLU, of one expert for `olmoe` (F)."""
+    """Inner width of the SwiGLU; for `olmoe`, of one expert (F)."""
     dense_intermediate_size: CountOrZero = 0
-    """Width of the SwiGLU in layers of an `olmoe` without experts; 0: intermediate_size."""
+    """Inner width of the SwiGLU in dense layers of an `olmoe`; 0: intermediate_size."""
     num_experts: Experts = 0
-    """Experts of a layer (E), or a list with one number for each layer, 0 where it is dense; 0 for
-    `olmo`."""
+    """Experts per layer (E), or a list with a number for each layer, in which 0 makes a layer
+    dense; 0 for `olmo`."""
     num_experts_per_tok: CountOrZero = 0
-    """Experts chosen for a token (K); 0 for `olmo`."""
+    """Experts per token (K); 0 for `olmo`."""
     vocab_size: Count
     """Rows of the embedding and of the output head (V)."""
     tie_embeddings: bool = False
-    """Whether the output head is the embedding."""
+    """Use the weights of the embedding as the output head."""
     attention_bias: bool = False
-    """Whether the four attention projections have a bias."""
+    """Add a bias to the four attention projections."""
     clip_qkv: NonNegative = 0.0
     """Clamp q, k and v to [-clip_qkv, clip_qkv]; 0: off."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance in every norm."""
+    """Epsilon that each norm adds to the variance."""
     router: Literal["top-k", "uniform"] = "top-k"
-    """`top-k`: a token goes to its most probable experts. `uniform`: to experts in turn, whatever
-    their probabilities, so that all get equally many rows (forced uniform routing, for measuring
-    speed)."""
+    """`top-k`: each token goes to its most probable experts. `uniform`: tokens are assigned to
+    experts in turn, so that all experts get the same number of tokens (forced uniform routing, to
+    measure speed)."""
     norm_topk_prob: bool = False
-    """Whether the chosen experts' weights are divided by their sum."""
+    """Divide the weights of a token's experts by their sum."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary embedding; absent: none."""
+    """Scaling of the rotary embedding; absent: none."""
     max_position_embeddings: Count = 4096
-    """Longest context, in tokens; `train.seq_len` may not exceed it."""
+    """Longest context, in tokens; `train.seq_len` must not exceed it."""
     pad_token_id: Annotated[int, Field(ge=-1)] = -1
-    """A token whose embedding receives no gradient, as in transformers; -1: none."""
+    """Token whose embedding gets no gradient, as in transformers; -1: none."""
     bos_token_id: Annotated[int, Field(ge=-1)] = -1
-    """The token that begins a text, written to Hugging Face directories; -1: none."""
+    """Beginning-of-sequence token, written to Hugging Face directories; -1: none."""
     eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Tokens at which generation stops; empty: none."""
     init_std: NonNegative = 0.02
-    """Standard deviation of the initial weights, a normal cut at three of them."""
+    """Standard deviation of the initial weights; normal, truncated at three standard deviations."""
     embedding_init_std: NonNegative = 0.0
-    """Standard deviation of the initial embedding, cut in the same way; 0: `init_std`. A larger one
-    keeps tokens apart in the residual stream, and so in the routers, while blocks learn what all
-    tokens have in common."""
+    """Standard deviation of the initial embedding, truncated in the same way; 0: `init_std`. With a
+    larger one, the residual streams of different tokens, and so their routes, differ more while the
+    blocks learn what all tokens have in common."""
     aux_loss_coef: NonNegative = 0.01
     """Weight of the load-balancing loss in the objective."""
     z_loss_coef: NonNegative = 0.001
     """Weight of the router z-loss in the objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """`olmo`: 1 when balanced, averaged over layers. `hf`: transformers' form, for parity only."""
+    """Load-balancing loss. `olmo`: per layer, then averaged; 1 if balanced. `hf`: as in
+    transformers, over the tokens of all layers; only for comparison."""
 
     @property
     def head_size(self) -> int:
-        """Width of one head, given or derived."""
+        """Width of a head: `head_dim`, or else derived from `hidden_size`."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads, given or derived."""
+        """Number of key and value heads; by default that of the query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def experts_by_layer(self) -> tuple[int, ...]:
-        """Experts of every layer; 0 where it is dense."""
-        one = self.num_experts
-        return one if isinstance(one, tuple) else (one,) * self.num_layers
+        """Number of experts of each layer; 0 for a dense layer."""
+        experts = self.num_experts
+        return experts if isinstance(experts, tuple) else (experts,) * self.num_layers
 
     @property
     def uniform_experts(self) -> int | None:
-        """Experts of a layer, where all layers have the same number; otherwise None."""
+        """Number of experts per layer if it is the same for all layers, else None."""
         numbers = set(self.experts_by_layer)
         return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have experts."""
+        """Indices of the layers that have experts."""
         return tuple(n for n, experts in enumerate(self.experts_by_layer) if experts)
 
     @property
     def experts(self) -> int:
-        """E, of settings with one number for all layers, as `layer` gives them."""
+        """Number of experts (E) of the configuration of one layer, as `layer` returns it."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
     def layer(self, number: int) -> ModelConfig:
-        """The settings that one layer is made from: num_experts is its own, intermediate_size that
-        of its SwiGLU or of one of its experts."""
-        experts, inner = self.experts_by_layer[number], self.intermediate_size
+        """Return the settings of one layer.
+
+        `num_experts` is the layer's number of experts, `intermediate_size` the inner width of its
+        SwiGLU or of one of its experts.
+        """
+        experts, width = self.experts_by_layer[number], self.intermediate_size
         if not experts:
-            inner = self.dense_intermediate_size or inner
-        return self.model_copy(update={"num_experts": experts, "intermediate_size": inner})
+            width = self.dense_intermediate_size or width
+        return self.model_copy(update={"num_experts": experts, "intermediate_size": width})
 
 
 class MixSource(Section):
     """One data set of a mix."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Its directory."""
+    """Directory of the data set."""
     weight: Annotated[float, Field(gt=0)]
-    """Its share of the instances, relative to the others; exactly the decimal that is written."""
+    """Share of the instances, relative to the other weights; used as an exact decimal number."""
 
 
 class DataConfig(Section):
-    """Data sets written by `optimus-data`."""
+    """Data sets for training and evaluation, as written by `optimus-data`."""
 
     path: str = ""
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
-    """Instead of `path`: several data sets, each with its share of the instances, as exact integer
-    quotas; each source has its own epochs."""
+    """Data sets to mix by weight, in place of `path`. The shares are exact integer quotas. The
+    epochs of each data set are counted separately."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: `path`/eval where it exists. Of a `mix` the
-    held-out parts are mixed in the same way, until one would repeat, if every source has one."""
+    """Directory of the held-out data set; empty: `path`/eval if it exists. With `mix`: the held-out
+    data of all data sets, mixed by the same weights until one of them would repeat, if each has
+    some."""
     document_mask: bool = False
-    """Whether attention stays within documents, in training and evaluation; false: it crosses
-    them."""
+    """Restrict attention to the document of each token, in training and evaluation."""
 
 
 class ParallelConfig(Section):
-    """How the world is divided. World = pp * dp * ep * tp."""
+    """Sizes of parallelism. World size = pp * dp * ep * tp."""
 
     pp: Count = 1
     """Pipeline stages."""
     dp: CountOrZero = 0
-    """Data-parallel replicas; 0: what the world leaves."""
+    """Data-parallel replicas; 0: world size / (pp * ep * tp)."""
     ep: Count = 1
-    """Ranks over which a layer's experts are divided."""
+    """Expert-parallel ranks, over which the experts of a layer are divided."""
     tp: Count = 1
-    """Ranks over which heads and intermediate sizes are divided."""
+    """Tensor-parallel ranks, over which attention heads and intermediate sizes are divided."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
-    """Order of a pipeline's forward and backward passes."""
+    """Order of forward and backward passes in a pipeline."""
     virtual_stages: Count = 1
-    """Stages that one pipeline rank holds; `1f1b` and `zb-h1` hold one."""
+    """Stages per pipeline rank; 1 for `1f1b` and `zb-h1`."""
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Layers of each of the pp * virtual_stages stages, first to last; empty: evened out by cost,
-    the output head counted."""
+    """Layers of each of the pp * virtual_stages stages, from the first to the last; empty: balanced
+    by cost, including that of the output head."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
-    """How tokens reach the ranks that hold their experts: `allgather` sends all tokens to all,
-    `alltoall` each to those that need it, `auto` times both at the start and keeps the faster, also
-    when the run is resumed. `auto` means `allgather` if deterministic, and on Intel GPUs, where an
-    all-to-all can kill the process; `alltoall` is obeyed there."""
+    """Communication of tokens between expert-parallel ranks. `allgather` sends all tokens to all
+    ranks, `alltoall` sends each token to the ranks of its experts. `auto` measures both when a run
+    starts and keeps the faster one on resume. `auto` is `allgather` in deterministic mode, and on
+    Intel GPUs, where an all-to-all can crash the process."""
     sequence_parallel: bool = False
-    """Divide norms along the sequence over the tensor-parallel ranks."""
+    """Divide the sequences in norms over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A wait for another rank that takes longer than this ends the run with exit status 5; also
-    one for a rank that still reads its part of a checkpoint."""
+    """Time limit of a wait for another rank, also for one that still loads a checkpoint. A wait
+    that exceeds it ends the run with exit status 5."""
 
 
 class TrainConfig(Section):
-    """The run itself."""
+    """Length, batch, precision and device of a run."""
 
     run_dir: str = ""
-    """Where metrics, logs and checkpoints go."""
+    """Directory of metrics, logs and checkpoints."""
     max_steps: CountOrZero = 0
-    """The run is complete after this update."""
+    """Updates of the complete run."""
     stop_at_step: CountOrZero = 0
-    """End early after this update without touching the schedule; 0: at max_steps."""
+    """Stop after this update, with the learning rate schedule of the complete run; 0: at
+    max_steps."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights and of sampling."""
     seq_len: CountOrZero = 0
-    """Tokens of an instance; must equal the data set's context."""
+    """Tokens per instance; must equal the context of the data set."""
     global_batch_tokens: CountOrZero = 0
-    """Tokens of one update over all ranks; 0: one microbatch on every data rank."""
+    """Tokens per update over all ranks; 0: one microbatch on each data rank."""
     microbatch_size: Count = 1
-    """Sequences of one forward and backward pass; gradient accumulation follows."""
+    """Sequences per forward and backward pass. The number of gradient accumulation steps is derived
+    from it and `global_batch_tokens`."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Parameters and matrix products; masters and optimizer states are fp32 always."""
+    """Type of parameters and matrix products; master weights and optimizer states are fp32."""
     deterministic: bool = False
-    """Add gradients in microbatch order: the same bits on every data- and pipeline-parallel
-    layout."""
+    """Sum gradients in the order of microbatches: training gives the same bits on all data- and
+    pipeline-parallel layouts."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile at the first step (minutes for large ones); not
-    with tp or ep."""
+    """Compile the blocks of the model with torch.compile at the first step, which takes minutes for
+    large blocks; not with tp or ep."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """Where ranks compute; `auto`: xpu before cuda before cpu."""
+    """Device type of all ranks; `auto`: the first available one of xpu, cuda, cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Intra-op threads of a rank; 0: 1 if deterministic, else OMP_NUM_THREADS, else the rank's
-    share of cores."""
+    """Intra-op threads per rank; 0: 1 if deterministic, else OMP_NUM_THREADS, else the cores
+    divided by the local ranks."""
     deadline_s: NonNegative = 0.0
-    """Checkpoint and end with status 3 this long after a rank's process began; 0: never."""
+    """Save a checkpoint and end with exit status 3 at this time after the start of the process; 0:
+    never."""
     eval_interval: CountOrZero = 0
-    """Updates between evaluations on the held-out data; 0: only after the last update."""
+    """Updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Held-out instances an evaluation reads, from the first on; 0: all."""
+    """Held-out instances per evaluation, always the first ones; 0: all."""
     sample_interval: CountOrZero = 0
-    """Updates between sampled continuations of the first held-out instance, printed on standard
+    """Updates between samples: continuations of the first held-out instance, printed to standard
     error; 0: never."""
     sample_tokens: Count = 64
-    """Length of a sampled continuation, in tokens."""
+    """Tokens of a sample."""
 
 
 class ParameterGroup(Section):
-    """Parameters that AdamW treats in a way of their own."""
+    """AdamW settings of a set of parameters."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """Which: their names match it as file names match `*norm*` or `blocks.[01].*`."""
+    """Pattern of parameter names with the wildcards of file names, such as `*norm*` or
+    `blocks.[01].*`."""
     weight_decay: NonNegative | None = None
-    """Their weight decay; absent: optim.weight_decay."""
+    """Weight decay of these parameters; absent: optim.weight_decay."""
     lr_scale: NonNegative = 1.0
-    """Their learning rate is that of the schedule times this."""
+    """Factor of the learning rate for these parameters."""
 
 
 class OptimConfig(Section):
@@ -313,54 +328,59 @@ class OptimConfig(Section):
     min_lr: NonNegative = 4e-5
     """Learning rate at and after `decay_steps`."""
     warmup_steps: CountOrZero = 0
-    """Updates over which the rate rises linearly from 0 to `lr`."""
+    """Updates in which the learning rate increases linearly from 0 to `lr`."""
     decay_steps: CountOrZero = 0
-    """Update at which the rate reaches `min_lr`; 0: train.max_steps."""
+    """Update at which the learning rate reaches `min_lr`; 0: train.max_steps."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay rates of the first and the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon added to the root of the second moment."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, on every parameter but those that `groups` say otherwise of."""
+    """Decoupled weight decay of all parameters for which `groups` has no other value."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
-    """Weight decay and learning rate by name, the first group that matches a parameter counts; a
-    pattern that matches none is refused. Names are those in a checkpoint's model.safetensors."""
+    """Weight decay and learning rate by parameter name. The first group that matches a parameter
+    applies. A pattern without a match is refused. Names are those in a checkpoint's
+    model.safetensors."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Patterns of parameters that are not trained: they take no gradient and no optimizer state."""
+    """Patterns of the names of parameters that are not trained; they have neither gradients nor
+    optimizer states."""
     clip_norm: NonNegative = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Maximum of the global gradient norm; 0: no clipping."""
     clip_after_warmup: bool = False
-    """Clip only once the warm-up is over, as the paper does."""
+    """Clip only after the warm-up, as in the paper."""
     sharding: Literal["none", "so", "epso"] = "none"
-    """Over which ranks the optimizer states are divided."""
+    """Sharding of optimizer states. `none`: not sharded. `so`: over dp. `epso`: those of experts
+    over dp, all others over dp x ep."""
     resident: Literal["all", "parameters", "cache"] = "all"
-    """What a rank keeps whole of chunks that are divided over ranks. `all`: parameters and
-    gradients (ZeRO-1). `parameters`: gradients only for the backward of one microbatch, then its
-    piece of their sum (ZeRO-2). `cache`: parameters only while they are needed, too (ZeRO-3, the
-    rCache of Elixir), which needs `sharding`. Bits do not change if deterministic."""
+    """Model states that a rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
+    `parameters`: parameters; gradients only during the backward of a microbatch, then a shard of
+    their sum (ZeRO-2). `cache`: none; parameters are gathered when they are needed (ZeRO-3, the
+    rCache of Elixir), which needs `sharding`. In deterministic mode the choice does not change the
+    bits."""
     cache_chunks: CountOrZero = 0
-    """resident = `cache`: chunks of parameters that are whole at a time; 0: as many as there are,
-    each gathered once a step."""
+    """resident = `cache`: maximum number of gathered chunks at a time; 0: all, each gathered once
+    per step."""
     chunk_length: Count = 1 << 24
-    """Elements of a chunk of model states, about; chunks are reduced, updated, gathered whole."""
+    """Approximate number of elements in a chunk of model states, the unit of reduction, update and
+    gathering."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients travel between ranks."""
+    """Type of gradients in communication between ranks."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which a rank adds up the gradients of its microbatches: `bf16` (the paper's) takes
-    half the memory and rounds every sum; it needs train.dtype = "bf16"."""
+    """Type in which a rank sums the gradients of its microbatches. `bf16`, as in the paper, takes
+    half the memory and rounds each sum; it needs train.dtype = "bf16"."""
     overlap: bool = True
-    """Overlap the reduction of gradients with backward (never if deterministic) and the gathering
-    of updated parameters with the next forward, which changes no bits; false: wait for each."""
+    """Overlap the reduction of gradients with backward (not in deterministic mode), and the gather
+    of updated parameters with the next forward. It does not change the bits."""
     loss_scale: NonNegative = 0.0
-    """fp16: what backward starts from instead of 1, a power of two, at the first update; 0: 65536
-    times the microbatches of the global batch, rounded up. It halves when a gradient overflows
-    anywhere, and that update is skipped on all ranks; at `min_loss_scale` the run ends instead."""
+    """fp16: initial loss scale, a power of two; 0: 65536 times the microbatches of the global
+    batch, rounded up to a power of two. If a gradient overflows on any rank, all ranks skip the
+    update and halve the loss scale; if it is at `min_loss_scale` already, the run ends."""
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
-    """fp16: the loss scale does not fall below this power of two."""
+    """fp16: minimum of the loss scale, a power of two."""
     loss_scale_growth_steps: Count = 1000
-    """fp16: updates in a row without overflow after which the loss scale doubles."""
+    """fp16: consecutive updates without overflow after which the loss scale doubles."""
 
     def clips_at(self, step: int) -> bool:
         """Return whether the gradient norm is clipped at update `step`, counted from 1."""
@@ -374,76 +394,83 @@ class RecomputeConfig(Section):
     modules: Annotated[
         tuple[Literal["norm", "attention", "moe", "experts", "block"], ...], Field(strict=False)
     ] = ()
-    """What is computed again in backward instead of being kept: in every block the outputs of the
-    `norm`s, all that `attention` or the `moe` makes of its input, of that the `experts`'
-    pre-activation alone (most of it, without the router and communication), or the whole `block`,
-    which includes the others. Bits do not change."""
+    """Activations that backward recomputes: the outputs of each `norm`; all activations of
+    `attention`, of the `moe` layer or of the whole `block`; or only the pre-activation of the
+    `experts`, the largest activation of `moe`, without the router and its communication. It does
+    not change the bits."""
 
 
 class KernelsConfig(Section):
-    """Which code computes the parts of a mixture of experts."""
+    """Implementation of the mixture of experts."""
 
     backend: Literal["auto", "sycl", "cuda", "cpu", "torch"] = "auto"
-    """Our kernels for xpu, cuda or cpu, or plain `torch`; `auto`: those of the device, or torch
-    with the reason. OPTIMUS_KERNELS in the environment wins. A run writes down what it took."""
+    """`sycl`, `cuda`, `cpu`: the kernels of Optimus for xpu, cuda or cpu; `torch`: torch
+    operations; `auto`: the kernels for the device, or else torch, with the reason in the log. The
+    environment variable OPTIMUS_KERNELS replaces this setting. The resolved configuration has the
+    backend of the run."""
     grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
-    """Matrix products of all experts: torch's grouped one or a loop over experts; `auto`: the
-    faster one, measured at the start and kept on resume; a deterministic run takes the loop."""
+    """Matrix products of all experts of a layer. `torch`: the grouped GEMM of torch; `loop`: a loop
+    over the experts; `auto`: the faster one, measured when a run starts and kept on resume, or
+    `loop` in deterministic mode."""
 
 
 class CheckpointConfig(Section):
-    """What is saved, when, and where a run begins."""
+    """Saving of checkpoints, and the start of a run."""
 
     interval: CountOrZero = 1000
-    """Updates between full checkpoints, of which the newest two are kept; 0: only at the end."""
+    """Updates between full checkpoints, of which the newest two are kept; 0: only after the last
+    update."""
     model_interval: CountOrZero = 0
     """Updates between persistent model-only checkpoints; 0: none."""
     keep_models: CountOrZero = 0
-    """How many model-only checkpoints to keep, newest first; 0: all."""
+    """Number of model-only checkpoints to keep, the newest ones; 0: all."""
     keep_models_every: CountOrZero = 0
-    """With `keep_models`: those of steps that are multiples of this are kept as well; 0: none."""
+    """With `keep_models`: also keep the model-only checkpoints of steps that are multiples of this;
+    0: none."""
     scatter: Literal["balanced", "paper"] = "balanced"
-    """Ranks that write states which several ranks hold: `balanced`: all of them, equal shares;
-    `paper`: of model-parallel shard m, data-parallel index m mod dp writes all."""
+    """Ranks that write a state of which several ranks have a copy. `balanced`: all of them, in
+    equal shares; `paper`: for model-parallel rank m, the rank with data-parallel index m mod dp."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
-    """Collective that sends states which one rank has read to the ranks that hold a copy."""
+    """Collective that distributes a state from the rank that reads it to the ranks that need a
+    copy."""
     async_save: bool = False
-    """Training waits only while states are copied to host memory (as much again of it); threads
-    write. A checkpoint is committed an update or two after its last byte is written."""
+    """Write checkpoints in threads. Training waits only for a copy of the states in host memory. A
+    checkpoint is committed one or two updates after its last byte is written."""
     direct_io: bool = True
-    """Bypass the page cache in writes (O_DIRECT) where the file system supports it, so that the
-    cache keeps its other pages. `optimus bench checkpoint` measures which is faster on a file
-    system."""
+    """Write without the page cache (O_DIRECT) if the file system supports it, so that other files
+    stay in the cache. `optimus bench checkpoint` measures both ways on a file system."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """A save that takes longer than this has failed."""
+    """Time limit of a save. A save that exceeds it has failed."""
     max_failures: CountOrZero = 3
-    """Consecutive failed saves that end the run with exit status 1; each failure before only prints
-    a warning; 0: no limit. A failed last checkpoint always ends the run with that status."""
+    """Consecutive failed saves that end the run with exit status 1; earlier failures print a
+    warning; 0: no limit. A failed save after the last update always ends the run with exit status
+    1."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Frozen settings that this resume may change, such as `optim.weight_decay`."""
     load: str = "auto"
-    """`auto`: the newest valid one of the run; `none`; a checkpoint or a Hugging Face directory;
-    or `model@STEP`, that model-only checkpoint with a fresh optimizer."""
+    """Start of the run. `auto`: the newest valid checkpoint in the run directory; `none`: initial
+    weights; a path: a checkpoint or a Hugging Face directory; `model@STEP`: the model-only
+    checkpoint of that step, with a new optimizer."""
 
 
 class ObserveConfig(Section):
     """Logs and metrics of a run."""
 
     tensorboard: bool = True
-    """Write TensorBoard events under the run directory's `tb/`."""
+    """Write TensorBoard events to `tb/` in the run directory."""
     log_interval: Count = 1
-    """Updates between lines of plain progress where standard error is not a terminal."""
+    """Updates between progress lines if standard error is not a terminal."""
 
 
 class OffloadConfig(Section):
-    """Elixir chunk offloading."""
+    """Offloading of chunks to host memory, as in Elixir."""
 
     mode: Literal["off", "auto", "manual"] = "off"
-    """Where chunks of model states live."""
+    """Placement of chunks of model states; this version supports `off` only."""
 
 
 class Config(Section):
-    """A whole run. Only `[model]` has no default."""
+    """All settings of a run. Only `[model]` has no default."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()

@@ -30,7 +30,7 @@ def model_file(tmp_path):
     return path
 
 
-def test_base_files_are_laid_under_and_overrides_over(tmp_path, model_file):
+def test_overrides_replace_the_file_and_the_file_replaces_its_bases(tmp_path, model_file):
     (tmp_path / "run").mkdir()
     run = tmp_path / "run" / "run.toml"
     run.write_text('base = "../model.toml"\n[model]\nnum_layers = 3\n[optim]\nlr = 1e-3\n')
@@ -40,16 +40,16 @@ def test_base_files_are_laid_under_and_overrides_over(tmp_path, model_file):
 
 
 def test_resolved_configuration_reads_back_equal(tmp_path, model_file):
-    strange = 'train.run_dir="a \\"b\\" \\\\c"'
+    escapes = 'train.run_dir="a \\"b\\" \\\\c"'
     scaling = 'model.rope_scaling={type="linear", factor=2.0}'
-    config = load_config(model_file, [strange, scaling, "optim.lr=0.1234567890123456789"])
+    config = load_config(model_file, [escapes, scaling, "optim.lr=0.1234567890123456789"])
     assert config.train.run_dir == 'a "b" \\c'
     again = tmp_path / "again.toml"
     again.write_text(dump_toml(config))
     assert load_config(again) == config
 
 
-def test_every_character_of_a_setting_survives_config_toml(tmp_path, model_file):
+def test_resolved_configuration_keeps_all_characters_of_a_setting(tmp_path, model_file):
     characters = [*map(chr, range(1, 0x100)), "\u2028", "\U0001f600", "\uffff"]
     config = load_config(model_file, [f"train.run_dir=r{''.join(characters)}x"])
     again = tmp_path / "again.toml"
@@ -58,11 +58,11 @@ def test_every_character_of_a_setting_survives_config_toml(tmp_path, model_file)
 
 
 @pytest.mark.parametrize(
-    "value, what",
-    [("r\udcff", r"train.run_dir = 'r\\udcff' is not UTF-8 text"), ("a\0b", "holds a NUL")],
+    "value, message",
+    [("r\udcff", r"train.run_dir = 'r\\udcff' is not UTF-8 text"), ("a\0b", "contains a NUL")],
 )
-def test_text_that_no_file_can_hold_is_refused_with_its_key(model_file, value, what):
-    with pytest.raises(ConfigError, match=what):
+def test_text_that_is_not_utf8_or_has_nul_is_refused(model_file, value, message):
+    with pytest.raises(ConfigError, match=message):
         load_config(model_file, [f"train.run_dir={value}"])
 
 
@@ -78,7 +78,7 @@ HOSTILE_TOML = {
 
 
 @pytest.mark.parametrize(("reason", "text"), HOSTILE_TOML.items(), ids=HOSTILE_TOML)
-def test_hostile_file_is_refused_in_one_line(tmp_path, reason, text):
+def test_hostile_file_is_refused(tmp_path, reason, text):
     path = tmp_path / "run.toml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=r"run\.toml: ") as caught:
@@ -86,7 +86,7 @@ def test_hostile_file_is_refused_in_one_line(tmp_path, reason, text):
     assert "\n" not in str(caught.value) and reason.partition(" as ")[0] in str(caught.value)
 
 
-def test_fifo_and_directory_are_refused_as_configuration(tmp_path):
+def test_fifo_and_directory_are_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo.toml")
     with pytest.raises(ConfigError, match=r"fifo\.toml: not a regular file"):
         load_config(tmp_path / "fifo.toml")
@@ -98,7 +98,7 @@ def test_fifo_and_directory_are_refused_as_configuration(tmp_path):
 
 
 def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
-    """Two bases in each of 25 files that follow each other would be 2^25 reads."""
+    """A chain of 25 files, each of which names the next one twice, would take 2^25 reads."""
     (tmp_path / "0.toml").write_text(model_file.read_text())
     for number in range(1, 26):
         base = f'base = ["{number - 1}.toml", "{number - 1}.toml"]\n'
@@ -111,7 +111,7 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("optim.lrr=1", r"unknown key optim.lrr = 1; did you mean optim.lr\?"),
         ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?$"),
@@ -172,7 +172,7 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ("train.seq_len=5000", r"train.seq_len = 5000 exceeds .* = 4096"),
         ("train.seq_len=1", r"train.seq_len = 1"),
         ("optim.min_lr=1.0", r"optim.min_lr = 1.0 exceeds optim.lr"),
-        ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names one twice"),
+        ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names a module twice"),
         ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
@@ -184,13 +184,13 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ),
     ],
 )
-def test_a_mistake_is_one_line_with_key_value_and_remedy(model_file, override, told):
-    with pytest.raises(ConfigError, match=told) as refused:
+def test_wrong_override_is_refused_with_key_value_and_remedy(model_file, override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load_config(model_file, [override])
-    assert "\n" not in str(refused.value) and str(model_file) not in str(refused.value)
+    assert "\n" not in str(caught.value) and str(model_file) not in str(caught.value)
 
 
-def test_every_synonym_names_a_key_that_exists():
+def test_synonyms_belong_to_keys_and_lead_to_them():
     keys = {
         f"{name}.{key}"
         for name, field in Config.model_fields.items()
@@ -203,18 +203,18 @@ def test_every_synonym_names_a_key_that_exists():
             assert hint.startswith("did you mean") and key in hint, (key, name, hint)
 
 
-def test_a_mistake_is_told_as_of_where_it_was_made(tmp_path, model_file):
-    """What the command line gives is told as its own, also where a file gave it before."""
+def test_error_names_the_file_or_the_command_line_that_set_the_value(tmp_path, model_file):
+    """A value of the command line is reported as such, also if a file has the key."""
     run = tmp_path / "run.toml"
     run.write_text(f'base = "{model_file.name}"\n[optim]\nlr = -1.0\nlrr = 2.0\n')
-    for overrides, told in (
+    for overrides, message in (
         ([], rf"^{re.escape(str(run))}: optim.lr = -1.0"),
         (["optim.lr=-2"], r"^command line: optim.lr = -2:"),
         (["train.dtype=fp32"], rf"^{re.escape(str(run))}: optim.lr = -1.0"),
         (["optim.lr=1e-3"], rf"^{re.escape(str(run))}: unknown key optim.lrr"),
         (["optim.lr=1e-3", "optim.lrr=3"], r"^command line: unknown key optim.lrr = 3"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             load_config(run, overrides)
 
 
@@ -224,7 +224,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         ({"train__global_batch_tokens": 100}, r"global_batch_tokens = 100 .* nearest is 96"),
         ({"optim__warmup_steps": 21}, r"warmup_steps = 21 exceeds the 20 steps"),
@@ -271,19 +271,19 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
             r"train.compile = true",
         ),
         ({"train__compile": True}, r"train.deterministic needs train.compile = false"),
-        (COMPILED | {"parallel__tp": 2}, r"with parallel.tp = 2 ranks talk"),
+        (COMPILED | {"parallel__tp": 2}, r"with parallel.tp = 2 ranks comm"),
         (COMPILED | {"parallel__ep": 4}, r"use parallel.ep = 1 or train.comp"),
         (COMPILED | {"data__document_mask": True}, r"use data.document_mask = false"),
-        ({"kernels__grouped_gemm": "torch"}, r"train.deterministic takes 'loop'"),
+        ({"kernels__grouped_gemm": "torch"}, r"train.deterministic needs 'loop'"),
         (DENSE | {"kernels__grouped_gemm": "loop"}, r"architecture 'olmo' has no experts"),
     ],
 )
-def test_settings_that_cannot_go_together(change, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_exclude_each_other_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
         make_config(tiny_tree("d", "r", **change))
 
 
-def test_files_that_are_not_there_or_not_toml(tmp_path, model_file):
+def test_missing_and_invalid_files_are_refused(tmp_path, model_file):
     with pytest.raises(ConfigError, match=r"modle.toml: no such .*did you mean .*model.toml\?"):
         load_config(tmp_path / "modle.toml")
     (tmp_path / "bad.toml").write_text("[model\n")
@@ -298,13 +298,13 @@ def test_files_that_are_not_there_or_not_toml(tmp_path, model_file):
         load_config(tmp_path / "c.toml")
 
 
-def test_a_file_without_a_model_says_what_is_missing(tmp_path):
+def test_file_without_a_model_is_refused(tmp_path):
     (tmp_path / "empty.toml").write_text("")
     with pytest.raises(ConfigError, match=r"model is missing"):
         load_config(tmp_path / "empty.toml")
 
 
-def test_every_field_of_every_section_has_a_docstring():
+def test_fields_of_all_sections_have_docstrings():
     from optimus.config import Config
 
     for name, section in Config.model_fields.items():

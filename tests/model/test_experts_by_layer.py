@@ -73,7 +73,7 @@ def test_load_is_measured_against_a_layers_own_experts():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"num_experts": [5]}, r"num_experts = \[5\] names 1 layer, model.num_layers = 2"),
+        ({"num_experts": [5]}, r"num_experts = \[5\] has 1 number, but model.num_layers = 2"),
         ({"num_experts": [0, 0]}, "between 1 and model.num_experts = 0"),
         ({"num_experts": [5, 1]}, "between 1 and model.num_experts = 1 in every layer that has"),
         ({"num_experts": [5, -1]}, "model.num_experts = .*must be a whole number >= 0, or a list"),
@@ -84,7 +84,10 @@ def test_load_is_measured_against_a_layers_own_experts():
             {"architecture": "olmo", "dense_intermediate_size": 9},
             "dense_intermediate_size = 9: architecture 'olmo'",
         ),
-        ({"num_experts": [5, 4], "aux_loss_form": "hf"}, "aux_loss_form = 'hf' pools layers"),
+        (
+            {"num_experts": [5, 4], "aux_loss_form": "hf"},
+            "aux_loss_form = 'hf' needs the same number",
+        ),
     ],
 )
 def test_lists_that_cannot_be(fields, match):
