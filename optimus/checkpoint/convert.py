@@ -20,7 +20,7 @@ from optimus.data.tokenizer import (
     TextTokenizer,
     add_transformers_files,
     eos_from_names,
-    tokenizer_beside,
+    tokenizer_path,
 )
 from optimus.errors import CheckpointError, DataError, OptimusError, one_line
 from optimus.hf import is_hf_directory, read_hf_config, write_hf
@@ -173,7 +173,7 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     empty. Of a directory that came from Hugging Face its configuration decides.
     """
     of_data = None
-    file = tokenizer_beside(path)
+    file = tokenizer_path(path)
     if is_checkpoint(path) and file.is_file() and not (path / TOKENIZER_CONFIG).is_file():
         of_data = read_manifest(path).settings.get(DATA_EOS)
         if of_data is None:
@@ -219,7 +219,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
 
     `config.eos_token_ids` are as `eos_token_ids` gives them. Returns warnings, a line each.
     """
-    eos, file, lines = config.eos_token_ids, tokenizer_beside(directory), []
+    eos, file, lines = config.eos_token_ids, tokenizer_path(directory), []
     bos, pad = (None if one < 0 else one for one in (config.bos_token_id, config.pad_token_id))
     if not eos:
         lines.append(
@@ -236,7 +236,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
                 eos=eos[0] if eos else None,
                 bos=bos,
                 pad=pad,
-                ids=config.vocab_size,
+                vocab_size=config.vocab_size,
                 max_length=config.max_position_embeddings,
             )
         except DataError as error:
@@ -254,7 +254,7 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
     """Replace special tokens that tokenizer_config.json or generation_config.json has and the
     model's vocabulary has not: the padding token by the one that ends a text, others by none. Any
     other file stays as it is. Returns a line for each."""
-    fields, file = _read_object(path), tokenizer_beside(path.parent)
+    fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None
     suffix = "_token_id" if path.name == _GENERATION_CONFIG else "_token"
 

@@ -1,1 +1,1 @@
-"""Reading data sets written by `optimus-data`: by instance number, and by update and rank."""
+"""Reading of data sets written by `optimus-data`: instances, microbatches of ranks, tokenizers."""

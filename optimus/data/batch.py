@@ -1,4 +1,4 @@
-"""How the global batch divides into microbatches over data ranks. Pure arithmetic."""
+"""Division of the global batch into microbatches over data ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from optimus.errors import ConfigError, counted
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One update: k microbatches of b sequences of S tokens on each of w data ranks."""
+    """Sizes of an update: each data rank runs `microbatches_per_rank` microbatches, each of
+    `microbatch_size` sequences of `seq_len` tokens."""
 
     microbatch_size: int
     seq_len: int
@@ -31,12 +32,21 @@ class BatchPlan:
 
     @property
     def targets(self) -> int:
-        """Predicted tokens: all but the first of every instance."""
+        """Predicted tokens of the global batch: all but the first token of each instance."""
         return self.instances * (self.seq_len - 1)
 
 
 def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
-    """The batch plan of a run; ConfigError names the nearest batch that the ranks divide."""
+    """Return the batch sizes of a run.
+
+    Args:
+        train: Section with the global batch in tokens, the microbatch size and the sequence length.
+        num_data_ranks: Ranks that read different data, dp * ep.
+
+    Raises:
+        ConfigError: The global batch is not a multiple of one microbatch on each data rank; names
+            the nearest one that is.
+    """
     if not train.seq_len:
         raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
     tokens_per_round = train.microbatch_size * train.seq_len * num_data_ranks
@@ -44,11 +54,10 @@ def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
     if batch_tokens % tokens_per_round:
         nearest = max(1, round(batch_tokens / tokens_per_round)) * tokens_per_round
         raise ConfigError(
-            f"train.global_batch_tokens = {batch_tokens} is not divided by "
+            f"train.global_batch_tokens = {batch_tokens} is not a multiple of "
             f"{counted(num_data_ranks, 'data rank')} x "
             f"{counted(train.microbatch_size, 'sequence')} x "
-            f"{train.seq_len} tokens; the nearest "
-            f"that is: {nearest}"
+            f"{train.seq_len} tokens; the nearest multiple is {nearest}"
         )
     return BatchPlan(
         train.microbatch_size, train.seq_len, batch_tokens // tokens_per_round, num_data_ranks

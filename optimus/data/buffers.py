@@ -1,7 +1,7 @@
-"""Memory for batches, used again once nothing refers to the batch that was in it.
+"""Reuse of the memory of batches that are no longer referenced.
 
-A buffer of some MiB that is made anew each time is mapped, cleared page by page and unmapped each
-time, which costs more than filling it.
+The kernel maps, clears and unmaps the pages of each new array of several MiB, which takes longer
+than reading a batch into it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections import deque
 
 import numpy as np
 
-_KEPT = 4  # one read, one waiting, one used, and one that the user holds a little longer
+_MAX_FREE = 4  # one that is read, one that waits, one in use, one that the user keeps for longer
 
 
 class BufferPool:
-    """Arrays of one size. What is lent is never written to while anything refers to it.
+    """Arrays of one length and dtype, whose memory is reused when they are garbage.
 
-    The end of the last reference, to the array or to any view or tensor of it, is what gives the
-    memory back, in whichever thread that happens.
+    The memory of an array returns to the pool when the last reference to the array, or to a view or
+    tensor of it, is deleted, in any thread.
     """
 
-    def __init__(self, items: int, dtype: type[np.generic]):
-        """`items` of `dtype` an array; memory is taken from the system as it is written to."""
-        self._items, self._dtype = items, dtype
-        self._free: deque[np.ndarray] = deque(maxlen=_KEPT)
+    def __init__(self, length: int, dtype: type[np.generic]):
+        """Create an empty pool of arrays of `length` elements. Arrays are allocated on demand."""
+        self._length, self._dtype = length, dtype
+        self._free: deque[np.ndarray] = deque(maxlen=_MAX_FREE)
 
     def take(self) -> np.ndarray:
-        """An array [items] of unknown content."""
+        """Return an uninitialized array [length]."""
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = np.empty(self._items, self._dtype)
-        # Views of an array refer to what owns the memory, not to the array; through a memoryview,
-        # which numpy does not look behind, they refer to `lent`.
-        lent = np.frombuffer(memory.data, self._dtype)
-        weakref.finalize(lent, self._free.append, memory).atexit = False
-        return lent
+            memory = np.empty(self._length, self._dtype)
+        # The base of a numpy view is the array that owns the memory, not the array that was viewed.
+        # A memoryview in between makes `buffer` the base of its views, so that they keep it alive.
+        buffer = np.frombuffer(memory.data, self._dtype)
+        weakref.finalize(buffer, self._free.append, memory).atexit = False
+        return buffer

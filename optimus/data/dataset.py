@@ -1,4 +1,4 @@
-"""A data set of token instances, addressed by one number that runs on through epochs."""
+"""Data sets of token instances, addressed by an instance number that continues through epochs."""
 
 from __future__ import annotations
 
@@ -18,78 +18,83 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Places permuted at once: the cost of a call, 80 us, is shared by the next microbatches, while a
-rank of many, which needs few of a block, pays 1.5 times what its own few would cost."""
-_BLOCKS_KEPT = 4
+"""Positions of an epoch that are permuted in one call. A call costs 80 us, which the next
+microbatches share. One of many data ranks uses few positions of each block and pays 1.5 times the
+cost of permuting these alone."""
+_CACHED_BLOCKS = 4
 
 
 class InstanceSource(Protocol):
-    """What training reads from: one data set, or several mixed."""
+    """An endless stream of instances for training: a data set or a mix of several."""
 
     context: int
-    """Tokens of an instance (C)."""
+    """Tokens per instance (C)."""
     vocab_size: int
-    """One more than the largest id that can occur."""
+    """Number of token ids; all ids are below it."""
     eos_id: int
-    """The id that ends every document and occurs nowhere else."""
+    """The token id that ends each document and occurs nowhere else."""
     identity: str
-    """Hex string that is equal for two sources only if they give the same instances."""
+    """Hexadecimal string; equal for two sources only if they have the same instances."""
     tokenizer_sha256: str
-    """Of the tokenizer that made the ids."""
+    """SHA-256 of the tokenizer file, in hexadecimal."""
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json, or tokenizer.model of sentencepiece, that made the ids."""
+        """Path of the tokenizer.json, or the tokenizer.model of sentencepiece, of the data."""
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Instances [start, stop), int64 [n, C], in `out` or a new array; stateless."""
+        """Return instances [start, stop), int64 [n, C], in `out` or a new array. The result does
+        not depend on earlier calls. Raises DataError."""
 
 
 class FiniteSource(InstanceSource, Protocol):
-    """A source that evaluation can read to its end."""
+    """A source with a known number of instances, for evaluation."""
 
     num_instances: int
-    """How many instances it has before any repeats."""
+    """Number of instances before one repeats."""
 
 
 class TokenDataset:
-    """Instances of a finished data set. Opening reads the manifest; shards are mapped when needed.
+    """Instances of a finished data set. Opening reads the manifest; shards are mapped on demand.
 
-    Epoch 0 is the stored order; epoch e > 0 permutes it by the bijection keyed with (seed, e), as
-    docs/formats/dataset.md specifies. Stateless: what a number names never depends on what was
-    read before. Threads may share it.
+    Epoch 0 is the stored order. Epoch e > 0 permutes it by the bijection with the key (seed, e), as
+    docs/formats/dataset.md specifies. Reads keep no state; threads may share a data set.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Raises DataError, in one line, for a data set missing, unfinished, damaged or empty."""
+        """Open the data set in the directory `path`.
+
+        Raises:
+            DataError: The data set is missing, unfinished, damaged or empty.
+        """
         self.path = Path(path)
         manifest = read_manifest(self.path)
         if manifest.permutation != ALGORITHM:
             raise DataError(
-                f"{path} is permuted by {manifest.permutation}, this program knows {ALGORITHM}; "
-                "prepare the data with this version"
+                f"{path} is permuted by {manifest.permutation}, not by {ALGORITHM}; prepare the "
+                "data with this version"
             )
         if manifest.num_instances == 0:
             raise DataError(
-                f"{path} holds {counted(manifest.tokens, 'token')}, not one instance of "
-                f"{manifest.context}; "
-                "prepare it from more text (a held-out part: with a larger --eval-fraction)"
+                f"{path} has {counted(manifest.tokens, 'token')}, not one instance of "
+                f"{manifest.context}; prepare it from more text (held-out data: with a larger "
+                "--eval-fraction)"
             )
         self.num_instances = manifest.num_instances
-        """Instances of one epoch (N)."""
-        self.part = manifest.part
+        """Instances per epoch (N)."""
+        self.split = manifest.part
         """`train` or `held-out`."""
         self.context, self.vocab_size = manifest.context, manifest.vocab_size
         self.eos_id, self.identity = manifest.eos_id, manifest.identity
         self.tokenizer_sha256 = manifest.tokenizer_sha256
-        """Of the tokenizer that made the ids."""
         self._manifest = manifest
         self._seed = manifest.seed
         self._reader = ShardReader(self.path, manifest)
-        self._permuted_block = functools.lru_cache(_BLOCKS_KEPT)(self._permute_block)
+        self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def held_out(self) -> HeldOut | None:
-        """Which documents it holds out; None: a blend whose sources are gone. Raises DataError."""
+        """Return the rule by which documents are held out; None for a blend whose sources no longer
+        exist. Raises DataError."""
         return held_out_of_dataset(self.path, self._manifest)
 
     @property
@@ -97,61 +102,86 @@ class TokenDataset:
         return str(layout.tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Instances [start, stop), int64 [n, C], in `out` or a new array; numbers run on through
-        epochs.
+        """Return instances by number. Numbers continue through epochs.
 
-        Raises DataError for a shard that is missing, DamageError for one that has another size than
-        the manifest says or an id outside the vocabulary.
+        Args:
+            start: Number of the first instance.
+            stop: Number after the last instance.
+            out: int64 [stop - start, C] for the result; None: a new array.
+
+        Returns:
+            Token ids, int64 [stop - start, C].
+
+        Raises:
+            DataError: A shard is missing.
+            DamageError: A shard has another size than in the manifest, or an id outside the
+                vocabulary.
         """
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
-        for first, epoch, place, count in self._by_epoch(start, stop):
-            part = out[first : first + count]
+        for offset, epoch, first, count in self._by_epoch(start, stop):
+            rows = out[offset : offset + count]
             if epoch == 0:
-                self._reader.rows_into(part, place)
+                self._reader.rows_into(rows, first)
             else:
-                self._reader.pick_into(part, self._permuted(epoch, place, place + count))
+                self._reader.pick_into(rows, self._permuted(epoch, first, first + count))
         self.check_ids(out, start)
         return out
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Raises DamageError, naming shard and row, where `tokens` [n, C], which instances from
-        `start` on are, hold an id outside the vocabulary: a model would crash on it, or, with its
-        vocabulary divided over ranks, go on without a word. It costs some 0.1 ns a token."""
+        """Check that the ids of instances are in the vocabulary, at 0.1 ns per token. A model would
+        crash with another id or, if the vocabulary is divided over ranks, compute a wrong loss.
+
+        Args:
+            tokens: The instances, int64 [n, C].
+            start: Number of the first instance.
+
+        Raises:
+            DamageError: Names the shard and the row.
+        """
         if tokens.max(initial=0) < self.vocab_size:
             return
         wrong = int((tokens.max(axis=1) >= self.vocab_size).argmax())
-        epoch, place = divmod(start + wrong, self.num_instances)
-        stored = place if epoch == 0 else int(self._permuted(epoch, place, place + 1)[0])
+        epoch, position = divmod(start + wrong, self.num_instances)
+        stored = position if epoch == 0 else int(self._permuted(epoch, position, position + 1)[0])
         shard, row = divmod(stored, self._manifest.instances_per_shard)
         raise DamageError(
-            f"{self.path / self._manifest.shards[shard].name}: row {row} holds id "
+            f"{self.path / self._manifest.shards[shard].name}: row {row} has id "
             f"{tokens[wrong].max()}, outside the vocabulary of {self.vocab_size}; run optimus-data "
             f"verify {self.path}"
         )
 
-    def scatter(self, out: np.ndarray, places: np.ndarray, start: int) -> None:
-        """out[places[i]] = instance start + i, for all i; `out` is int64 [n, C]. Raises DataError.
+    def scatter(self, out: np.ndarray, indices: np.ndarray, start: int) -> None:
+        """Read consecutive instances into rows of a batch: out[indices[i]] = instance start + i.
 
-        Ids are not checked. For a mix, whose own batch holds the instances of several sources.
+        A mix reads each of its sources in this way. Ids are not checked.
+
+        Args:
+            out: The batch, int64 [n, C].
+            indices: Rows of `out`, int64 [m].
+            start: Number of the first instance.
+
+        Raises:
+            DataError: As for `read`.
         """
-        for first, epoch, place, count in self._by_epoch(start, start + len(places)):
-            last = place + count
-            rows = np.arange(place, last) if epoch == 0 else self._permuted(epoch, place, last)
-            self._reader.pick_into(out, rows, places[first : first + count])
+        for offset, epoch, first, count in self._by_epoch(start, start + len(indices)):
+            stop = first + count
+            rows = np.arange(first, stop) if epoch == 0 else self._permuted(epoch, first, stop)
+            self._reader.pick_into(out, rows, indices[offset : offset + count])
 
     def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Of instances [start, stop): offset from `start`, epoch, place in it and count of each."""
+        """Divide instances [start, stop) by epoch: yield the offset from `start`, the epoch, the
+        first position in the epoch and the count."""
         assert 0 <= start <= stop, (start, stop)
         number = start
         while number < stop:
-            epoch, place = divmod(number, self.num_instances)
-            count = min(stop - number, self.num_instances - place)
-            yield number - start, epoch, place, count
+            epoch, first = divmod(number, self.num_instances)
+            count = min(stop - number, self.num_instances - first)
+            yield number - start, epoch, first, count
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Rows at the places [first, stop) of an epoch, int64 [n], from blocks of them."""
+        """Return the stored rows at positions [first, stop) of an epoch, int64 [n]."""
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

@@ -1,4 +1,4 @@
-"""Which document of its instance each token belongs to.
+"""Document numbers of tokens, for attention within documents.
 
 Dims: B instances, C tokens of an instance.
 """
@@ -9,16 +9,21 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
-    """int32 [B, C], in `out` or a new array: how many documents end before each of `tokens` [B, C].
+    """Return the number of documents of its instance that end before each token.
 
-    A document ends at its EOS, which belongs to it, and EOS occurs nowhere else (CONTRACT.md,
-    "Data set"). So the ids come from the tokens alone: 0 for what an instance begins with, though
-    that may be the rest of a document whose beginning stands in another instance.
+    A document ends with its EOS, and EOS occurs nowhere else (CONTRACT.md, "Data set"), so the
+    tokens alone determine the result. The first document of an instance has number 0, even if it
+    starts in an earlier instance.
+
+    Args:
+        tokens: Integers [B, C].
+        eos_id: The token that ends a document.
+        out: Array [B, C] for the result; None: a new int32 array.
     """
     batch, context = tokens.shape
-    ends = np.flatnonzero(tokens == eos_id) + 1  # counted through all instances
-    starts = np.union1d(np.arange(batch) * context, ends[ends < tokens.size])  # of the documents
-    first = np.searchsorted(starts, starts // context * context)  # of the instance they are in
+    ends = np.flatnonzero(tokens == eos_id) + 1  # as indices into all tokens
+    starts = np.union1d(np.arange(batch) * context, ends[ends < tokens.size])  # of all documents
+    first = np.searchsorted(starts, starts // context * context)  # first document of its instance
     numbers = (np.arange(len(starts)) - first).astype(np.int32)
     ids = np.repeat(numbers, np.diff(starts, append=tokens.size)).reshape(tokens.shape)
     if out is None:

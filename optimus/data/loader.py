@@ -1,4 +1,4 @@
-"""Which microbatches a rank reads for an update, and a thread that has them ready in time."""
+"""The microbatches of a rank for each update, read in advance by a thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
 from optimus.io import files
 
-_AHEAD = 2  # stretches read in advance: one being used, one waiting hides any single slow read
-_STRETCH_BYTES = 1 << 21
-"""Updates smaller than this are read and handed over several at a time: waking a thread on another
-core costs as much as reading 100 KiB."""
+_PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
+_GROUP_BYTES = 1 << 21
+"""Size of the groups in which smaller updates are read and passed on: waking a thread on another
+core takes as long as reading 100 KiB."""
 
 
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """First instance of each microbatch that a data rank does in update `step` (from 1), in order.
+    """Return the first instance of each microbatch of a data rank in an update, in order.
 
-    The update reads instances [(step-1)*G, step*G); microbatch i of data rank d of w is number
-    i*w + d of the update (CONTRACT.md, "Ranks").
+    Update `step`, counted from 1, reads instances [(step-1)*G, step*G), G = `instances_per_step`.
+    Microbatch i of data rank d of w is number i*w + d of the update (CONTRACT.md, "Ranks").
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -36,28 +36,29 @@ def microbatch_starts(
 
 
 class Microbatch(NamedTuple):
-    """What one forward pass reads: `model.losses(*microbatch)`."""
+    """Input of a forward pass: `model.losses(*microbatch)`."""
 
     tokens: torch.Tensor
     """int64 [microbatch_size, C]."""
     document_ids: torch.Tensor | None = None
-    """int32 [microbatch_size, C], the document of each token within its instance; None: no mask."""
+    """int32 [microbatch_size, C], see `optimus.data.documents`; None: attention crosses
+    documents."""
 
 
 def make_microbatch(
     dataset: InstanceSource, start: int, stop: int, document_mask: bool
 ) -> Microbatch:
-    """Instances [start, stop) of `dataset`, with document ids if they are asked for."""
+    """Return instances [start, stop) of `dataset` as a microbatch, with document ids if
+    `document_mask`. Raises DataError."""
     tokens = dataset.read(start, stop)
     ids = torch.from_numpy(document_ids(tokens, dataset.eos_id)) if document_mask else None
     return Microbatch(torch.from_numpy(tokens), ids)
 
 
 class Loader(files.Closing):
-    """Microbatches of one data rank, read ahead by a thread. A context manager.
+    """Microbatches of a data rank. A thread reads those of the next updates in advance.
 
-    Stateless in the update number: any update may be asked for at any time, by any number of
-    ranks; consecutive ones are ready in advance.
+    Updates may be read in any order; consecutive ones are fast. The loader is a context manager.
     """
 
     def __init__(
@@ -69,57 +70,68 @@ class Loader(files.Closing):
         num_data_ranks: int,
         document_mask: bool = False,
     ):
-        """`document_mask`: give document ids with the tokens. An update is whole microbatches of
-        all ranks."""
+        """Create a loader; its thread starts with the first read.
+
+        Args:
+            dataset: Source of the instances.
+            instances_per_step: Instances of an update on all ranks, a multiple of
+                `microbatch_size * num_data_ranks`.
+            microbatch_size: Instances per microbatch.
+            data_rank: This rank among those that read different data.
+            num_data_ranks: Number of these ranks.
+            document_mask: Add document ids to the tokens.
+        """
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
         assert instances_per_step % (microbatch_size * num_data_ranks) == 0, instances_per_step
         self._dataset = dataset
         self._split = (instances_per_step, microbatch_size, data_rank, num_data_ranks)
         self._document_mask = document_mask
-        items = instances_per_step // num_data_ranks * dataset.context  # of an update, here
-        self._most_updates = max(1, _STRETCH_BYTES // (items * np.dtype(np.int64).itemsize))
-        self._tokens = BufferPool(self._most_updates * items, np.int64)
-        self._ids = BufferPool(self._most_updates * items, np.int32)
-        # Queues in C, whose hand-over costs a fraction of queue.Queue's; tickets bound how far the
-        # thread reads ahead, and an empty one ends it.
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+        num_tokens = instances_per_step // num_data_ranks * dataset.context  # of an update
+        self._max_updates = max(1, _GROUP_BYTES // (num_tokens * np.dtype(np.int64).itemsize))
+        self._tokens = BufferPool(self._max_updates * num_tokens, np.int64)
+        self._ids = BufferPool(self._max_updates * num_tokens, np.int32)
+        # SimpleQueue is written in C and faster than Queue. A group takes a ticket, so that tickets
+        # limit how far the thread reads ahead. A ticket of False ends the thread.
+        self._groups: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._stretch: deque[list[Microbatch]] = deque()  # updates handed over, not yet asked for
+        self._updates: deque[list[Microbatch]] = deque()  # rest of the group in use
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of update `step` (from 1), in order.
+        """Return the microbatches of this rank in update `step`, counted from 1, in order.
 
-        Raises whatever reading raised, DataError above all.
+        Raises:
+            DataError: An instance of the update cannot be read.
         """
         assert step >= 1, step
         if self._thread is None or step != self._next_step:
             self._restart(step)
         self._next_step = step + 1
-        if not self._stretch:
-            result = self._ready.get()
+        if not self._updates:
+            result = self._groups.get()
             self._tickets.put(True)
             if isinstance(result, BaseException):
                 self.close()
                 raise result
-            self._stretch.extend(result)
-        return self._stretch.popleft()
+            self._updates.extend(result)
+        return self._updates.popleft()
 
     def close(self) -> None:
-        """End the thread; a later `microbatches` starts another."""
+        """End the thread. The next call of `microbatches` starts a new one."""
         if self._thread is not None:
             self._stopping = True
-            self._tickets.put(False)  # wakes a thread that waits
+            self._tickets.put(False)  # wakes the thread
             self._thread.join()
             self._thread = None
 
     def _restart(self, step: int) -> None:
         self.close()
-        self._stretch.clear()
-        self._ready, self._tickets, self._stopping = queue.SimpleQueue(), queue.SimpleQueue(), False
-        for _ in range(_AHEAD):
+        self._updates.clear()
+        self._groups, self._tickets = queue.SimpleQueue(), queue.SimpleQueue()
+        self._stopping = False
+        for _ in range(_PREFETCH):
             self._tickets.put(True)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(step,), name="optimus-loader", daemon=True
@@ -127,27 +139,27 @@ class Loader(files.Closing):
         self._thread.start()
 
     def _read_ahead(self, step: int) -> None:
-        updates = 1  # the first is wanted soon; each stretch after it is twice as long
+        updates = 1  # the first update is needed soon; each later group is twice as long
         while self._tickets.get() and not self._stopping:
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
-            except BaseException as error:  # handed over: the caller raises it
-                if updates > 1:  # at the update that it belongs to, not before
+            except BaseException as error:  # `microbatches` raises it
+                if updates > 1:  # read one update at a time to raise it at the update that has it
                     updates = 1
                     self._tickets.put(True)
                     continue
                 result = error
-            self._ready.put(result)
+            self._groups.put(result)
             if isinstance(result, BaseException):
                 return
             step += updates
-            updates = min(2 * updates, self._most_updates)
+            updates = min(2 * updates, self._max_updates)
 
     def _read(self, step: int, updates: int) -> list[list[Microbatch]]:
-        """The microbatches of some updates from `step` on: one piece of memory for all of them."""
+        """Read the microbatches of updates [step, step + updates) into one buffer."""
         _, size, _, _ = self._split
         steps = range(step, step + updates)
-        starts = [start for one in steps for start in microbatch_starts(one, *self._split)]
+        starts = [start for s in steps for start in microbatch_starts(s, *self._split)]
         shape = (len(starts) * size, self._dataset.context)
         tokens = self._tokens.take()[: shape[0] * shape[1]].reshape(shape)
         for first, stop in _runs(starts, size):
@@ -170,6 +182,6 @@ class Loader(files.Closing):
 
 
 def _runs(starts: list[int], size: int) -> list[tuple[int, int]]:
-    """Microbatches [first, stop) each, of those at `starts`, that follow one another."""
+    """Return ranges [first, stop) of microbatches whose instances are consecutive."""
     breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
     return list(itertools.pairwise([0, *breaks, len(starts)]))

@@ -1,4 +1,4 @@
-"""Several data sets as one, by weight: the stream that training reads."""
+"""Data sets mixed by weight into one stream of instances."""
 
 from __future__ import annotations
 
@@ -15,57 +15,60 @@ from optimus.errors import DataError
 
 
 class MixedDataset:
-    """An endless stream of instances, of each source as many as its weight says, exactly.
+    """An endless stream of instances from several data sets, with exact shares.
 
-    Every source runs through its own epochs, so that a small one with a large weight repeats.
-    Stateless as `TokenDataset` is: instance n is the same whoever asks, in whatever order.
+    The epochs of each source are counted separately: a small source with a large weight repeats.
+    Reads keep no state, as those of `TokenDataset`.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
-        """`weights` as from `data_prep.mixing.integer_weights`.
+        """Mix data sets.
 
-        Raises DataError for sources that do not go together, or for one that is named twice.
+        Args:
+            sources: Training data sets, or held-out data sets.
+            weights: Instances of each source per period, from `data_prep.mixing.integer_weights`.
+
+        Raises:
+            DataError: Two sources have different tokenizers or contexts, or the same instances, or
+                one may train on documents that another one holds out.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]
         for source in sources[1:]:
-            for what in ("context", "tokenizer_sha256", "eos_id"):
-                one, other = getattr(first, what), getattr(source, what)
-                if one != other:
+            for name in ("context", "tokenizer_sha256", "eos_id"):
+                expected, value = getattr(first, name), getattr(source, name)
+                if value != expected:
                     raise DataError(
-                        f"data.mix: {first.path} has {what} = {one}, {source.path} has {other}; "
-                        "mix data sets of one tokenizer and context"
+                        f"data.mix: {first.path} has {name} = {expected}, {source.path} has "
+                        f"{value}; mix data sets of the same tokenizer and context"
                     )
         _check_held_out(sources)
-        seen: dict[str, TokenDataset] = {}
+        by_identity: dict[str, TokenDataset] = {}
         for source in sources:
-            twin = seen.setdefault(source.identity, source)
-            if twin is not source:
+            equal = by_identity.setdefault(source.identity, source)
+            if equal is not source:
                 raise DataError(
-                    f"data.mix: {twin.path} and {source.path} hold the same instances; name them "
-                    "once, with the sum of their weights"
+                    f"data.mix: {equal.path} and {source.path} have the same instances; name one "
+                    "of them, with the sum of the weights"
                 )
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
         self.tokenizer_file, self.tokenizer_sha256 = first.tokenizer_file, first.tokenizer_sha256
         self.sources, self._mixing = tuple(sources), Mixing(weights)
-        self.num_instances = self._mixing.before_repeating([one.num_instances for one in sources])
-        """Instances until a source repeats itself."""
+        self.num_instances = self._mixing.before_repeating([s.num_instances for s in sources])
+        """Number of instances before a source repeats one."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        """Hex string that is equal for two mixes only if they give the same instances."""
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Instances [start, stop) of the mix, int64 [n, C], in `out` or a new array.
-
-        Raises DataError.
-        """
+        """Return instances [start, stop) of the mix, int64 [n, C], in `out` or a new array. Raises
+        as `TokenDataset.read`."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
         for index in np.flatnonzero(np.bincount(sources)).tolist():
-            places = np.flatnonzero(sources == index)
-            self.sources[index].scatter(out, places, int(numbers[places[0]]))
+            rows = np.flatnonzero(sources == index)
+            self.sources[index].scatter(out, rows, int(numbers[rows[0]]))
         if out.max(initial=0) >= self.vocab_size:
             for row, (index, number) in enumerate(zip(sources, numbers, strict=True)):
                 self.sources[index].check_ids(out[row : row + 1], int(number))
@@ -73,13 +76,13 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raises DataError where a source might train on what another holds out, or holds it."""
+    """Raise DataError if a source contains, or may contain, documents that another holds out."""
     first = sources[0]
     for source in sources[1:]:
-        if source.part != first.part:
+        if source.split != first.split:
             raise DataError(
-                f"data.mix: {first.path} is a {first.part} part and {source.path} a {source.part} "
-                "part; what is held out is not trained on, name the training part of each"
+                f"data.mix: {first.path} has {first.split} data and {source.path} has "
+                f"{source.split} data; name the training data of each data set"
             )
     known = [(source.path, rule) for source in sources if (rule := source.held_out())]
     for path, rule in known[1:]:

@@ -1,6 +1,6 @@
-"""A sentencepiece model as a tokenizer.json with the same ids, for readers of that format alone.
+"""Conversion of a sentencepiece model to a tokenizer.json with the same ids.
 
-The model file is a protobuf message; its fields are numbered in sentencepiece_model.proto of the
+The model file is a protobuf message. The field numbers are from sentencepiece_model.proto of the
 sentencepiece project (ModelProto, TrainerSpec, NormalizerSpec).
 """
 
@@ -20,7 +20,7 @@ _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NEVER = -1e6
-"""Score of a control symbol: text that spells it is divided otherwise."""
+"""Score of control symbols, so low that no text is encoded as one."""
 _SPACE = "\u2581"
 _PROBES = (
     "The quick brown fox; it's 3.14159 (x_1)!",
@@ -34,35 +34,35 @@ _PROBES = (
     "\n",
     "def f(x):\n    return x + 1\n",
 )
-"""Texts on which the ids are compared."""
+"""Texts to compare the ids of both tokenizers."""
 
 
 def sentencepiece_as_json(path: Path) -> str:
     """Return the text of a tokenizer.json with the ids of the sentencepiece model at `path`.
 
     Raises:
-        DataError: the model is of a kind that the format cannot express, or ids differ on a text of
-            `_PROBES` or on one that contains a user-defined symbol.
+        DataError: The format cannot express this type of model, or ids differ for a text of
+            `_PROBES` or for a text with a user-defined symbol.
     """
     reference = SentencePieceTokenizer(path)
     pieces, trainer, normalizer = _read(path.read_bytes())
     symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
-    probes = [*_PROBES, *(f"a{one} {one}b" for one in symbols[:20])]
+    probes = [*_PROBES, *(f"a{symbol} {symbol}b" for symbol in symbols[:20])]
     expected = [ids.tolist() for ids in reference.encode(probes)]
-    # Prepending as a normalizer is exact where text begins with a space, as a pre-tokenizer where
-    # user-defined symbols divide the text.
+    # Prepending in the normalizer is exact for text with a leading space, prepending in the
+    # pre-tokenizer is exact for text with user-defined symbols.
     for as_normalizer in (True, False):
         tokenizer = _convert(pieces, trainer, normalizer, as_normalizer)
-        found = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
-        if found == expected:
+        actual = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
+        if actual == expected:
             return tokenizer.to_str()
-    text = next(p for p, a, b in zip(probes, expected, found, strict=True) if a != b)
+    text = next(p for p, a, b in zip(probes, expected, actual, strict=True) if a != b)
     raise DataError(f"{path}: a tokenizer.json gives other ids than sentencepiece for {text!r:.60}")
 
 
 def has_pieces(data: bytes) -> bool:
-    """Return whether the content of a file is a sentencepiece model, as far as its list of pieces
-    and the lengths of all fields show."""
+    """Return whether the content of a file has the structure of a sentencepiece model: fields of
+    the right lengths and a list of pieces."""
     try:
         pieces, _, _ = _read(data)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
@@ -114,25 +114,26 @@ def _convert(
             tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(piece, normalized=True, special=False)])
-    tokenizer.encode_special_tokens = True  # while ids are compared; it is not stored
+    tokenizer.encode_special_tokens = True  # for the comparison of ids; it is not saved
     return tokenizer
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Pairs of pieces whose concatenation is one, the best score first: sentencepiece merges the
-    pair whose piece has the best score."""
+    """Return the pairs of pieces whose concatenation is a piece, best score first: sentencepiece
+    merges the pair whose concatenation has the best score."""
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
-    found = []
+    merges = []
     for piece, number in numbers.items():
         for cut in range(1, len(piece)):
             left, right = numbers.get(piece[:cut]), numbers.get(piece[cut:])
             if left is not None and right is not None:
-                found.append((-pieces[number][1], left, right))
-    return [(pieces[left][0], pieces[right][0]) for _, left, right in sorted(found)]
+                merges.append((-pieces[number][1], left, right))
+    return [(pieces[left][0], pieces[right][0]) for _, left, right in sorted(merges)]
 
 
 def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Pieces as (text, score, type), and the fields of TrainerSpec and NormalizerSpec."""
+    """Return the pieces as (text, score, type), and the fields of TrainerSpec and
+    NormalizerSpec."""
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
     for number, value in _fields(data):
@@ -145,29 +146,30 @@ def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], di
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: numbers as int, 32 bits as float, others as bytes."""
-    at = 0
+    """Yield number and value of the fields of a protobuf message: a varint as int, 32 bits as
+    float, all other types as bytes."""
+    offset = 0
 
     def varint() -> int:
-        nonlocal at
+        nonlocal offset
         value = 0
         for shift in range(0, 64, 7):
-            byte = data[at]
-            at += 1
+            byte = data[offset]
+            offset += 1
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
         raise ValueError("a number of more than 64 bits")
 
-    while at < len(data):
+    while offset < len(data):
         key = varint()
         number, wire = key >> 3, key & 7
         if wire == 0:
             yield number, varint()
             continue
         size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
-        value = data[at : at + size]
+        value = data[offset : offset + size]
         if len(value) != size:
             raise ValueError("ends within a field")
-        at += size
+        offset += size
         yield number, struct.unpack("<f", value)[0] if wire == 5 else value

@@ -1,5 +1,4 @@
-"""The tokenizer file of a data set or a checkpoint: text to ids and back, and as transformers reads
-it."""
+"""Tokenizers of data sets and checkpoints: encoding, decoding, and files for transformers."""
 
 from __future__ import annotations
 
@@ -20,40 +19,47 @@ from optimus.errors import DataError
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def tokenizer_beside(folder: Path) -> Path:
-    """The tokenizer of a data set or a checkpoint, called by its kind; it need not exist."""
+def tokenizer_path(folder: Path) -> Path:
+    """Return the path of the tokenizer in a data set or a checkpoint: tokenizer.model if only this
+    file exists, else tokenizer.json."""
     return layout.tokenizer_file(folder)
 
 
 class TextTokenizer:
-    """A tokenizer.json or a sentencepiece model, read as `optimus-data` reads it."""
+    """A tokenizer.json or a sentencepiece model, used in the same way as by `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Raises DataError where the file is neither."""
+        """Load the file `path`. Raises DataError if it is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """All ids of a text; what spells a special token is plain text. Raises DataError."""
+        """Return the ids of a text. The name of a special token is encoded as plain text. Raises
+        DataError."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode([text])[0].tolist()
         with library_panics(self._path):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
-        """The id of a token by its text, of a sentencepiece model a control symbol."""
+        """Return the id of a token, or in a sentencepiece model of a control symbol, by its text;
+        None if there is no such token."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.control_id(name)
         return self._tokenizer.token_to_id(name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by their names. Raises DataError."""
+        """Return the text of ids, with the names of special tokens. Raises DataError."""
         with library_panics(self._path):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of a tokenizer's end-of-document token: the only special token of a usual name,
-    or the only special token at all; None if that leaves it open."""
+    """Return the id of the end-of-document token of a tokenizer file: that of the only special
+    token with a usual name, or of the only special token. None if neither exists.
+
+    Raises:
+        DataError: The file is not a tokenizer.
+    """
     try:
         return read_facts(file).eos_id
     except DataError:
@@ -65,52 +71,57 @@ def eos_from_names(file: Path) -> int | None:
 
 
 def add_transformers_files(
-    file: Path, *, eos: int | None, bos: int | None, pad: int | None, ids: int, max_length: int
+    file: Path,
+    *,
+    eos: int | None,
+    bos: int | None,
+    pad: int | None,
+    vocab_size: int,
+    max_length: int,
 ) -> int | None:
-    """Write into the directory of a tokenizer file what `AutoTokenizer` needs to give the same ids.
+    """Write the files that `AutoTokenizer` needs to return the same ids as a tokenizer file.
 
-    That is a tokenizer_config.json and, where the file is a sentencepiece model or its
-    post-processor adds tokens that the data did not have, another tokenizer.json.
+    They are a tokenizer_config.json in the directory of the file and, if the file is a
+    sentencepiece model or adds special tokens to each text, also a new tokenizer.json.
 
     Args:
-        file: tokenizer.json or tokenizer.model, as `tokenizer_beside` names it.
-        eos: id of the token that ends a document; `bos` and `pad` alike; None if not known.
-        ids: size of the model's vocabulary, which the padding token must be in.
+        file: tokenizer.json or tokenizer.model, as `tokenizer_path` returns it.
+        eos: Id of the end-of-document token; None if it is not known.
+        bos, pad: Ids of the beginning-of-sequence and the padding token; None as for `eos`.
+        vocab_size: Size of the model's vocabulary, a limit for the id of the padding token.
         max_length: `model_max_length`, in tokens.
 
     Returns:
-        The id of the padding token: `pad`, else that of a special token named after padding, else
-        `eos`. None if there is none.
+        The id of the padding token: `pad`, or that of a token with "pad" in its name, or `eos`.
 
     Raises:
-        DataError: the file cannot be read, or no tokenizer.json gives the ids of a sentencepiece
-            model.
+        DataError: The file is no tokenizer, or no tokenizer.json has the ids of the model.
     """
-    open_tokenizer(file)  # refuses what is no tokenizer
+    open_tokenizer(file)  # raises DataError if it is not a tokenizer
     text = sentencepiece_as_json(file) if is_sentencepiece(file) else file.read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
     special = _special_tokens(tokenizer)
     if pad is None or tokenizer.id_to_token(pad) is None:
-        named = (one for one, name in special.items() if "pad" in name.lower() and one < ids)
-        pad = next(named, eos)
+        pads = (i for i, name in special.items() if "pad" in name.lower() and i < vocab_size)
+        pad = next(pads, eos)
     config: dict[str, Any] = {
-        # Taken by transformers 4 and 5 alike, and neither puts another pre-tokenizer into it.
+        # transformers 4 and 5 both know this class, and neither replaces its pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        # A decoder continues the end of its prompt: padding belongs before it.
+        # A decoder continues the end of the prompt, so padding is on the left.
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
     named_ids = {"bos_token": bos, "eos_token": eos, "pad_token": pad}
-    tokens = {key: tokenizer.id_to_token(one) for key, one in named_ids.items() if one is not None}
+    tokens = {key: tokenizer.id_to_token(i) for key, i in named_ids.items() if i is not None}
     config |= {key: token for key, token in tokens.items() if token is not None}
     if unknown := getattr(tokenizer.model, "unk_token", None):
         config["unk_token"] = unknown
     if others := [name for name in special.values() if name not in config.values()]:
         config["additional_special_tokens"] = others
     if is_sentencepiece(file):
-        if file.name != layout.SENTENCEPIECE:  # as data sets of an earlier version call it
+        if file.name != layout.SENTENCEPIECE:  # its name in data sets of an earlier version
             file.rename(file.with_name(layout.SENTENCEPIECE))
         file.with_name(layout.TOKENIZER).write_text(text, encoding="utf-8")
     elif tokenizer.num_special_tokens_to_add(False):
@@ -122,6 +133,6 @@ def add_transformers_files(
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Special tokens by id, ascending."""
+    """Return the texts of special tokens by id, ascending."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {number: token.content for number, token in added if token.special}

@@ -12,7 +12,7 @@ from optimus.checkpoint.convert import eos_token_ids
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
-from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.distributed.collectives import ALONE
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
@@ -69,7 +69,7 @@ def continue_text(
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
     source = manager.resolve(checkpoint)
-    file = tokenizer_beside(source)
+    file = tokenizer_path(source)
     if not file.is_file():
         raise DataError(
             f"{file}: no tokenizer next to the weights; copy that of the data set to this path"

@@ -388,7 +388,7 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
     """Raise DataError for a held-out part: a loss on text that was trained on measures nothing."""
-    if dataset.part == PARTS[1]:
+    if dataset.split == PARTS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
         remedy = parent if has_data else "the data set that it came with"

@@ -17,7 +17,7 @@ from optimus.checkpoint.manifest import MANIFEST, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
 from optimus.config import make_config
-from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.errors import CheckpointError, DamageError
 from optimus.io import files
 from optimus.io.files import read_regular
@@ -90,7 +90,7 @@ def rewrite_manifest(path: Path) -> None:
 def check_directory(path: Path, data: Path) -> None:
     """What a user does first with a directory."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    own, manifest = TextTokenizer(tokenizer_beside(data)), read_data_manifest(data)
+    own, manifest = TextTokenizer(tokenizer_path(data)), read_data_manifest(data)
     assert tokenizer.eos_token_id == manifest.eos_id
     assert 0 <= tokenizer.pad_token_id < len(tokenizer) == manifest.vocab_size
     batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""The tiny data set once more, in many small shards."""
+"""Data sets with many shards and with few instances, made from the tiny data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture(scope="session")
 def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of seed 8 with more shards than are kept open; tests must not change it."""
+    """Directory of a data set of seed 8 with more shards than a reader maps; do not change it."""
     out = tmp_path_factory.mktemp("many")
     reshuffled(tiny_data, out, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2))
     assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
@@ -22,7 +22,7 @@ def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def few_instances(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training set of 77 instances; tests must not change it."""
+    """Directory of a training data set of 77 instances; do not change it."""
     out = tmp_path_factory.mktemp("few")
     blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(out)]
     assert main([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0

@@ -11,12 +11,12 @@ def config(**overrides):
 
 
 @pytest.mark.parametrize("data_ranks, accumulation", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_accumulation_follows_from_tokens_and_ranks(data_ranks, accumulation):
+def test_microbatches_per_rank_are_derived_from_tokens_and_ranks(data_ranks, accumulation):
     plan = plan_batch(config().train, data_ranks)
     assert plan.microbatches_per_rank == accumulation
     assert (plan.instances, plan.tokens, plan.targets) == (8, 8 * 32, 8 * 31)
 
 
-def test_without_a_global_batch_every_rank_takes_one_microbatch():
+def test_default_batch_is_a_microbatch_on_each_rank():
     plan = plan_batch(config(train__global_batch_tokens=0, train__microbatch_size=3).train, 4)
     assert (plan.microbatches_per_rank, plan.instances) == (1, 12)

@@ -1,4 +1,4 @@
-"""The data set that training reads: numbers through epochs, identity, damage in one line."""
+"""Token data sets: order of epochs, identity, and refusal of damaged files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data_prep.corpus import shards
 from tests.helpers.tiny import CONTEXT, VOCAB, reshuffled
 
 
-def test_what_a_data_set_tells(tiny_data):
+def test_attributes_are_those_of_the_manifest(tiny_data):
     dataset = TokenDataset(str(tiny_data))
     rows = shards(tiny_data)
     assert (dataset.num_instances, dataset.context) == rows.shape == (len(rows), CONTEXT)
@@ -35,8 +35,8 @@ def test_what_a_data_set_tells(tiny_data):
 
 def test_epoch_zero_is_the_order_of_the_shards(many_shards):
     dataset, rows = TokenDataset(many_shards), shards(many_shards)
-    found = dataset.read(0, len(rows))
-    assert found.dtype == np.int64 and found.flags.writeable and np.array_equal(found, rows)
+    tokens = dataset.read(0, len(rows))
+    assert tokens.dtype == np.int64 and tokens.flags.writeable and np.array_equal(tokens, rows)
     assert np.array_equal(dataset.read(5, 17), rows[5:17])
     assert dataset.read(4, 4).shape == (0, CONTEXT)
 
@@ -50,8 +50,8 @@ def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
     assert not np.array_equal(order, np.arange(len(rows)))
 
 
-def test_files_and_memory_stay_bounded(many_shards):
-    """Ten thousand shards must not need ten thousand descriptors."""
+def test_open_files_are_limited(many_shards):
+    """The number of open files and mappings does not grow with the number of shards."""
     dataset = TokenDataset(many_shards)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     dataset.read(0, 3 * dataset.num_instances)
@@ -61,14 +61,14 @@ def test_files_and_memory_stay_bounded(many_shards):
         assert opened <= reader._OPEN_SHARDS < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def test_threads_may_share_it(many_shards):
+def test_threads_share_a_data_set(many_shards):
     dataset, rows = TokenDataset(many_shards), shards(many_shards)
     wrong = []
 
     def read(seed: int) -> None:
-        for place in np.random.default_rng(seed).integers(0, len(rows), 2000).tolist():
-            if not np.array_equal(dataset.read(place, place + 1)[0], rows[place]):
-                wrong.append(place)
+        for number in np.random.default_rng(seed).integers(0, len(rows), 2000).tolist():
+            if not np.array_equal(dataset.read(number, number + 1)[0], rows[number]):
+                wrong.append(number)
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -78,63 +78,65 @@ def test_threads_may_share_it(many_shards):
     assert not wrong
 
 
-def test_identity_is_that_of_the_instances(tiny_data, many_shards, tmp_path):
+def test_identity_depends_on_the_instances_only(tiny_data, many_shards, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(tiny_data, again)
     assert TokenDataset(again).identity == TokenDataset(tiny_data).identity
     manifest = read_manifest(tiny_data)
     other = dataclasses.replace(manifest.shards[-1], xxh3="0" * 16)
     changed = dataclasses.replace(manifest, shards=(*manifest.shards[:-1], other))
-    assert changed.identity != manifest.identity, "a run would go on with other tokens"
+    assert changed.identity != manifest.identity, "a run would resume with other tokens"
     assert TokenDataset(many_shards).identity != TokenDataset(tiny_data).identity
     assert TokenDataset(tiny_data / "eval").identity != TokenDataset(tiny_data).identity
 
 
-def refused(path, needle: str, status: int = 2) -> None:
+def assert_refused(path, reason: str, status: int = 2) -> None:
     with pytest.raises(DataError) as caught:
         TokenDataset(path).read(0, 1)
-    assert needle in str(caught.value) and str(path) in str(caught.value)
+    assert reason in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.exit_code == status
 
 
-def test_missing_unfinished_and_damaged_data_sets(tiny_data, tmp_path):
-    refused(tmp_path / "nowhere", "is missing: ")
-    refused(tmp_path, "is not a data set; make it with optimus-data run")
+def test_missing_unfinished_and_damaged_data_sets_are_refused(tiny_data, tmp_path):
+    assert_refused(tmp_path / "nowhere", "is missing: ")
+    assert_refused(tmp_path, "is not a data set; make it with optimus-data run")
     data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
     manifest = data / "manifest.json"
     content = manifest.read_bytes()
     for damage in (b"", content[: len(content) // 2], content.replace(b'"seed": 0', b'"seed": 1')):
         manifest.write_bytes(damage)
-        refused(data, "manifest.json: damaged", 1)
+        assert_refused(data, "manifest.json: damaged", 1)
     manifest.unlink()
-    refused(data, "is not finished")
+    assert_refused(data, "is not finished")
     value = json.loads(content)
     del value["self_xxh3"]
     write_checked_json(manifest, value | {"version": 2})
-    refused(data, "version 2")
+    assert_refused(data, "version 2")
     write_checked_json(manifest, value | {"permutation": "other"})
-    refused(data, "permuted by other")
+    assert_refused(data, "permuted by other")
     manifest.write_bytes(content)
     shard = data / "shards" / "shard-00000.npy"
     shard.write_bytes(shard.read_bytes()[:-2])
-    refused(data, "shard-00000.npy: has ", 1)
+    assert_refused(data, "shard-00000.npy: has ", 1)
     shard.unlink()
-    refused(data, "shard-00000.npy: cannot be read")
+    assert_refused(data, "shard-00000.npy: cannot be read")
 
 
-def test_a_data_set_without_instances(tiny_data, tmp_path):
-    """A held-out part may be too small for one instance; only reading it is a mistake."""
+def test_data_set_without_instances_is_refused(tiny_data, tmp_path):
+    """Held-out data may be too small for an instance: verify accepts it, reading does not."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
     reshuffled(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0
     assert TokenDataset(tmp_path).num_instances > 0
-    refused(tmp_path / "eval", f"not one instance of {context}")
+    assert_refused(tmp_path / "eval", f"not one instance of {context}")
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_an_id_outside_the_vocabulary_is_told_by_shard_and_row(many_shards, tmp_path, epoch, mixed):
+def test_id_outside_the_vocabulary_is_refused_with_shard_and_row(
+    many_shards, tmp_path, epoch, mixed
+):
     data = tmp_path / "data"
     shutil.copytree(many_shards, data)
     shard = data / "shards" / "shard-00007.npy"
@@ -150,6 +152,6 @@ def test_an_id_outside_the_vocabulary_is_told_by_shard_and_row(many_shards, tmp_
     source.read(wrong - 3, wrong)
     with pytest.raises(DamageError) as caught:
         source.read(wrong - 3, wrong + 2)
-    assert f"{shard}: row 2 holds id {VOCAB + 9}, outside the vocabulary of {VOCAB}; " in str(
+    assert f"{shard}: row 2 has id {VOCAB + 9}, outside the vocabulary of {VOCAB}; " in str(
         caught.value
     )

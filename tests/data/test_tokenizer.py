@@ -8,17 +8,15 @@ from optimus.errors import DataError
 TEXT = "def f(x): return x <|endoftext|> 1\n"
 
 
-def test_text_survives_ids_and_special_text_is_plain(tiny_data):
+def test_text_is_decoded_from_its_ids_with_special_tokens_as_text(tiny_data):
     tokenizer = TextTokenizer(tiny_data / "tokenizer.json")
     ids = tokenizer.encode(TEXT)
     assert len(ids) > 10 and tokenizer.decode(ids) == TEXT
 
 
-def test_a_sentencepiece_model_serves_as_well(tmp_path):
+def test_sentencepiece_model_decodes_its_ids(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
-    (tmp_path / "text").write_text(
-        "\n".join(f"the word number {n} stands here" for n in range(200))
-    )
+    (tmp_path / "text").write_text("\n".join(f"the word number {n} is here" for n in range(200)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"),
         model_prefix=str(tmp_path / "m"),
@@ -26,10 +24,10 @@ def test_a_sentencepiece_model_serves_as_well(tmp_path):
         minloglevel=2,
     )
     tokenizer = TextTokenizer(tmp_path / "m.model")
-    assert tokenizer.decode(tokenizer.encode("the word stands")) == "the word stands"
+    assert tokenizer.decode(tokenizer.encode("the word is here")) == "the word is here"
 
 
-def test_another_file_is_refused_in_one_line(tmp_path):
+def test_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="tokenizer.json: is not a tokenizer"):
         TextTokenizer(tmp_path / "tokenizer.json")

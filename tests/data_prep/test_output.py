@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from data_prep.cli import main
-from optimus.data.tokenizer import TextTokenizer, tokenizer_beside
+from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from tests.data_prep.corpus import run_arguments, tree, write_sentencepiece
 from tests.helpers.programs import ROOT
 
@@ -48,9 +48,9 @@ def test_a_sentencepiece_model_keeps_its_kind_of_name(made, tmp_path, capsys):
     for place in (out, out / "eval"):
         assert (place / "tokenizer.model").read_bytes() == model.read_bytes()
         assert not (place / "tokenizer.json").exists()
-    assert tokenizer_beside(out) == out / "tokenizer.model"
-    ids = TextTokenizer(tokenizer_beside(out)).encode("abc été")
-    assert TextTokenizer(tokenizer_beside(out)).decode(ids) == "abc été"
+    assert tokenizer_path(out) == out / "tokenizer.model"
+    ids = TextTokenizer(tokenizer_path(out)).encode("abc été")
+    assert TextTokenizer(tokenizer_path(out)).decode(ids) == "abc été"
     assert main(["verify", str(out)]) == 0 and main(["inspect", str(out), "1"]) == 0
 
     shutil.copytree(out, old)  # as an earlier version called it

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from optimus.config import ModelConfig
 from optimus.data.dataset import TokenDataset
-from optimus.data.tokenizer import tokenizer_beside
+from optimus.data.tokenizer import tokenizer_path
 from optimus.errors import DataError
 from optimus.evaluate.checkpoint import continue_text
 from optimus.evaluate.generate import generate, sample_text
@@ -70,7 +70,7 @@ def test_a_continuation_ends_where_the_model_says(tiny_data, tmp_path):
     for name, tokens in ends.items():
         config = model.config.model_copy(update={"eos_token_ids": tokens})
         write_model(model, tmp_path / name, config)
-        shutil.copy(tokenizer_beside(tiny_data), tmp_path / name)
+        shutil.copy(tokenizer_path(tiny_data), tmp_path / name)
 
     def continuation(name: str, tokens: int) -> str:
         return continue_text(str(tmp_path / name), "abc", tokens, temperature=0, top_k=0, seed=0)
