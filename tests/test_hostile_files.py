@@ -1,4 +1,4 @@
-"""A hundred cases of the drill of mutated files, and proof that the drill finds what is wrong."""
+"""100 cases of the drill of mutated files, and planted faults that the drill must find."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_fi
 LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
 
 
-def test_mutated_files_are_refused_in_one_line_or_change_nothing():
-    """Every format once, and again by weight: 20 s on two slow cores. More of it:
+def test_mutated_files_are_refused_or_read_with_the_same_result():
+    """All formats, some more often by their weights; 20 s on two slow cores. For more cases:
     scripts/drills/hostile_files.py --cases N."""
     drill = [sys.executable, str(DRILL), "--cases", "100", "--seed", "5"]
     done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
@@ -39,7 +39,7 @@ def test_mutated_files_are_refused_in_one_line_or_change_nothing():
     assert all(int(cases) for _, cases in rows) and len(rows) > len(FORMATS) - 10
 
 
-def test_the_same_seed_gives_the_same_mutations():
+def test_same_seed_makes_the_same_mutations():
     content = b'{"a": [1, 2, {"b": "text"}], "c": 0.5}'
     for syntax in ("json", "json lines", "bytes"):
         first, second = (
@@ -49,7 +49,7 @@ def test_the_same_seed_gives_the_same_mutations():
         assert len({change.how for change in first}) > 30
 
 
-def test_a_structural_change_stays_in_its_syntax():
+def test_structural_change_is_valid_in_its_syntax():
     content = {
         "json": b'{"a": [1, {"b": "text"}]}',
         "json lines": b'{"step": 1}\n{"step": 2}\n',
@@ -66,7 +66,7 @@ def test_a_structural_change_stays_in_its_syntax():
                 parsers[syntax](changed)
 
 
-def test_hashes_are_made_to_fit_a_change(tmp_path):
+def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
     inner, outer = tmp_path / "inner.json", tmp_path / "outer.json"
     inner.write_bytes(files.checked_json({"data": files.xxh3_bytes(b"before"), "size": 6}))
     entry = {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
@@ -75,15 +75,15 @@ def test_hashes_are_made_to_fit_a_change(tmp_path):
     data.write_bytes(b"after it")
     hostile_formats.seal(tmp_path, data, b"before")
     assert files.parse_checked_json(inner.read_bytes())["size"] == 8
-    (found,) = files.parse_checked_json(outer.read_bytes())["files"]
-    assert found == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
+    (sealed,) = files.parse_checked_json(outer.read_bytes())["files"]
+    assert sealed == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
 
 
-# Readers with a fault each, as a command might have it. The sample is a JSON object.
+# Readers of a JSON object. Each except the first has a fault that a command might have.
 
 
 def _read(words: Sequence[str]) -> int:
-    """A reader without fault."""
+    """Read the sample correctly."""
     try:
         value = json.loads(files.read_regular("sample.json", 1 << 20))["value"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -97,12 +97,12 @@ def _raises(words: Sequence[str]) -> int:
     raise KeyError("value")
 
 
-def _works_for_ever(words: Sequence[str]) -> int:
+def _loops(words: Sequence[str]) -> int:
     while True:
         pass
 
 
-def _waits_for_ever(words: Sequence[str]) -> int:
+def _blocks(words: Sequence[str]) -> int:
     time.sleep(1000)
     return 0
 
@@ -117,8 +117,8 @@ def _writes_outside(words: Sequence[str]) -> int:
         return _read(words)
 
 
-def _writes_outside_unseen(words: Sequence[str]) -> int:
-    """As a library in C does: no audit event."""
+def _writes_unaudited(words: Sequence[str]) -> int:
+    """Write as a library in C does, which raises no audit event."""
     libc = ctypes.CDLL(None)
     os.close(libc.open(b"../outside/new", os.O_WRONLY | os.O_CREAT, 0o600))
     return _read(words)
@@ -139,22 +139,22 @@ def _prints(words: Sequence[str]) -> int:
     return 0
 
 
-def _gives_other_content(words: Sequence[str]) -> int:
+def _prints_other_content(words: Sequence[str]) -> int:
     print("something else")
     return 0
 
 
-def _escapes(words: Sequence[str]) -> int:
+def _prints_escapes(words: Sequence[str]) -> int:
     print("optimus: error: \x1b]0;title\x07", file=sys.stderr)
     return 2
 
 
-def _says_much(words: Sequence[str]) -> int:
-    print("optimus: error: one\noptimus: error: two", file=sys.stderr)
+def _prints_two_lines(words: Sequence[str]) -> int:
+    print("optimus: error: a\noptimus: error: b", file=sys.stderr)
     return 2
 
 
-def _says_too_much(words: Sequence[str]) -> int:
+def _prints_long_line(words: Sequence[str]) -> int:
     print("optimus: error: " + "x" * 10_000, file=sys.stderr)
     return 2
 
@@ -164,11 +164,11 @@ def _warns(words: Sequence[str]) -> int:
     return 0
 
 
-def _says_nothing(words: Sequence[str]) -> int:
+def _prints_no_line(words: Sequence[str]) -> int:
     return 2
 
 
-def _has_another_status(words: Sequence[str]) -> int:
+def _exits_with_7(words: Sequence[str]) -> int:
     print("optimus: error: no", file=sys.stderr)
     return 7
 
@@ -178,7 +178,7 @@ def _crashes(words: Sequence[str]) -> int:
     return 0
 
 
-def _ends(words: Sequence[str]) -> int:
+def _exits(words: Sequence[str]) -> int:
     os._exit(0)
 
 
@@ -186,23 +186,23 @@ CHANGED = Change("another value", b'{"value": 6}', is_structural=True)
 FOREIGN = Change("foreign", place="foreign")
 FAULTS = {
     "raises": (_raises, CHANGED, "traceback: KeyError"),
-    "works for ever": (_works_for_ever, CHANGED, "seconds of processor"),
-    "waits for ever": (_waits_for_ever, CHANGED, "waits without end"),
+    "loops": (_loops, CHANGED, "seconds of processor"),
+    "blocks": (_blocks, CHANGED, "waits without end"),
     "allocates": (_allocates, CHANGED, "MiB of memory"),
     "writes outside": (_writes_outside, CHANGED, "opened for writing outside"),
-    "writes unseen": (_writes_outside_unseen, CHANGED, "a file outside the directory was made"),
+    "writes unaudited": (_writes_unaudited, CHANGED, "a file outside the directory was made"),
     "reads outside": (_reads_outside, CHANGED, "opened outside the directory"),
     "copies": (_copies, FOREIGN, "was copied to copy.json"),
     "prints": (_prints, FOREIGN, "was printed"),
-    "other content": (_gives_other_content, CHANGED, "accepted with other content"),
-    "escapes": (_escapes, CHANGED, "control character"),
-    "says much": (_says_much, CHANGED, "refused in 2 lines"),
-    "says too much": (_says_too_much, CHANGED, "a line of"),
+    "other content": (_prints_other_content, CHANGED, "accepted with other content"),
+    "prints escapes": (_prints_escapes, CHANGED, "control character"),
+    "prints two lines": (_prints_two_lines, CHANGED, "refused in 2 lines"),
+    "prints a long line": (_prints_long_line, CHANGED, "a line of"),
     "warns": (_warns, CHANGED, "other lines on stderr"),
-    "says nothing": (_says_nothing, CHANGED, "refused in 0 lines"),
-    "another status": (_has_another_status, CHANGED, "exit status 7"),
+    "prints no line": (_prints_no_line, CHANGED, "refused in 0 lines"),
+    "exits with 7": (_exits_with_7, CHANGED, "exit status 7"),
     "crashes": (_crashes, CHANGED, "SIGSEGV"),
-    "ends": (_ends, CHANGED, "ended by itself"),
+    "exits": (_exits, CHANGED, "ended by itself"),
 }
 
 
@@ -213,7 +213,7 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """An arena of one sample, whose reader is without fault until a case is given."""
+    """An arena with one sample. All readers are correct while it is prepared, faulty afterwards."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -227,34 +227,36 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
 
 
 def case_of(name: str, change: Change) -> Case:
-    one = planted(name)
-    return Case(0, 0, one, one.commands[0], change, is_sealed=False)
+    faulty = planted(name)
+    return Case(0, 0, faulty, faulty.commands[0], change, is_sealed=False)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(arena, name):
-    _, change, told = FAULTS[name]
+def test_planted_fault_is_a_finding(arena, name):
+    _, change, message = FAULTS[name]
     ((_, verdict),) = arena.run([case_of(name, change)], 1)
-    assert verdict.outcome == "finding" and told in verdict.kind, verdict
+    assert verdict.outcome == "finding" and message in verdict.kind, verdict
 
 
-def test_a_reader_without_fault_has_no_finding(arena):
-    """What no hash protects may be read as another value, so only refusals and the same count."""
-    one = planted("sound")
+def test_correct_reader_has_no_finding(arena):
+    """Without a hash, a mutated file may be read as another value: outcome "other"."""
+    correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
-    cases = [Case(0, n, one, one.commands[0], change, True) for n, change in enumerate(changes)]
+    cases = [
+        Case(0, n, correct, correct.commands[0], change, True) for n, change in enumerate(changes)
+    ]
     outcomes = [verdict.outcome for _, verdict in arena.run(cases, 2)]
     assert len(outcomes) == 60 and set(outcomes) == {"same", "other", "refused"}
     assert not list(arena.folder.glob("case-*"))
 
 
-def test_a_finding_does_not_depend_on_the_cases_before(arena, monkeypatch):
-    """A fault that only a process of many cases has is said to be one."""
-    seen: list[int] = []
+def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
+    """A reader fails only in a process that has read several files."""
+    calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:
-        seen.append(1)
-        return _raises(words) if len(seen) > 2 else _read(words)
+        calls.append(1)
+        return _raises(words) if len(calls) > 2 else _read(words)
 
     monkeypatch.setitem(hostile_formats.READERS, "sound", raises_later)
     cases = [case_of("sound", Change("same", b'{"value": 5}')) for _ in range(3)]
@@ -263,7 +265,7 @@ def test_a_finding_does_not_depend_on_the_cases_before(arena, monkeypatch):
     assert verdicts[-1].kind.startswith("only after other cases: traceback")
 
 
-def test_limits_of_the_drill():
-    """What docs promise of any file."""
+def test_limits_of_the_drill_are_those_of_the_docs():
+    """The docs promise these limits for any file."""
     limits = hostile.Limits()
     assert (limits.cpu_s, limits.idle_s, limits.memory_bytes) == (5.0, 5.0, 256 << 20)
