@@ -119,6 +119,21 @@ def test_the_table_has_no_upward_import():
         )
 
 
+def test_contributing_has_the_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Packages")[1].split("\n## ")[0]
+    in_page = {
+        package: ALL if "all above" in allowed else " ".join(re.findall(r"`(\w+)`", allowed))
+        for packages, allowed in re.findall(r"^\| (`[^|]+) \| ([^|]*)\|", text, re.MULTILINE)
+        for package in re.findall(r"`([\w.]+)`", packages)
+    }
+    common = COMMON.split()
+    assert in_page == {
+        package: " ".join(name for name in allowed.split() if name not in common)
+        for package, allowed in ALLOWED.items()
+        if package not in BASE.split()
+    }
+
+
 def test_imports_are_allowed():
     wrong = [f"{statement}; {why}" for statement in IMPORTS if (why := forbidden(statement))]
     assert not wrong, "\n".join(wrong)

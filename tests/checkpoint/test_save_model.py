@@ -87,7 +87,7 @@ def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_pat
 
 def lose_a_write() -> None:
     """The second rank's disk tells of a success and keeps nothing."""
-    plain, lost = safetensors_writer._put, []
+    plain, lost = safetensors_writer._write_at, []
 
     def put(fd: int, data: memoryview, at: int) -> None:
         if read_launch_env().rank == 1 and not lost and len(data) > 2:
@@ -95,7 +95,7 @@ def lose_a_write() -> None:
             data = data[:0]
         plain(fd, data, at)
 
-    safetensors_writer._put = put
+    safetensors_writer._write_at = put
 
 
 def leave_some_out() -> None:
