@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from optimus.errors import (
     ConfigError,
-    LostPeerError,
     OptimusError,
-    Stopped,
+    OutcomeKind,
+    as_optimus_error,
     counted,
-    one_line,
     printable_lines,
 )
 
-_FIRST_RANK_SPEAKS_S = 1.5
-_OTHER_RANK_SPEAKS_S = 0.5
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # what a shell reports of a program that SIGPIPE ended
 _STALL_S = 5.0
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands that import torch; on a terminal they say at once that they have started."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,28 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(arguments)
         return args.run(args, arguments)
-    except OptimusError as error:
-        _print_error(error)
-        if _is_rank_of_a_launcher():
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # the rank ends by itself, with its own status
-        return error.exit_code
-    except _kernel_errors() as error:
-        _print_error(ConfigError(str(error)))
-        return ConfigError.exit_code
-    except OSError as error:
-        if error.filename is None and error.errno not in _DISK_TROUBLE:
+    except Exception as error:
+        shown = _error_of(error)
+        if shown is None:
             raise
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        _print_error(OptimusError(f"{reason}; fix it and give the same command again to continue"))
-        return OptimusError.exit_code
+        return _end(shown)
     except KeyboardInterrupt:
         from optimus.launch.environment import read_rank
 
         if read_rank() == 0:
             print("optimus: interrupted", file=sys.stderr)
-        return 130
+        return OutcomeKind.INTERRUPTED.exit_status
 
 
 def process() -> NoReturn:
@@ -220,25 +203,25 @@ def _kernel_errors() -> tuple[type[Exception], ...]:
     return () if module is None else (module.KernelError,)
 
 
-def _print_error(error: OptimusError) -> None:
-    """Print an error as one line on standard error, once if all ranks have the same error."""
-    from optimus.launch.environment import read_rank
+def _error_of(error: Exception) -> OptimusError | None:
+    """Return the error to print for `error`; None for a bug."""
+    if isinstance(error, _kernel_errors()):
+        return ConfigError(str(error))
+    return as_optimus_error(error)
 
-    rank, agreed = read_rank(), error.told_by_another is not None
-    if error.told_by_another or (rank and error.on_every_rank and not agreed):
-        _ended_within(_OTHER_RANK_SPEAKS_S)  # else launchers might end the rank that prints
-        return
-    # The ranks could not agree: most likely rank 0 prints the same error, or rank 1 if rank 0 is
-    # lost, and the launcher then ends this rank.
-    shared = error.exit_code in (ConfigError.exit_code, LostPeerError.exit_code)
-    if rank and shared and not agreed and _ended_within(_FIRST_RANK_SPEAKS_S * min(rank, 2)):
-        return
-    where = f" [rank {rank}]" if rank else ""
-    kind = "" if isinstance(error, Stopped) else " error:"  # a requested stop is no error
-    with _without_output_errors():
-        print(f"optimus:{where}{kind} {one_line(error)}", file=sys.stderr, flush=True)
-    if error.exit_code == LostPeerError.exit_code:
-        _ended_within(_OTHER_RANK_SPEAKS_S)  # the rank with the store ends last
+
+def _end(error: OptimusError) -> int:
+    """Print the line of the Outcome, if this rank prints it; return its exit status."""
+    from optimus.distributed.agreement import end_alone
+
+    ended = end_alone(error)
+    if _is_rank_of_a_launcher():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank ends with the status of the run
+    if ended.prints:
+        with _without_output_errors():
+            print(ended.line, file=sys.stderr, flush=True)
+    ended.leave()
+    return ended.exit_code
 
 
 def _speaks() -> bool:
@@ -254,26 +237,6 @@ def _is_rank_of_a_launcher() -> bool:
     from optimus.launch.environment import is_launched
 
     return "RANK" not in os.environ and is_launched()
-
-
-class _Ended(Exception):
-    """The launcher's SIGTERM."""
-
-
-def _ended_within(seconds: float) -> bool:
-    """Wait; return whether the launcher ended this rank meanwhile, which then keeps its status."""
-
-    def end(number: int, frame: object) -> None:
-        raise _Ended
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        time.sleep(seconds)
-    except _Ended:
-        return True
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,22 +335,20 @@ class _PrintSettings(argparse.Action):
 
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     if _is_rank_of_a_launcher():  # before anything that takes time is imported
+        status = OutcomeKind.FAILED.exit_status
         # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
         # whose error ends this one before its first step.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(OptimusError.exit_code))
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     from optimus.config import load_config
     from optimus.launch.environment import STARTED, read_launch_env
     from optimus.train.startup import prepare_meeting, ranks_to_start, refuse_together
 
     if args.dry_run:
         return _dry_run(args)
-    for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
-        if (value := getattr(args, option)) is not None and value is not False:
-            name = option.replace("_", "-")
-            raise ConfigError(f"--{name} belongs to --dry-run; add that or leave it out")
     launch = read_launch_env()
-    nproc = ranks_to_start(args.nproc, launch.world_size)
     try:
+        _check_no_dry_run_options(args)
+        nproc = ranks_to_start(args.nproc, launch.world_size)
         config = load_config(args.config, args.overrides)
     except OptimusError as error:
         refuse_together(launch, error)
@@ -409,6 +370,13 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
 
     train(config, launch, STARTED)
     return 0
+
+
+def _check_no_dry_run_options(args: argparse.Namespace) -> None:
+    for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
+        if (value := getattr(args, option)) is not None and value is not False:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} belongs to --dry-run; add that or leave it out")
 
 
 def _dry_run(args: argparse.Namespace) -> int:

@@ -1,70 +1,159 @@
-"""Errors that users can meet, with their exit statuses.
+"""Errors that users can meet, and the Outcome that ends a run or a command.
 
-Users' mistakes raise one of these with one line that names the key, the value and the remedy; the
-command line prints that line and exits with `exit_code`. A bug of ours is an assertion instead.
+A user's mistake raises one of these errors with one line that names the key, the value and the
+remedy; the command line prints that line and exits with the status of the error's kind. A bug of
+Optimus is an assertion instead. Errors know nothing of other ranks: where ranks end, they agree on
+one Outcome (optimus.distributed.agreement).
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import unicodedata
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Literal
 
 _LINE_CHARS = 2000
 """Longest message. Of a longer one the middle is left out, since its remedy is at the end."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
+"""Phases of a rank: reading its command, meeting the others, building its states, its updates."""
+
+
+class OutcomeKind(Enum):
+    """Kinds of ends of a run or a command. The values are those of JSON."""
+
+    DONE = "done"
+    FAILED = "failed"
+    USAGE = "usage"
+    STOPPED = "stopped"
+    NONFINITE = "nonfinite"
+    LOST_PEER = "lost_peer"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that ends in this way; README lists them."""
+        return _EXIT_STATUS[self]
+
+
+_EXIT_STATUS = {
+    OutcomeKind.DONE: 0,
+    OutcomeKind.FAILED: 1,
+    OutcomeKind.USAGE: 2,
+    OutcomeKind.STOPPED: 3,
+    OutcomeKind.NONFINITE: 4,
+    OutcomeKind.LOST_PEER: 5,
+    OutcomeKind.INTERRUPTED: 130,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a run, as one rank found it.
+
+    Attributes:
+        kind: Determines the exit status.
+        message: One line for the user.
+        rank: The rank that found it; rank 0 for what all ranks found.
+        host: The machine of that rank.
+        step: The update that the rank was doing; 0 before the first.
+        phase: What the rank was doing.
+    """
+
+    kind: OutcomeKind
+    message: str
+    rank: int = 0
+    host: str = ""
+    step: int = 0
+    phase: Phase = "launch"
+
+    def to_json(self) -> str:
+        """Return the JSON object with a key for each attribute."""
+        return json.dumps({**asdict(self), "kind": self.kind.value})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Outcome:
+        """Return the Outcome that `to_json` wrote. Raises ValueError for any other text."""
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "kind": OutcomeKind(fields["kind"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an Outcome: {text!r:.200}") from error
 
 
 class OptimusError(Exception):
-    """Base of all expected failures. The message is one line; `exit_code` is the process status."""
+    """Base of all expected failures. The message is one line."""
 
-    exit_code = 1
+    kind = OutcomeKind.FAILED
 
-    def __init__(self, message: str, on_every_rank: bool = False) -> None:
-        """`on_every_rank`: all ranks raise this same message, so only the first prints it."""
-        super().__init__(message)
-        self.on_every_rank = on_every_rank
-        self.told_by_another: bool | None = None
-        """True if another rank prints the message; None if the ranks have not agreed."""
+    @property
+    def exit_code(self) -> int:
+        """The exit status of a process that ends with this error."""
+        return self.kind.exit_status
 
 
 class ConfigError(OptimusError):
     """An unknown key, a wrong type, or settings that cannot go together."""
 
-    exit_code = 2
+    kind = OutcomeKind.USAGE
+
+
+class LaunchError(ConfigError):
+    """A launcher's environment or an address by which ranks cannot find each other."""
 
 
 class DataError(OptimusError):
     """A data set or an input file that is missing, damaged, or does not fit the model."""
 
-    exit_code = 2
+    kind = OutcomeKind.USAGE
 
 
 class DamageError(DataError):
     """A file that Optimus wrote and whose content has changed."""
 
-    exit_code = 1
+    kind = OutcomeKind.FAILED
 
 
 class CheckpointError(OptimusError):
     """A checkpoint that is missing, damaged, or of another model."""
 
-    exit_code = 2
+    kind = OutcomeKind.USAGE
 
 
 class Stopped(OptimusError):
-    """The run was asked to stop (signal or deadline) and has written a checkpoint."""
+    """A signal or the deadline stopped the run, which has written a checkpoint."""
 
-    exit_code = 3
+    kind = OutcomeKind.STOPPED
 
 
 class NonFiniteError(OptimusError):
-    """A loss or gradient was NaN or infinite before any reduction; no checkpoint was written."""
+    """A NaN or an infinity before any reduction. All ranks of a run raise it together, and no
+    checkpoint was written."""
 
-    exit_code = 4
+    kind = OutcomeKind.NONFINITE
 
 
 class LostPeerError(OptimusError):
     """Another rank died, or a collective did not complete within its time limit."""
 
-    exit_code = 5
+    kind = OutcomeKind.LOST_PEER
+
+
+def as_optimus_error(error: Exception) -> OptimusError | None:
+    """Return the error to show the user for `error`: itself, or one line for a file or disk that
+    failed. None for a bug, which is shown with its stack."""
+    if isinstance(error, OptimusError):
+        return error
+    if not isinstance(error, OSError):
+        return None
+    if error.filename is None and error.errno not in _DISK_ERRORS:
+        return None
+    reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return OptimusError(f"{reason}; fix it and give the same command again to continue")
 
 
 def one_line(text: object) -> str:

@@ -83,12 +83,12 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         config = load_config(args.config, args.overrides)
         if args.steps < 1:
             raise ConfigError(f"--steps {args.steps} must be at least 1")
+        nproc = ranks_to_start(args.nproc, launch.world_size)
+        ranks = max(nproc, launch.world_size)
+        if args.profile and ranks > 1:
+            raise ConfigError(f"--profile is of one process, not of {ranks}")
     except OptimusError as error:
         refuse_together(launch, error)
-    nproc = ranks_to_start(args.nproc, launch.world_size)
-    if args.profile and max(nproc, launch.world_size) > 1:
-        message = f"--profile is of one process, not of {max(nproc, launch.world_size)}"
-        raise ConfigError(message, on_every_rank=True)
     if nproc and not args.profile:
         from optimus.launch.spawn import spawn_local
         from optimus.train.resolve import divide

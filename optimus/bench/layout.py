@@ -21,8 +21,8 @@ from optimus.bench.ours import make_ours
 from optimus.config import Config
 from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.groups import Groups
-from optimus.distributed.world import end_world, start_world
-from optimus.errors import counted
+from optimus.distributed.world import World, end_run, end_world, start_world
+from optimus.errors import OptimusError, counted
 from optimus.launch.environment import LaunchEnv
 from optimus.observe.events import ActionEvent, ActionTrace, Recorders, TrafficMeter
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
@@ -38,12 +38,26 @@ Traffic = dict[str, dict[str, list[int]]]
 
 
 def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
-    """Time `steps` updates on random tokens on the ranks of `launch`; the first rank tells."""
-    mesh, plan = divide(config, launch.world_size)
-    check_slots(config, mesh)
-    world = start_world(launch, config.parallel.timeout_s, config.train.device)
+    """Time `steps` updates on random tokens on the ranks of `launch`; None except on rank 0."""
+    failure: OptimusError | None = None
+    try:
+        check_slots(config, divide(config, launch.world_size)[0])
+    except OptimusError as error:
+        failure = error
+    world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
+    try:
+        result = _measure(config, steps, world)
+    except Exception as error:
+        raise end_run(error, launch, world.agreement, "benchmark") from error
+    end_world()
+    return result if launch.is_first else None
+
+
+def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
+    """Return the result of `bench_layout`, on every rank."""
+    mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
-        config.train.threads, config.train.deterministic, launch.local_world_size
+        config.train.threads, config.train.deterministic, world.launch.local_world_size
     )
     autotune_kernels(config, world, None)
     meter, trace = TrafficMeter(), ActionTrace()
@@ -70,9 +84,6 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     means = [(*key, statistics.fmean(values)) for key, values in costs.items()]
     by_stage = all_gather_objects(means, groups.over("pp"), list[tuple[int, int, float]])
     everywhere = {(kind, stage): mean for part in by_stage for kind, stage, mean in part}
-    end_world()
-    if not launch.is_first:
-        return None
     ordered = sorted(seconds)
     return {
         "device": str(world.device),

@@ -102,7 +102,7 @@ class Saver(ABC):
         opened = self._opened(opening, final) if opening is not None else None
         opened = broadcast_object(opened, everyone, Generation | str)
         if isinstance(opened, str):
-            raise OptimusError(opened, on_every_rank=True)
+            raise OptimusError(opened)
 
         def write(stop: Stop) -> bytes:
             try:

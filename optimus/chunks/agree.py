@@ -78,10 +78,8 @@ def _refuse(label: str, every: list[list[str] | None]) -> None:
                     f"parameter {(ours or theirs)[0]}: of rank {first}, and rank {rank} has "
                     f"{theirs[0] if ours and theirs else 'none'} in its place, although both "
                     f"add up gradients ({label}); {remedy}",
-                    on_every_rank=True,
                 )
     raise ConfigError(
         f"parameter {reference[0]}: of rank {first}, but not all ranks that should add up its "
         f"gradient have it ({label}); {remedy}",
-        on_every_rank=True,
     )

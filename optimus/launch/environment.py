@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus.errors import ConfigError, counted
+from optimus.errors import LaunchError, counted
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class LaunchEnv:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_one_machine(self) -> bool:
+        return self.local_world_size == self.world_size
 
 
 SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
@@ -114,19 +118,19 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
 
     Ranks meet at MASTER_ADDR and MASTER_PORT; where these are not set, on the first machine that
     Slurm or PBS names, or on this one if it has all ranks, at a port made from the job's number.
-    Job arrays are runs apart. Raises ConfigError for a half-set or contradictory environment.
+    Job arrays are runs apart. Raises LaunchError for a half-set or contradictory environment.
     """
     launcher, place = _launcher_of(environ), _launched(environ)
     if launcher is None:
         return SINGLE
     local_rank, local_world = _local(environ, launcher)
     if local_rank is None and place.world > 1 and launcher is not _BY_HAND:
-        raise ConfigError(
+        raise LaunchError(
             f"{launcher.rank} is set but none of {', '.join(launcher.local_ranks)}, which pick the "
             "device; export LOCAL_RANK"
         )
     if local_rank is not None and local_world is not None and local_rank >= local_world:
-        raise ConfigError(
+        raise LaunchError(
             f"local rank {local_rank} does not lie among the "
             f"{counted(local_world, 'rank')} of this machine; "
             f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right"
@@ -147,6 +151,15 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process has the first rank of its machine, or no local rank that is
+    certain; never raise."""
+    launcher = _launcher_of(environ)
+    names = launcher.local_ranks if launcher else ()
+    text = next((environ[name] for name in names if name in environ), "0")
+    return not text.isdigit() or int(text) == 0
+
+
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher's variables are here, be they right or wrong."""
     return _launcher_of(environ) is not None
@@ -158,13 +171,12 @@ def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None
     An array of n jobs with w processes each is a world of n * w. Slurm sets SLURM_PROCID in a batch
     script too, outside any step: it counts only where SLURM_STEP_ID stands. PBS does not say how
     many jobs an array has: OPTIMUS_ARRAY_SIZE does. `world` stands in where a launcher tells only a
-    rank. Raises ConfigError for a half-set environment.
+    rank. Raises LaunchError for a half-set environment.
     """
     try:
         inner, outer = _launched(environ, world), _array(environ, world)
-    except ConfigError as error:
-        told = f"{error}, or give --rank and --world"
-        raise ConfigError(told, error.on_every_rank) from None
+    except LaunchError as error:
+        raise LaunchError(f"{error}, or give --rank and --world") from None
     return Place(outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 
@@ -192,7 +204,7 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> Place:
     launcher = _launcher_of(environ)
     if launcher is None:
         if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
-            raise ConfigError(
+            raise LaunchError(
                 f"WORLD_SIZE={environ['WORLD_SIZE']} is set but no RANK; start it by srun, mpiexec "
                 "or torchrun, unset WORLD_SIZE"
             )
@@ -201,15 +213,14 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> Place:
     if not found and world is not None:
         return _checked(_integer(environ, launcher.rank), world, launcher.rank)
     if not found:
-        raise ConfigError(
+        raise LaunchError(
             f"{launcher.rank}={environ[launcher.rank]} is set but none of "
             f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[found[0]]:
-        raise ConfigError(
+        raise LaunchError(
             f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher says {found[0]}="
             f"{environ[found[0]]}; unset WORLD_SIZE, start as many ranks as it says",
-            on_every_rank=True,
         )
     return _place(environ, launcher.rank, found[0])
 
@@ -246,7 +257,7 @@ def _init_method(
         _LOOPBACK if one_machine else _first_machine(environ, launcher)
     )
     if not address:
-        raise ConfigError(
+        raise LaunchError(
             f"a world of {world} needs MASTER_ADDR, for neither Slurm nor PBS tells the first "
             "machine here; export MASTER_ADDR=HOST, with the host of rank 0"
         )
@@ -276,7 +287,7 @@ def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
         if not 0 < port < 1 << 16:
-            raise ConfigError(f"MASTER_PORT={port} is no port; export one from 1 to 65535")
+            raise LaunchError(f"MASTER_PORT={port} is no port; export one from 1 to 65535")
         return port
     names = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID"]
     if launcher.is_step:
@@ -298,7 +309,7 @@ def _array(environ: Mapping[str, str], world: int | None) -> Place:
         if "OPTIMUS_ARRAY_SIZE" not in environ and world is not None:
             return _checked(_integer(environ, "PBS_ARRAY_INDEX"), world, "PBS_ARRAY_INDEX")
         if "OPTIMUS_ARRAY_SIZE" not in environ:
-            raise ConfigError(
+            raise LaunchError(
                 f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set but PBS does not tell the "
                 "size of the array; export OPTIMUS_ARRAY_SIZE"
             )
@@ -313,7 +324,7 @@ def _place(environ: Mapping[str, str], rank_name: str, world_name: str) -> Place
 
 def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> Place:
     if not 0 <= rank < world:
-        raise ConfigError(
+        raise LaunchError(
             f"{rank_name}={rank} does not lie in a world of {world_name}{world}; set both right"
         )
     return Place(rank, world)
@@ -324,5 +335,5 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
-        raise ConfigError(f"environment variable {name}={text!r} must be a whole number >= 0")
+        raise LaunchError(f"environment variable {name}={text!r} must be a whole number >= 0")
     return int(text)

@@ -124,7 +124,6 @@ def check_slots(config: Config, mesh: Mesh) -> None:
             f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
             f"{counted(least, 'chunk')} at once; use {least} or more, or a larger "
             "optim.chunk_length",
-            on_every_rank=True,
         )
 
 

@@ -90,7 +90,7 @@ def refuse_bad_states(
     if text.startswith("the update made "):
         where = f"step {updated}: "
     raise NonFiniteError(
-        f"{where}{text}{also}; no checkpoint has them; {advice}", on_every_rank=True
+        f"{where}{text}{also}; no checkpoint has them; {advice}",
     )
 
 
@@ -187,7 +187,6 @@ class Watch:
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
             f"{first.what}{also}{circumstance}",
-            on_every_rank=True,
         )
 
     def _losses_are_finite(self) -> bool:

@@ -110,7 +110,7 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     backend.choose(config.kernels.backend)
     requests = all_gather_objects(_request(), world.everyone, Answer)  # environments may differ
     if problem := _failure(requests):
-        raise ConfigError(problem, on_every_rank=True)
+        raise ConfigError(problem)
     if not sparse and all(request.name == "auto" for request in requests):
         return KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
     stored = checkpoint.settings if checkpoint is not None else {}
@@ -143,7 +143,7 @@ def _agree_on_backend(world: World) -> Backend:
         chosen, answer = _find(kind, False, key)
     answers = all_gather_objects(answer, world.everyone, Answer)
     if problem := disagreement(answers):
-        raise ConfigError(problem, on_every_rank=True)
+        raise ConfigError(problem)
     if chosen.why_not:
         logger.info("plain torch on %s, since %s", kind, chosen.why_not)
     backend.use(kind, chosen)
@@ -232,7 +232,6 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
         raise ConfigError(
             f"kernels.grouped_gemm = {requested[0]!r} on rank 0 and {requested[others[0]]!r} on "
             f"{_rank_ranges(others)}; give all ranks one configuration",
-            on_every_rank=True,
         )
     model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
     like = torch.empty(0, dtype=dtype, device=world.device)
@@ -246,7 +245,7 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
         fastest = measure_grouped_gemm(model, tp, tokens, like) if world.is_first else ""
         form = broadcast_object(fastest, world.everyone, str)
     if problem := _unavailable(form, model, tp, like):
-        raise ConfigError(f"kernels.{problem}", on_every_rank=True)
+        raise ConfigError(f"kernels.{problem}")
     set_form(form)
     return form
 

@@ -44,5 +44,4 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
         raise ConfigError(
             f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in it on "
             f"{device.type} ({one_line(error)[:200]}); use 'bf16'",
-            on_every_rank=True,
         ) from None

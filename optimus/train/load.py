@@ -82,6 +82,6 @@ def _resolve_without(
     kind = tuple[ResolvedStart, str]
     start, refused = broadcast_object((start, refused), world.everyone, kind)
     if refused:
-        raise CheckpointError(refused, on_every_rank=True)
+        raise CheckpointError(refused)
     assert start.start.path is not None, "nothing has initialised the parameters"
     return RunPlan(plan.mesh, plan.batch, plan.data, *start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +15,11 @@ from optimus.checkpoint.manager import Start, full_path
 from optimus.config import Config
 from optimus.config.sections import TrainConfig
 from optimus.data.loader import Loader
+from optimus.distributed.agreement import RunEnded
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.groups import join_groups
-from optimus.distributed.world import World, end_world, start_world, tells_first
-from optimus.errors import LostPeerError, OptimusError, Stopped
+from optimus.distributed.world import World, end_run, end_world, start_world
+from optimus.errors import ConfigError, NonFiniteError, OptimusError, Phase, Stopped
 from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
 from optimus.launch.environment import LaunchEnv
@@ -57,6 +57,7 @@ from optimus.train.save import Saves, check_saves
 from optimus.train.stop import StopRequest
 from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
+from optimus_kernels.cache import KernelError
 from optimus_kernels.product import fastest_library, library_of
 
 logger = logging.getLogger(__name__)
@@ -71,16 +72,15 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         process: As for StartUp.
 
     Raises:
-        ConfigError, DataError, CheckpointError: The run cannot start.
-        NonFiniteError, LostPeerError: As the run ends by them.
-        Stopped: After a signal or the deadline.
+        RunEnded: With the same Outcome on all ranks, for a run that cannot start, fails, or is
+            stopped by a signal or the deadline.
     """
     set_up_logging(launch.rank)
     start_up = StartUp(process)
     inputs: RunInputs | None = None
     start = ResolvedStart(Start("none"), ())  # replaced by that of the first rank
     directory: RunDirectory | None = None
-    trouble: OptimusError | None = None
+    failure: OptimusError | None = None
     try:
         platform.check_compile(config.train.compile)
         inputs = read_inputs(config, launch.world_size)
@@ -91,13 +91,17 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             start = find_start(config, inputs.batch, inputs.data.training)
             check_saves(config.model, config.checkpoint.model_interval, start.start)
     except OptimusError as error:
-        trouble = error  # one rank prints it once the ranks have met
+        failure = error  # one rank prints it once the ranks have met
         directory = None  # unlocked: another run may use it meanwhile
-    world = start_world(launch, config.parallel.timeout_s, config.train.device, trouble)
-    assert inputs is not None, "start_world raises the error that prevented it"
+    world: World | None = None
+    run: Run | None = None
+    phase: Phase = "meeting"
     try:
+        world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
+        assert inputs is not None, "start_world raises the error that prevented it"
         plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
         start_up.done("meeting")
+        phase = "setup"
         fix_arithmetic(config.train, launch.local_world_size)
         kernels = autotune_kernels(config, world, plan.start.full)
         start_up.done("settling")
@@ -107,14 +111,17 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             ranks = launch.local_world_size
             warnings = network_warnings(config.model, config.train, plan.mesh, ranks)
             print_start(config, plan, warnings)
-        Run(config, world, plan, kernels, directory, start_up).go()
-    except OptimusError as error:
-        if isinstance(error, LostPeerError):
-            error.told_by_another = not tells_first()
-        elif error.on_every_rank:  # none waits for another
-            with suppress(RuntimeError):  # the error of the run is the one to report
-                end_world()
+        run = Run(config, world, plan, kernels, directory, start_up)
+        phase = "training"
+        run.go()
+    except RunEnded:
         raise
+    except Exception as error:
+        if isinstance(error, KernelError):  # an op's backend, chosen by name, is not available
+            error = ConfigError(str(error))
+        agreement = None if world is None else world.agreement
+        step = 0 if run is None else run.step
+        raise end_run(error, launch, agreement, phase, step) from error
     end_world()
 
 
@@ -149,6 +156,8 @@ class Run:
     ) -> None:
         self.world, self.directory = world, directory
         self.last_step = config.train.stop_at_step or config.train.max_steps
+        self.step = 0
+        """The update that this rank is doing; 0 before the first."""
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
@@ -208,6 +217,7 @@ class Run:
             self.saves.make_up()
             stop_request = StopRequest(self.config.train.deadline_s)
             for step in range(self.plan.start.step + 1, self.last_step + 1):
+                self.step = step
                 self.update(step)
                 stopping = stop_request.agreed(self.world.everyone, self.world.device)
                 if stopping is None:
@@ -223,12 +233,10 @@ class Run:
                     raise Stopped(
                         f"stopped after step {step} ({stopping}), checkpoint at {where}; give the "
                         "same command again to continue",
-                        on_every_rank=True,
                     )
             self._print_end(max(self.plan.start.step, self.last_step), began)
-        except OptimusError as error:
-            if error.on_every_rank:
-                self.saves.end()
+        except NonFiniteError:  # of all ranks, which complete the saves in progress
+            self.saves.end()
             raise
         finally:
             self.saves.give_up()

@@ -142,18 +142,14 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     """Return mesh and batch of a run. Raises ConfigError, the same on every rank."""
     mesh, batch = divide(config, world_size)
-    try:
-        for key, value in (
-            ("data.path", config.data.path or config.data.mix),
-            ("train.run_dir", config.train.run_dir),
-            ("train.max_steps", config.train.max_steps),
-        ):
-            if not value:
-                raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
-        _check_allowed_changes(config.checkpoint.allow_change)
-    except ConfigError as error:
-        error.on_every_rank = True
-        raise
+    for key, value in (
+        ("data.path", config.data.path or config.data.mix),
+        ("train.run_dir", config.train.run_dir),
+        ("train.max_steps", config.train.max_steps),
+    ):
+        if not value:
+            raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+    _check_allowed_changes(config.checkpoint.allow_change)
     return mesh, batch
 
 
@@ -163,15 +159,11 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     Raises:
         ConfigError: The ranks cannot divide model or batch. The same on every rank.
     """
-    try:
-        mesh = make_mesh(config.parallel, world_size)
-        check_divisible(config, mesh)
-        batch = plan_batch(config.train, mesh.num_data_ranks)
-        schedule_of(config, mesh, batch.microbatches_per_rank)
-        plan_stages(config, mesh.pp)
-    except ConfigError as error:
-        error.on_every_rank = True
-        raise
+    mesh = make_mesh(config.parallel, world_size)
+    check_divisible(config, mesh)
+    batch = plan_batch(config.train, mesh.num_data_ranks)
+    schedule_of(config, mesh, batch.microbatches_per_rank)
+    plan_stages(config, mesh.pp)
     return mesh, batch
 
 

@@ -146,10 +146,12 @@ class Saves:
             for lane in (self._fulls, self._models):
                 self._take(lane, lane.poll(wait=True))
             if self._end_failed:
-                raise OptimusError(self._end_failed, on_every_rank=True)
+                self.end()
+                raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for what is under way where all ranks end on an error. A collective of all ranks."""
+        """Wait for the saves in progress where all ranks end with an error. A collective of all
+        ranks."""
         for lane in (self._fulls, self._models):
             if (outcome := lane.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
@@ -195,7 +197,7 @@ class Saves:
                 log_dir, what = Path(self._config.train.run_dir) / "log", outcome.failure.what
                 host = socket.gethostname()
                 guards.write_marker(log_dir, outcome.rank, outcome.step, what, host)
-            raise NonFiniteError(outcome.failure.what, on_every_rank=True)
+            raise NonFiniteError(outcome.failure.what)
         else:
             self._failed(lane, outcome.step, outcome.failure.what)
 
@@ -210,7 +212,8 @@ class Saves:
             self._end_failed = self._end_failed or f"{told}; {again}"
         elif lane.failures == limit and not self._last_step:
             told += f"; so many saves in a row have failed: checkpoint.max_failures = {limit}"
-            raise OptimusError(f"{told}; {again}", on_every_rank=True)
+            self.end()
+            raise OptimusError(f"{told}; {again}")
         else:
             number = f"{lane.failures} of {limit}" if limit else f"{lane.failures}"
             self._warn(f"{told}; the run continues (failure {number} in a row)")

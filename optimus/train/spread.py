@@ -131,4 +131,4 @@ def _refuse(problem: OptimusError | None, everyone: Group) -> None:
     """Raise the first rank's problem, if it has one, on all."""
     words = (type(problem).__name__, str(problem)) if problem else None
     if found := broadcast_object(words, everyone, tuple[str, str] | None):
-        raise getattr(errors, found[0])(found[1], on_every_rank=True)
+        raise getattr(errors, found[0])(found[1])

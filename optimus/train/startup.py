@@ -13,8 +13,8 @@ from optimus.launch.environment import LaunchEnv
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
-    """Check the address at which ranks meet. Raises ConfigError."""
-    from optimus.distributed.meeting import check_meeting_point
+    """Check the address at which ranks meet. Raises LaunchError."""
+    from optimus.distributed.rendezvous import check_meeting_point
 
     check_meeting_point(launch)
     if launch.world_size > 1:
@@ -71,7 +71,7 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world
 
-        start_world(launch, device="cpu", trouble=error)
+        start_world(launch, device="cpu", failure=error)
     raise error
 
 
@@ -96,5 +96,5 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
         message = (
             f"--nproc {nproc}, but a launcher started {counted(started, 'rank')}; drop --nproc"
         )
-        raise ConfigError(message, on_every_rank=True)
+        raise ConfigError(message)
     return 0

@@ -124,7 +124,6 @@ class Updater:
             raise NonFiniteError(
                 f"step {step}: the gradient norm over all ranks is {norm} although every rank's "
                 "own gradients are finite; the sum overflows, lower the learning rate",
-                on_every_rank=True,
             )
         return norm
 

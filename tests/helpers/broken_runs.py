@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from optimus.checkpoint import index, manager, shards
 from optimus.checkpoint.manifest import is_checkpoint, read_manifest
-from optimus.errors import LostPeerError, OptimusError
+from optimus.errors import OptimusError, OutcomeKind
 from tests.helpers.file_calls import Action, Breakage, Call, arm, build, hits, kill_after, read_log
 from tests.helpers.power_check import RUN
 from tests.helpers.rank_pool import RankPool, RanksFailed
@@ -88,7 +88,7 @@ def live(
         for one in error.outcomes:
             if one.how == "died" and "SIGKILL" in one.text:
                 continue
-            if one.how == "raised" and isinstance(one.value(), LostPeerError):
+            if one.how == "raised" and one.value().kind is OutcomeKind.LOST_PEER:
                 continue
             if one.how not in ("returned", "stopped"):
                 raise

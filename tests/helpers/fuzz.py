@@ -20,7 +20,7 @@ from typing import Any
 
 from optimus.checkpoint import manager
 from optimus.config import make_config
-from optimus.errors import CheckpointError, ConfigError, LostPeerError, Stopped
+from optimus.errors import CheckpointError, ConfigError, OptimusError, OutcomeKind
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.states import check_slots
 from optimus.train.resolve import divide
@@ -301,10 +301,14 @@ class Bench:
         try:
             self.pool.run(size, run_struck, made, *blow, start_world=False, **limits)
         except RanksFailed as error:
-            expected = Stopped if number == signal.SIGTERM else LostPeerError
+            is_stop = number == signal.SIGTERM
+            expected = OutcomeKind.STOPPED if is_stop else OutcomeKind.LOST_PEER
             for outcome in error.outcomes:
                 fell = number == signal.SIGKILL and outcome.rank == victim and outcome.how == "died"
-                if not (outcome.returned or fell or isinstance(outcome.value(), expected)):
+                if outcome.returned or fell:
+                    continue
+                error = outcome.value()
+                if not isinstance(error, OptimusError) or error.kind is not expected:
                     raise
 
 

@@ -11,7 +11,7 @@ import torch
 from optimus.checkpoint import manager
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
-from optimus.errors import OptimusError
+from optimus.distributed.agreement import RunEnded
 from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
@@ -29,9 +29,9 @@ def run_and_catch(tree: dict) -> tuple[int, str]:
     """A run's exit status and what it raised."""
     try:
         run_tree(tree)
-    except OptimusError as error:
-        assert error.on_every_rank or read_launch_env().world_size == 1
-        return error.exit_code, str(error)
+    except RunEnded as ended:
+        assert ended.is_shared or read_launch_env().world_size == 1
+        return ended.exit_code, str(ended)
     return 0, ""
 
 

@@ -16,7 +16,8 @@ from optimus.checkpoint import save as save_module
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.shards import HEADER_BYTES
 from optimus.config import make_config
-from optimus.errors import LostPeerError, OptimusError
+from optimus.distributed.agreement import RunEnded
+from optimus.errors import OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
 
@@ -48,9 +49,9 @@ def run_with(
     with contextlib.redirect_stderr(printed):
         try:
             train(make_config(tree), read_launch_env())
-        except OptimusError as error:
-            assert error.on_every_rank or isinstance(error, LostPeerError), error
-            status, message = error.exit_code, str(error)
+        except RunEnded as ended:
+            assert ended.is_shared or ended.kind is OutcomeKind.LOST_PEER, ended
+            status, message = ended.exit_code, str(ended)
     return Ended(status, message, printed.getvalue().splitlines())
 
 

@@ -60,7 +60,7 @@ def save_full(
     """
     underway = FullSaver(states, scatter).begin(states, final, write_companions, **facts)
     if failure := underway.drain().failure:
-        raise OptimusError(failure.what, on_every_rank=True)
+        raise OptimusError(failure.what)
 
 
 def save(run_dir: Path, step: int) -> None:

@@ -14,7 +14,8 @@ import torch
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
-from optimus.errors import ConfigError
+from optimus.distributed.agreement import RunEnded
+from optimus.errors import OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train import autotune
 from optimus.train.autotune import Answer, disagreement
@@ -37,8 +38,9 @@ def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
-    except ConfigError as error:
-        return str(error)
+    except RunEnded as ended:
+        assert ended.kind is OutcomeKind.USAGE
+        return str(ended)
     return ""
 
 
@@ -205,9 +207,9 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
     """Rows of 20 numbers of bf16 are 40 bytes; torch's grouped products want a multiple of 16."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
-    with pytest.raises(ConfigError, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
+    with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
         train(make_config(tree), read_launch_env({}))
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and refusal.value.kind is OutcomeKind.USAGE
     train(make_config(tiny_tree(tiny_data, tmp_path / "auto", **odd)), read_launch_env({}))
     assert recorded(tmp_path / "auto")["grouped_gemm"] == "loop"
 

@@ -14,6 +14,7 @@ from optimus.checkpoint import manager, shards, stream
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
 from optimus.config import make_config
+from optimus.distributed.agreement import RunEnded
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import start_world
 from optimus.errors import CheckpointError, ConfigError
@@ -134,9 +135,9 @@ def test_a_run_reads_the_model_that_it_begins_with_once(ranks, tiny_data, tmp_pa
 def refused(tree: dict[str, Any]) -> str:
     try:
         run_tree(tree)
-    except CheckpointError as error:
-        assert error.on_every_rank
-        return str(error)
+    except RunEnded as ended:
+        assert ended.is_shared and ended.kind is CheckpointError.kind
+        return str(ended)
     return ""
 
 
@@ -184,7 +185,7 @@ def test_a_file_that_ends_while_it_is_read_is_told_by_all_ranks(
     assert words[0] == words[1] and "model.safetensors: ends before byte" in words[0]
 
 
-def refused_by_its_configuration(tree: dict[str, Any]) -> tuple[str, bool]:
+def refused_by_its_configuration(tree: dict[str, Any]) -> str:
     _, world, _, _, shard = make_shard(tree)
 
     def opening() -> None:
@@ -192,12 +193,12 @@ def refused_by_its_configuration(tree: dict[str, Any]) -> tuple[str, bool]:
 
     with pytest.raises(ConfigError) as told:
         spread(shard.layout, partial(shard.make_states().put, "master"), opening, world)
-    return str(told.value), told.value.on_every_rank
+    return str(told.value)
 
 
 def test_whatever_the_first_rank_refuses_is_told_by_all_as_it_was(ranks):
     found = ranks(2, refused_by_its_configuration, tiny_tree("d", "r"), start_world=False)
-    assert found == [("of its configuration", True)] * 2
+    assert found == ["of its configuration"] * 2
 
 
 def peak_of_spreading(tree: dict[str, Any], path: str) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from optimus.checkpoint import manager
 from optimus.config import make_config
-from optimus.errors import LostPeerError
+from optimus.distributed.agreement import RunEnded
+from optimus.errors import LostPeerError, OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train import loop
 from tests.helpers.changed_runs import make_run, poison
@@ -151,21 +152,25 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
     assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
 
 
-def train_without_the_last(tree: dict) -> bool | None:
-    """The last rank is gone in the middle of `train`; whether another of the rest tells it."""
+def train_without_the_last(tree: dict) -> RunEnded | None:
+    """Kill the last rank in its first update; return how the run ended on the others."""
     launch = read_launch_env()
     if launch.rank == launch.world_size - 1:
         loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)
     try:
         loop.train(make_config(tree), launch)
-    except LostPeerError as error:
-        return error.told_by_another
+    except RunEnded as ended:
+        return ended
     return None
 
 
-def test_of_those_who_lost_a_rank_one_tells_it(ranks, tiny_data, tmp_path):
+def test_a_lost_rank_is_printed_by_one_of_the_others(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__global_batch_tokens=3 * 32)
     with pytest.raises(RanksFailed) as failed:
         ranks(3, train_without_the_last, tree, start_world=False, timeout_s=40, grace_s=8)
-    *told, gone = failed.value.outcomes
-    assert sorted(one.value() for one in told) == [False, True] and not gone.returned
+    *survivors, killed = failed.value.outcomes
+    ends = [survivor.value() for survivor in survivors]
+    assert not killed.returned and ends[0].outcome == ends[1].outcome
+    assert sorted(ended.prints for ended in ends) == [False, True]
+    outcome = ends[0].outcome
+    assert (outcome.kind, outcome.step, outcome.phase) == (OutcomeKind.LOST_PEER, 1, "training")

@@ -184,7 +184,7 @@ def test_a_nan_that_stays_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_
     lines = metrics_of(tmp_path / "run")
     assert [line["skipped_steps"] for line in lines][-2:] == [1, 2]
     assert lines[-1]["grad_norm"] is None and lines[-1]["loss_scale"] == 2.0
-    assert NonFiniteError.exit_code == 4
+    assert NonFiniteError.kind.exit_status == 4
 
 
 @pytest.mark.parametrize("size", [1, 2])

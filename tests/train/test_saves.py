@@ -25,7 +25,7 @@ from optimus.checkpoint import save as save_module
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.distributed.collectives import ALONE
 from optimus.distributed.world import start_world
-from optimus.errors import LostPeerError
+from optimus.errors import OutcomeKind
 from optimus.hf.names import pieces
 from optimus.launch.environment import read_launch_env
 from optimus.train import save as save_steps
@@ -283,7 +283,7 @@ def test_a_rank_lost_as_a_save_begins_is_no_failed_save(ranks, tiny_data, tmp_pa
     with pytest.raises(RanksFailed) as failed:
         tree = tiny_tree(tiny_data, tmp_path, **settings)
         ranks(2, lose_the_first_rank_as_a_save_begins, tree, start_world=False)
-    assert failed.value.outcomes[1].value().status == LostPeerError.exit_code
+    assert failed.value.outcomes[1].value().status == OutcomeKind.LOST_PEER.exit_status
 
 
 def stop_the_second_rank(tree: dict[str, Any], how: str) -> Ended:

@@ -1,0 +1,229 @@
+"""Agreement of the ranks of a run on the Outcome that ends it, through the store where they met.
+
+A rank that fails publishes its Outcome and gives the others a short time to publish theirs. The
+first rank to decide then writes the decision, which all others adopt: a cause before the loss of a
+peer, which follows from one; of causes that of rank 0, since it prints what all ranks found; else
+the first published. The rank whose Outcome was chosen prints it.
+
+A few operations of the store per rank whatever their number; each wait has a limit, also where the
+store does not answer since rank 0, which has it, is stopped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from optimus.errors import LaunchError, OptimusError, Outcome, OutcomeKind, Phase, one_line
+from optimus.launch.environment import LaunchEnv, is_first_of_machine, read_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Answer = TypeVar("Answer")
+
+_DECISION = "optimus/decision"
+_CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
+"""Keys of published Outcomes, in the order in which they are chosen."""
+_PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
+_OTHERS_S = 1.9
+"""How long a rank that failed waits for the Outcomes of others, and for the line to be printed."""
+_STORE_S = 2.0
+"""How long the store may take to answer, beyond the waits that it is asked for."""
+_LEAVE_S = 5.0
+"""How long rank 0, which may have the store, waits for other ranks that ended."""
+
+
+class RunEnded(OptimusError):
+    """The end of a run, raised in place of a rank's error once the ranks have agreed.
+
+    Attributes:
+        outcome: The same on all ranks, unless they could not agree.
+        prints: True on the rank that prints it.
+        is_shared: True if all ranks ended by themselves: no rank waits for another.
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        prints: bool = True,
+        is_shared: bool = False,
+        agreement: Agreement | None = None,
+    ) -> None:
+        super().__init__(outcome.message)
+        self.outcome, self.prints, self.is_shared = outcome, prints, is_shared
+        self.kind = outcome.kind
+        self._agreement = agreement
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunEnded, (self.outcome, self.prints, self.is_shared)
+
+    @property
+    def line(self) -> str:
+        """The line that the rank with `prints` prints; it names a rank other than 0, and its host
+        where the run has several machines."""
+        where, outcome = "", self.outcome
+        if outcome.rank:
+            several = self._agreement is not None and not self._agreement.launch.is_one_machine
+            where = f" [rank {outcome.rank}{f', {outcome.host}' if several else ''}]"
+        kind = "" if outcome.kind is OutcomeKind.STOPPED else " error:"  # the user asked for a stop
+        return f"optimus:{where}{kind} {one_line(outcome.message)}"
+
+    def leave(self) -> None:
+        """End this rank's part in the agreement, after it has printed the line if it does.
+
+        The others wait until the line is printed: launchers end all ranks when the first one ends.
+        Rank 0, which may have the store, leaves last.
+        """
+        if self._agreement is not None:
+            self._agreement.leave(self.prints)
+
+
+def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
+    """Return the end of a rank that has no store through which to agree with others.
+
+    All ranks of a machine find the same fault in a launcher's environment: its first rank prints
+    it. Any other error is printed.
+    """
+    if isinstance(error, RunEnded):
+        return error
+    prints = not isinstance(error, LaunchError) or is_first_of_machine()
+    return RunEnded(outcome_of(error, read_rank(), phase), prints)
+
+
+def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
+    """Return the end of a rank whose store is gone, cannot be reached or does not answer.
+
+    As a rule that is because rank 0, which has it, is lost: rank 1 prints that, and the first rank
+    of every other machine. Any other Outcome is printed.
+    """
+    prints = launch.rank == 1 or launch.local_rank == 0
+    return RunEnded(outcome, prints or outcome.kind is not OutcomeKind.LOST_PEER)
+
+
+def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> Outcome:
+    """Return the Outcome of this rank, which `error` ends."""
+    return Outcome(error.kind, str(error), rank, socket.gethostname(), step, phase)
+
+
+class Agreement:
+    """One rank's side of the agreement.
+
+    Args:
+        store: Where the ranks met.
+        launch: This rank and the number of ranks.
+    """
+
+    def __init__(self, store: Store, launch: LaunchEnv) -> None:
+        self.launch = launch
+        self._store = store
+        self._round = ""
+
+    def start(self, failure: Outcome | None, absence: Outcome, limit_s: float) -> None:
+        """Return once all ranks are here and none has a failure.
+
+        Args:
+            failure: This rank's, None if it can start.
+            absence: Its Outcome if it can start and others are not here in time.
+            limit_s: How long to wait for the others.
+
+        Raises:
+            RunEnded: On every rank that is here, otherwise.
+        """
+
+        def ask() -> RunEnded | None:
+            if failure is not None:
+                self._publish(failure)
+            if not self._wait_for_all("start", limit_s) and failure is None:
+                self._publish(absence)
+            if not self._store.check([_DECISION]) and not any(map(self._has, _CAUSES)):
+                return None
+            return self._decided()
+
+        ended = self._within(
+            limit_s, ask, lambda: end_without_store(failure or absence, self.launch)
+        )
+        if ended is not None:
+            raise ended
+
+    def end(self, outcome: Outcome) -> RunEnded:
+        """Return the end that the ranks agree on, of which this rank found `outcome`."""
+
+        def ask() -> RunEnded:
+            if not self._has(_DECISION):
+                self._publish(outcome)
+            return self._decided(self._wait_for_all("end", _OTHERS_S))
+
+        return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
+
+    def publish(self, outcome: Outcome) -> None:
+        """Publish an Outcome that this rank prints by itself, for ranks that end because of it."""
+        self._within(0.0, lambda: self._publish(outcome), lambda: None)
+
+    def leave(self, has_printed: bool) -> None:
+        """Follow `RunEnded.leave`."""
+
+        def ask() -> None:
+            if has_printed:
+                self._store.set(_PRINTED, "1")
+            else:
+                self._wait(_PRINTED, _OTHERS_S)
+            if self._store.add(_LEFT, 1) >= self._store.add(f"optimus/{self._round}", 0):
+                self._store.set(_ALL_LEFT, "1")
+            if self.launch.is_first:
+                self._wait(_ALL_LEFT, _LEAVE_S)
+
+        self._within(_OTHERS_S + _LEAVE_S, ask, lambda: None)
+
+    def _publish(self, outcome: Outcome) -> None:
+        of_first, of_any = _CAUSES[2:] if outcome.kind is OutcomeKind.LOST_PEER else _CAUSES[:2]
+        if self.launch.is_first:
+            self._store.set(of_first, outcome.to_json())
+        self._store.compare_set(of_any, "", outcome.to_json())
+
+    def _wait_for_all(self, round_: str, limit_s: float) -> bool:
+        """Wait until all ranks have come to this round, or one has decided without them; return
+        whether all have come."""
+        self._round, all_here = round_, f"optimus/all-at-{round_}"
+        if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
+            self._store.set(all_here, "all")
+        self._wait(all_here, limit_s)
+        return self._has(all_here) and self._store.get(all_here) == b"all"
+
+    def _decided(self, all_are_here: bool = False) -> RunEnded:
+        """Return the decision of the first rank to decide, which may be this one."""
+        key = next(filter(self._has, _CAUSES))
+        text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
+        wake = f"optimus/all-at-{self._round}"
+        if not self._has(wake):  # ranks that wait for all
+            self._store.set(wake, "decided")
+        outcome = Outcome.from_json(text)
+        is_shared = all_are_here and not any(map(self._has, _CAUSES[2:]))
+        return RunEnded(outcome, outcome.rank == self.launch.rank, is_shared, self)
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _wait(self, key: str, limit_s: float) -> None:
+        with suppress(RuntimeError):  # the time is up; if the store is gone, the next call raises
+            self._store.wait([key], timedelta(seconds=limit_s))
+
+    def _within(
+        self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
+    ) -> Answer:
+        """Return `ask()`, or `otherwise()` if the store is gone or does not answer in time: torch
+        waits without a limit for a store whose process is stopped."""
+        answers: list[Answer] = []
+
+        def run() -> None:
+            with suppress(RuntimeError, ValueError):  # the second for what no rank published
+                answers.append(ask())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(wait_s + _STORE_S)
+        return answers[0] if answers else otherwise()

@@ -1,0 +1,106 @@
+"""Checks of the address where ranks meet, before they wait there. Imports no torch, which takes
+seconds to import.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import SplitResult, urlsplit
+
+from optimus.errors import LaunchError
+from optimus.launch.environment import LaunchEnv
+
+
+def check_meeting_point(launch: LaunchEnv) -> None:
+    """Raise LaunchError for a MASTER_ADDR where ranks would wait in vain: torch looks up an unknown
+    name until the time limit, and rank 0 can only listen on its own machine."""
+    if not launch.init_method.startswith("tcp://"):
+        return  # torchrun's own store may be elsewhere
+    where = urlsplit(launch.init_method)
+    addresses = _addresses(where)
+    if launch.is_first and addresses:
+        _bind(addresses, where).close()
+
+
+def listen_at_meeting_point(where: SplitResult, one_machine: bool) -> int | None:
+    """Return the file descriptor of a socket that listens at the meeting address alone.
+
+    None where the store must listen on all addresses: the name server does not answer, or
+    MASTER_ADDR means the loopback interface on this machine alone. Debian's /etc/hosts maps a
+    machine's name to it; some launchers of several machines (not `one_machine`) give rank 0
+    localhost and the others its name. Raises LaunchError.
+    """
+    addresses = _addresses(where)
+    if not addresses:
+        return None
+    listener = _bind(addresses, where)
+    is_local = one_machine and is_loopback(where.hostname or "")
+    if is_loopback(listener.getsockname()[0]) and not is_local:
+        listener.close()
+        return None
+    try:
+        listener.listen(socket.SOMAXCONN)  # another process may have bound the port, too
+    except OSError as error:
+        listener.close()
+        raise _no_listener(error, where) from None
+    return listener.detach()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, an IP address or localhost, means this machine on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
+    """Return what MASTER_ADDR resolves to here, loopback addresses last; nothing where the name
+    server does not answer. Raises LaunchError for an unknown name."""
+    try:
+        entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:  # a name server that is slow, not one that says no
+            return []
+        raise LaunchError(
+            f"MASTER_ADDR: {where.hostname} is no host that this machine knows "
+            f"({error.strerror}); export MASTER_ADDR=HOST, with the host of rank 0"
+        ) from None
+    addresses = [(family, address) for family, _, _, _, address in entries]
+    return sorted(addresses, key=lambda entry: is_loopback(entry[1][0]))
+
+
+def _bind(
+    addresses: Sequence[tuple[socket.AddressFamily, tuple]], where: SplitResult
+) -> socket.socket:
+    """Return a socket bound to the first of the addresses that this machine has; it does not listen
+    yet. Raises LaunchError."""
+    problem: OSError | None = None
+    for family, address in addresses:
+        bound = None
+        try:
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            return bound
+        except OSError as error:  # IPv6 may be switched off
+            if bound is not None:
+                bound.close()
+            problem = error if problem is None or error.errno == errno.EADDRINUSE else problem
+    assert problem is not None
+    raise _no_listener(problem, where)
+
+
+def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
+    if error.errno == errno.EADDRINUSE:
+        return LaunchError(
+            f"MASTER_PORT: port {where.port} of {where.hostname} is taken; export another "
+            "MASTER_PORT"
+        )
+    return LaunchError(
+        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, {socket.gethostname()} "
+        f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}"
+    )
