@@ -142,7 +142,7 @@ def _machine() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = []
     for kind in ("xpu", "cuda"):
-        if not backend.device_is_here(kind):
+        if not backend.device_is_present(kind):
             continue
         module = getattr(torch, kind)
         for number in range(module.device_count()):

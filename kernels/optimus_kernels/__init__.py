@@ -1,8 +1,9 @@
-"""Ops of the mixture of experts and of the optimizer: each with a schema, a fake, a twin in plain
-torch and, where it has one, a gradient.
+"""Torch ops for mixture-of-experts layers and for the optimizer.
 
-Importing this makes `torch.ops.optimus.*` exist; nothing is compiled until an op runs, and then by
-`backend`, which falls back to the twins. Dims and meanings are said in each op's file.
+Each op has a schema, a fake implementation for tracing, a reference implementation in plain torch
+and, where it is differentiable, a gradient. Importing this package registers `torch.ops.optimus.*`.
+Nothing is compiled until an op runs; `backend` then loads compiled kernels or falls back to the
+reference implementations. The file of an op documents its shapes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""adamw_: one update of AdamW over a flat chunk, in place, in one pass over its states.
+"""adamw_: one AdamW update of a flat chunk, in place, in one pass over its states.
 
-What torch.optim.AdamW(fused=True) does, with the casts around it: the gradient is read as it was
-accumulated (bf16, fp16 or fp32), scaled, and the updated master is written in the parameter's dtype
-too. 28 bytes a parameter travel instead of 44 in three passes.
+Computes what torch.optim.AdamW(fused=True) does, including the casts before and after it: the
+gradient is read in the dtype it was accumulated in (bf16, fp16 or fp32) and scaled, and the updated
+master is also written in the parameter's dtype. One pass moves 28 bytes per parameter; three passes
+move 44.
 
-Every element is rounded as torch's kernel rounds whole vectors on AVX2 and AVX-512, hence a
-tensor's length, its cuts, threads and the backend change no bit; torch's own last elements
-(length mod 16) differ. The twin rounds alike, so it gives these bits on any machine.
+Every element is rounded as torch's kernel rounds full vectors on AVX2 and AVX-512. The length of a
+tensor, the way it is sliced, the number of threads and the backend therefore change no bit. Torch
+itself rounds its last elements (length mod 16) differently. The reference implementation applies
+the same roundings, so it gives these bits on any machine.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from optimus_kernels import library
 from optimus_kernels.ops import define
 
 _SLICE = 1 << 18
-"""Elements that the twin takes at once: its temporaries are of this length."""
+"""Elements that the reference implementation updates at a time, which bounds its temporaries."""
 
 
-class Numbers(NamedTuple):
-    """What an update multiplies with: OptimusAdamw of interface.h, in its order.
+class Coefficients(NamedTuple):
+    """Factors of an update, in the order of OptimusAdamw in interface.h.
 
-    All computed in fp64, as torch does, and rounded to fp32 once when used.
+    All are computed in fp64, as torch does, and rounded to fp32 once when they are used.
     """
 
     grad_scale: float
@@ -55,21 +57,31 @@ def adamw_(
     step: int,
     grad_scale: float = 1.0,
 ) -> None:
-    """Update master, exp_avg, exp_avg_sq (fp32 [n]) in place with grad (fp32, bf16 or fp16 [n]).
+    """Update master, exp_avg and exp_avg_sq in place. NaN and infinities pass through: the caller
+    checks gradients for them.
 
-    param_out: bf16 or fp16 [n], is given master rounded to nearest even (NaN stays NaN); None
-    where the master itself is the parameter. step counts from 1. grad_scale (a clipping factor, the
-    inverse of a loss scale) multiplies the widened gradient in fp32, with one rounding: the same
-    bits as `grad.float().mul_(grad_scale)` before. NaN and infinities pass through: looking at the
-    gradients is the caller's.
+    Args:
+        master: fp32 [n], the parameters that the optimizer updates.
+        exp_avg: fp32 [n], the first moment.
+        exp_avg_sq: fp32 [n], the second moment.
+        grad: fp32, bf16 or fp16 [n].
+        param_out: bf16 or fp16 [n], receives master rounded to nearest even (NaN stays NaN); None
+            if master is the parameter itself.
+        step: number of this update, from 1.
+        grad_scale: factor of the gradient, such as a clipping factor or the inverse of a loss
+            scale. It multiplies the gradient in fp32 with one rounding, which gives the bits of
+            `grad.float().mul_(grad_scale)`.
 
-    Tensors are contiguous and do not overlap. Raises ValueError and TypeError for others.
+    Raises:
+        ValueError: a shape, device, layout or number is invalid. Tensors must be contiguous and
+            must not overlap.
+        TypeError: a tensor has another dtype.
     """
-    numbers = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    _adamw(master, exp_avg, exp_avg_sq, grad, param_out, *numbers)
+    settings = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+    _adamw(master, exp_avg, exp_avg_sq, grad, param_out, *settings)
 
 
-def numbers_of(
+def coefficients_of(
     lr: float,
     beta1: float,
     beta2: float,
@@ -77,9 +89,9 @@ def numbers_of(
     weight_decay: float,
     step: int,
     grad_scale: float,
-) -> Numbers:
-    """The update's numbers, in fp64."""
-    return Numbers(
+) -> Coefficients:
+    """Return the factors of an update, in fp64."""
+    return Coefficients(
         grad_scale=grad_scale,
         decay=1 - lr * weight_decay,
         lerp=1 - beta1,
@@ -97,45 +109,45 @@ def reference(
     exp_avg_sq: Tensor,
     grad: Tensor,
     param_out: Tensor | None,
-    numbers: Numbers,
+    coefficients: Coefficients,
 ) -> None:
-    """The twin in plain torch, to the bit."""
+    """Update in plain torch: the reference implementation, equal to the kernels to the bit."""
     flat = [t.view(-1) for t in (master, exp_avg, exp_avg_sq, grad)]
-    copies = None if param_out is None else param_out.view(-1)
+    params = None if param_out is None else param_out.view(-1)
     for begin in range(0, master.numel(), _SLICE):
-        part = slice(begin, begin + _SLICE)
-        p, m, v, g = (t[part] for t in flat)
-        _update(p, m, v, g.float(), numbers)
-        if copies is not None:
-            copies[part] = p
+        chunk = slice(begin, begin + _SLICE)
+        p, m, v, g = (t[chunk] for t in flat)
+        _update(p, m, v, g.float(), coefficients)
+        if params is not None:
+            params[chunk] = p
 
 
-def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Numbers) -> None:
+def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
     g = g * n.grad_scale
-    near = _fp32(n.lerp) < 0.5  # torch's lerp starts from the nearer end
-    weight = _fp32(n.lerp) if near else _fp32(_fp32(n.lerp) - 1)
-    m.copy_(_fused(weight, g - m, m if near else g))
+    from_m = _fp32(n.lerp) < 0.5  # torch's lerp starts from the nearer end
+    weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
+    m.copy_(_fused(weight, g - m, m if from_m else g))
     v.copy_(_fused(g * n.one_minus_beta2, g, v * n.beta2))
-    root = v.double().sqrt().float()  # torch.sqrt of fp32 is not rounded right everywhere
-    size = root / _as_fp32(n.root_bias2, v) + n.eps
-    p.copy_(p * n.decay + (m * n.minus_step) / size)
+    root = v.double().sqrt().float()  # fp32 torch.sqrt is not correctly rounded on all CPUs
+    denominator = root / _as_fp32(n.root_bias2, v) + n.eps
+    p.copy_(p * n.decay + (m * n.minus_step) / denominator)
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of fp32 numbers with one rounding, which torch has no op for.
+    """Return a * b + c of fp32 numbers with a single rounding; torch has no op for it.
 
-    The product is exact in fp64. The sum is rounded to odd there: what is lost is kept in the last
-    bit, so that rounding on to fp32 is right.
+    The product is exact in fp64. The fp64 sum is rounded to odd: the last bit records that a
+    remainder was dropped, so that the second rounding, to fp32, is correct.
     """
-    x = a * b.double()
-    y = c.double()
-    total = x + y
-    back = total - x
-    lost = (x - (total - back)) + (y - back)
+    product = a * b.double()
+    addend = c.double()
+    total = product + addend
+    rest = total - product  # the error of a sum, exactly: Knuth's TwoSum
+    remainder = (product - (total - rest)) + (addend - rest)
     even = (total.view(torch.int64) & 1) == 0
-    inexact = (lost != 0) & lost.isfinite()
-    towards = torch.where(lost > 0, math.inf, -math.inf).to(total.dtype)
-    odd = torch.nextafter(total, towards)
+    inexact = (remainder != 0) & remainder.isfinite()
+    direction = torch.where(remainder > 0, math.inf, -math.inf).to(total.dtype)
+    odd = torch.nextafter(total, direction)
     return torch.where(inexact & even, odd, total).float()
 
 
@@ -144,7 +156,8 @@ def _fp32(value: float) -> float:
 
 
 def _as_fp32(value: float, like: Tensor) -> Tensor:
-    """As a tensor: torch divides by a number through its inverse on some devices."""
+    """Return an fp32 tensor of no dims: some devices divide by a Python number through its
+    inverse."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
@@ -152,12 +165,12 @@ def _check(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
     beta1: float, beta2: float, step: int,
 ) -> None:  # fmt: skip
-    given = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+    tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     if param_out is not None:
-        given["param_out"] = param_out
-    halves = (torch.bfloat16, torch.float16)
-    allowed = {"grad": (torch.float32, *halves), "param_out": halves}
-    for name, tensor in given.items():
+        tensors["param_out"] = param_out
+    half_dtypes = (torch.bfloat16, torch.float16)
+    allowed = {"grad": (torch.float32, *half_dtypes), "param_out": half_dtypes}
+    for name, tensor in tensors.items():
         if tensor.shape != master.shape or not tensor.is_contiguous():
             raise ValueError(
                 f"adamw_: {name} {list(tensor.shape)} must be contiguous and of master's shape "
@@ -166,11 +179,11 @@ def _check(
         if tensor.device != master.device:
             raise ValueError(f"adamw_: {name} is on {tensor.device}, master on {master.device}")
         if tensor.dtype not in allowed.get(name, (torch.float32,)):
-            wanted = ", ".join(map(str, allowed.get(name, (torch.float32,))))
-            raise TypeError(f"adamw_: {name} is {tensor.dtype}; it must be {wanted}")
+            expected = ", ".join(map(str, allowed.get(name, (torch.float32,))))
+            raise TypeError(f"adamw_: {name} is {tensor.dtype}; it must be {expected}")
     if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(
-            f"adamw_: step {step} counts from 1, and beta1 {beta1} and beta2 {beta2} lie in [0, 1)"
+            f"adamw_: step {step} must be at least 1, beta1 {beta1} and beta2 {beta2} in [0, 1)"
         )
 
 
@@ -180,19 +193,19 @@ def _run(
     step: int, grad_scale: float,
 ) -> None:  # fmt: skip
     _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step)
-    numbers = numbers_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+    coefficients = coefficients_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     kernels = library.native(master)
     if kernels is None:
-        reference(master, exp_avg, exp_avg_sq, grad, param_out, numbers)
+        reference(master, exp_avg, exp_avg_sq, grad, param_out, coefficients)
         return
-    with_numbers = (ctypes.c_float * len(numbers))(*numbers)
-    copy: tuple[int, int | None] = (0, None)
+    packed = (ctypes.c_float * len(coefficients))(*coefficients)
+    out: tuple[int, int | None] = (0, None)
     if param_out is not None:
-        copy = (library.DTYPES[param_out.dtype], param_out.data_ptr())
+        out = (library.DTYPES[param_out.dtype], param_out.data_ptr())
     states = (t.data_ptr() for t in (grad, master, exp_avg, exp_avg_sq))
     kernels.call(
-        "adamw", master, library.DTYPES[grad.dtype], copy[0], ctypes.addressof(with_numbers),
-        master.numel(), *states, copy[1],
+        "adamw", master, library.DTYPES[grad.dtype], out[0], ctypes.addressof(packed),
+        master.numel(), *states, out[1],
     )  # fmt: skip
 
 

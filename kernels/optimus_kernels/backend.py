@@ -1,8 +1,9 @@
-"""The ladder of backends: which library serves a device's ops, chosen in one place and said once.
+"""Choice of the library that runs a device's ops, with a fallback to plain torch.
 
-xpu: sycl, then torch. cuda: cuda, then torch. cpu: cpu, then torch. `OPTIMUS_KERNELS`, or else what
-`choose` was given, names one: auto (the default) takes the first that can be had and says in one
-line why it was not an earlier one; any other name is taken or refused.
+Fallback order: xpu uses sycl, then torch; cuda uses cuda, then torch; cpu uses cpu, then torch. The
+environment variable `OPTIMUS_KERNELS`, or else the name passed to `choose`, selects a backend. With
+auto (the default) the first available backend is used, and one log line gives the reason if that is
+torch. Any other name is used or is an error.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Ranks beyond which a run compiles nothing: it loads what `optimus kernels build` left."""
+"""Number of ranks up to which a run compiles missing kernels. Larger runs load what `optimus
+kernels build` made."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""torchrun's, MPICH's and PALS', Open MPI's and Slurm's name for the number of processes."""
+"""Environment variables with the number of processes: torchrun; MPICH and PALS; Open MPI; Slurm."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes a device's ops."""
+    """The library that computes a device's ops."""
 
     name: str
-    """sycl, cuda, cpu or torch."""
+    """sycl, cuda, cpu or torch (the reference implementations)."""
     key: str = ""
-    """The cache entry of its library, which stands for sources, torch, compiler and flags."""
+    """Name of the library's cache entry, a hash of sources, torch version, compiler and flags."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """None for torch."""
     why_not: str = field(default="", compare=False)
-    """Under auto: why the device's own backend is not it."""
+    """With auto: the reason why the device's compiled kernels are not used, or ""."""
 
 
 _configured = "auto"
@@ -50,7 +52,14 @@ _active: dict[str, Backend] = {}
 
 
 def choose(name: str) -> None:
-    """What the configuration asks for; the environment's OPTIMUS_KERNELS wins over it."""
+    """Set the backend from the configuration.
+
+    Args:
+        name: one of CHOICES. The environment variable OPTIMUS_KERNELS takes precedence over it.
+
+    Raises:
+        KernelError: `name` is unknown.
+    """
     global _configured
     if name not in CHOICES:
         raise KernelError(f"kernels {name!r}: it is one of {', '.join(CHOICES)}")
@@ -60,62 +69,80 @@ def choose(name: str) -> None:
 
 
 def chosen() -> tuple[str, str]:
-    """The choice in force, and where it comes from. Raises KernelError for an unknown name."""
-    named = os.environ.get("OPTIMUS_KERNELS", "")
-    if not named:
+    """Return the backend name in effect and the name of the setting that gave it.
+
+    Raises:
+        KernelError: OPTIMUS_KERNELS has an unknown value.
+    """
+    name = os.environ.get("OPTIMUS_KERNELS", "")
+    if not name:
         return _configured, "kernels.backend"
-    if named not in CHOICES:
-        raise KernelError(f"OPTIMUS_KERNELS={named!r}: it is one of {', '.join(CHOICES)}")
-    return named, "OPTIMUS_KERNELS"
+    if name not in CHOICES:
+        raise KernelError(f"OPTIMUS_KERNELS={name!r}: it is one of {', '.join(CHOICES)}")
+    return name, "OPTIMUS_KERNELS"
 
 
 def active(device: torch.device | str) -> Backend:
-    """The backend that serves a device, found and loaded at its first use.
+    """Return the backend of a device; it is chosen and loaded on the first call.
 
-    Raises KernelError where an explicit choice cannot be had.
+    Raises:
+        KernelError: a backend was selected by name and is not available.
     """
     kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
-    found = _active.get(kind)
-    if found is None:
-        found = _active[kind] = find(kind)
-        if found.why_not:
-            _say(f"optimus kernels: plain torch on {kind}, since {found.why_not}")
-    return found
+    backend = _active.get(kind)
+    if backend is None:
+        backend = _active[kind] = find(kind)
+        if backend.why_not:
+            _log(f"optimus kernels: plain torch on {kind}, since {backend.why_not}")
+    return backend
 
 
 def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
-    """As `active`, without remembering or saying anything.
+    """Choose and load the backend of a device type, as `active` does, without logging or caching.
 
-    `may_build`: compile what is not there; by default up to MAX_BUILDING_WORLD ranks do so, one of
-    them at a time. `key` names the library to prefer where several fit.
+    Args:
+        kind: device type: cpu, cuda or xpu.
+        may_build: compile a missing library. By default this is allowed for up to
+            MAX_BUILDING_WORLD ranks; a lock lets one process compile at a time.
+        key: name of the cache entry to prefer if several are compatible.
+
+    Raises:
+        KernelError: a backend was selected by name and is not available.
     """
     name, origin = chosen()
-    own = _BACKEND_OF.get(kind)
-    if name == "torch" or (name == "auto" and own is None):
+    device_backend = _BACKEND_OF.get(kind)
+    if name == "torch" or (name == "auto" and device_backend is None):
         return Backend("torch")
-    if name not in ("auto", own):
+    if name not in ("auto", device_backend):
         raise KernelError(
-            f"{origin} = {name}: it computes on {DEVICE_OF[name]}, and the data lies on {kind}; "
-            f"use {' or '.join(filter(None, (own, 'torch', 'auto')))}"
+            f"{origin} = {name}: it computes on {DEVICE_OF[name]}, and the data is on {kind}; "
+            f"use {' or '.join(filter(None, (device_backend, 'torch', 'auto')))}"
         )
-    assert own is not None
+    assert device_backend is not None
     try:
-        entry = obtain(own, _may_build() if may_build is None else may_build, key)
-        return Backend(own, entry.key, load(entry))
+        entry = obtain(device_backend, _may_build() if may_build is None else may_build, key)
+        return Backend(device_backend, entry.key, load(entry))
     except KernelError as error:
         if name != "auto":
-            raise KernelError(f"{origin} = {name} cannot be had: {error}") from error
-        return Backend("torch", why_not=f"{own} kernels cannot be had: {error}")
+            raise KernelError(f"{origin} = {name} is not available: {error}") from error
+        return Backend("torch", why_not=f"{device_backend} kernels are not available: {error}")
 
 
 def use(kind: str, backend: Backend) -> None:
-    """Make `backend` the active one of a device: what all ranks have agreed on."""
+    """Make `backend` the active one of a device type, after all ranks have agreed on it."""
     _active[kind] = backend
 
 
 def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
-    """A compiled library: this machine's compiler's, built now if need be, or one that came from
-    elsewhere and fits. Raises KernelError."""
+    """Return a compiled library.
+
+    Args:
+        may_build: compile with this machine's compiler if the cache has no library of it.
+        key: name of the cache entry to prefer among compatible ones that were compiled elsewhere.
+
+    Raises:
+        KernelError: no compatible library exists and none can be compiled.
+    """
     failure = ""
     if may_build:
         try:
@@ -128,16 +155,22 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     if failure:
         raise KernelError(failure)
     others = [f"{name} is refused: {why}" for name, why in cache.refused(backend).items()]
-    others += [f"{entry.key} is {build.fits(entry)}" for entry in cache.entries(backend)]
+    others += [
+        f"{entry.key} is {build.why_incompatible(entry)}" for entry in cache.entries(backend)
+    ]
     hint = f" ({others[0]})" if others else ""
     raise KernelError(
         f"none is built in {cache.cache_dir()}{hint}; run `optimus kernels build` once, since "
-        f"a run of more than {MAX_BUILDING_WORLD} ranks compiles nothing"
+        f"a run of more than {MAX_BUILDING_WORLD} ranks does not compile"
     )
 
 
 def load(entry: Entry) -> ctypes.CDLL:
-    """The library, once it has said which C interface it has. Raises KernelError."""
+    """Load a library and check its C interface.
+
+    Raises:
+        KernelError: the library does not load or has another version of the interface.
+    """
     path = entry.library
     try:
         library = ctypes.CDLL(str(path))
@@ -159,59 +192,62 @@ def load(entry: Entry) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Of each backend: is its device here, is it built, for what, or why not. Compiles nothing."""
+    """Return for each backend whether its device is present and whether it is built, for which
+    target, or the reason why not. Compiles nothing."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
 def _status_of(backend: str) -> dict[str, Any]:
-    found, entry, untrusted = [], None, {}
+    entries, entry, untrusted = [], None, {}
     try:
         untrusted = cache.refused(backend)
-        found, entry = cache.entries(backend), build.prebuilt(backend)
+        entries, entry = cache.entries(backend), build.prebuilt(backend)
         reason = _why_not(backend, entry)
     except KernelError as error:
         reason = str(error)
     return {
         "backend": backend,
         "device": DEVICE_OF[backend],
-        "device_is_here": device_is_here(DEVICE_OF[backend]),
+        "device_is_here": device_is_present(DEVICE_OF[backend]),
         "built": entry is not None,
         "usable": entry is not None and not reason,
         "why_not": reason,
         "built_for": {} if entry is None else _built_for(entry),
         "library": "" if entry is None else str(entry.library),
-        "refused": {other.key: why for other in found if (why := build.fits(other))} | untrusted,
+        "refused": {other.key: why for other in entries if (why := build.why_incompatible(other))}
+        | untrusted,
     }
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Why an entry is of no use, "" if it is of use. Raises KernelError where none can be made."""
+    """Return the reason why `entry` cannot be used, or "". Raises KernelError if none can be
+    compiled."""
     if entry is None:
         build.plan(backend)
         return "not built yet; `optimus kernels build` does it, or the first run"
-    # Another device's library may link against what only its machines have.
-    if device_is_here(DEVICE_OF[backend]):
+    # The library of an absent device may link to a runtime that is not installed here.
+    if device_is_present(DEVICE_OF[backend]):
         load(entry)
     return ""
 
 
-def device_is_here(kind: str) -> bool:
-    """Whether torch finds such a device."""
+def device_is_present(kind: str) -> bool:
+    """Return whether torch finds a device of this type."""
     module = getattr(torch, kind, None)
     return kind == "cpu" or bool(module is not None and module.is_available())
 
 
 def _built_for(entry: Entry) -> dict[str, Any]:
-    return {key: entry.info.get(key) for key in ("torch", "machine", "arch", "compiler", "flags")}
+    return {key: entry.record.get(key) for key in ("torch", "machine", "arch", "compiler", "flags")}
 
 
 def _may_build() -> bool:
-    """By the first variable that says how many processes there are; none: one process."""
+    """Return whether this run may compile: the first variable set gives its number of processes."""
     sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
     world = next((size for size in sizes if size.isdigit()), "1")
     return int(world) <= MAX_BUILDING_WORLD
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)

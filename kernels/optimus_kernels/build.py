@@ -1,7 +1,7 @@
-"""Compiles `csrc` for a backend: what is built, for what, and with which command.
+"""Compilation of `csrc` for a backend: sources, targets, compilers and flags.
 
-Every backend becomes one shared library with the C interface of csrc/include/interface.h, so that
-neither the cpu nor the cuda build needs torch's headers.
+Every backend becomes one shared library with the C interface of csrc/include/interface.h. The cpu
+and cuda builds therefore need no headers of torch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ CPU_FLAGS = [
     "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
 PORTABLE = "portable"
-# A file named *_avx2.cpp is compiled for such machines alone; dispatch.cpp chooses when it runs.
+# A file *_avx2.cpp is compiled for that instruction set; dispatch.cpp chooses at run time.
 CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
-CPU_ALONE = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Instead, for compilers that do not know them: before g++ 11 and clang++ 12."""
-# A file named adamw_* rounds every product, as torch's optimizer does.
+PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
+"""Flags in place of those of CPU_ISAS for compilers without these levels: before g++ 11 and clang++
+12."""
+# The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
 CUDA_FLAGS = ["-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC"]
@@ -51,11 +52,11 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """Everything that a compiled library depends on, besides the C interface's version."""
+    """All inputs of a compiled library, except for the version of the C interface."""
 
     backend: str
     sources: str
-    """Hash of every file of csrc that the backend reads."""
+    """Hash of all files of csrc that the backend uses."""
     torch: str
     machine: str
     """The processor's architecture, such as x86_64."""
@@ -63,7 +64,7 @@ class Target:
     """The devices compiled for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """What it calls itself, and the flags that CXX or NVCC holds beside its name."""
+    """First line of `--version`, and any flags in CXX or NVCC after the compiler's name."""
 
     @property
     def name(self) -> str:
@@ -71,15 +72,16 @@ class Target:
 
 
 def csrc() -> Path:
-    """The sources, inside the package (in a checkout by a link)."""
+    """Return the folder of the sources, which is inside the package (in a checkout through a
+    link)."""
     return Path(__file__).resolve().parent / "csrc"
 
 
 def sources(backend: str) -> list[Path]:
-    """The backend's own files to compile. Raises KernelError if there are none."""
+    """Return the files to compile for a backend. Raises KernelError if there are none."""
     files = sorted((csrc() / backend).glob(f"*{SUFFIX[backend]}"))
     if not files:
-        raise KernelError(f"{csrc() / backend} holds no *{SUFFIX[backend]} files")
+        raise KernelError(f"{csrc() / backend} has no *{SUFFIX[backend]} files")
     return files
 
 
@@ -90,16 +92,16 @@ def interface_functions() -> list[str]:
 
 
 def interface_version() -> int:
-    """OPTIMUS_ABI of csrc/include/interface.h, which every library reports."""
+    """Return OPTIMUS_ABI of csrc/include/interface.h, which every library reports."""
     text = (csrc() / "include" / "interface.h").read_text()
-    found = re.search(r"define OPTIMUS_ABI (\d+)", text)
-    assert found, "interface.h does not define OPTIMUS_ABI"
-    return int(found[1])
+    match = re.search(r"define OPTIMUS_ABI (\d+)", text)
+    assert match, "interface.h does not define OPTIMUS_ABI"
+    return int(match[1])
 
 
 @functools.cache
 def source_hash(backend: str) -> str:
-    """Of the backend's files and the shared headers, names included."""
+    """Return a hash of the backend's files and the shared headers, including their names."""
     digest = hashlib.sha256()
     folders = (csrc() / "include", csrc() / backend)
     for folder in folders:
@@ -110,99 +112,102 @@ def source_hash(backend: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def fits(entry: Entry) -> str:
-    """Why a compiled library cannot be used here; "" if it can. The compiler is left aside: a
-    library may come from another machine."""
-    backend, info = entry.info["backend"], entry.info
-    alone = info.get("arch") == PORTABLE
-    for field, here in (
+def why_incompatible(entry: Entry) -> str:
+    """Return the reason why a compiled library is not compatible with this machine and package, or
+    "". Its compiler is not compared, because a library may come from another machine."""
+    backend, record = entry.record["backend"], entry.record
+    portable_only = record.get("arch") == PORTABLE
+    for field, expected in (
         ("torch", torch.__version__),
         ("machine", platform.machine()),
-        ("arch", arch(backend, alone)),
+        ("arch", arch(backend, portable_only)),
     ):
-        if info.get(field) != here:
-            return f"built for {field} {info.get(field)}, this is {here}"
-    if info.get("sources") != source_hash(backend):
+        if record.get(field) != expected:
+            return f"built for {field} {record.get(field)}, this is {expected}"
+    if record.get("sources") != source_hash(backend):
         return "built from other sources"
-    if info.get("flags") not in [flags(backend, clang, alone) for clang in (False, True)]:
+    if record.get("flags") not in [flags(backend, clang, portable_only) for clang in (False, True)]:
         return "built with other compiler flags"
     return ""
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """A compiled library that fits, of whatever compiler: the one named `key`, or the newest."""
-    fitting = [entry for entry in cache.entries(backend) if not fits(entry)]
-    return next((entry for entry in fitting if entry.key == key), next(iter(fitting), None))
+    """Return a compatible library from the cache, whichever compiler made it: the entry named
+    `key`, or else the newest."""
+    compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
+    return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
 
 def build(backend: str) -> Entry:
-    """Compile for `backend`, or find it done. Raises KernelError with the reason if it cannot."""
+    """Return the library for `backend`, compiled now unless the cache has it. Raises KernelError
+    with the reason if it cannot be compiled."""
     target, compiler = plan(backend)
     compilers = {"cpu": _compile_cpu, "cuda": _compile_cuda, "sycl": _compile_sycl}
-    info = {**asdict(target), "compiler_path": compiler[0]}
-    return cache.install(target.name, lambda work: compilers[backend](compiler, work), info)
+    record = {**asdict(target), "compiler_path": compiler[0]}
+    return cache.install(target.name, lambda work: compilers[backend](compiler, work), record)
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """What `build` would make here, and the compiler's command. Raises KernelError."""
+    """Return the target that `build` would compile here, and the compiler's command. Raises
+    KernelError."""
     compiler = find_compiler(backend)
     sources(backend)
     version = compiler_version(tuple(compiler))
-    alone = backend == "cpu" and not _knows_isas(tuple(compiler))
+    portable_only = backend == "cpu" and not _supports_isas(tuple(compiler))
     target = Target(
         backend=backend,
         sources=source_hash(backend),
         torch=torch.__version__,
         machine=platform.machine(),
-        arch=arch(backend, alone),
-        flags=flags(backend, is_clang(version), alone),
+        arch=arch(backend, portable_only),
+        flags=flags(backend, is_clang(version), portable_only),
         compiler=" ".join([version, *compiler[1:]]),
     )
     return target, compiler
 
 
-def arch(backend: str, alone: bool = False) -> str:
-    """The devices, or instruction sets, that a library is compiled for; `alone`: of the latter, the
-    portable one only."""
+def arch(backend: str, portable_only: bool = False) -> str:
+    """Return the devices or CPU instruction sets that a library is compiled for. With
+    `portable_only` a CPU library has the portable instruction set alone."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
     if backend == "sycl":
         return sycl_build.arch_list()
-    return PORTABLE if alone else ",".join([PORTABLE, *CPU_ISAS])
+    return PORTABLE if portable_only else ",".join([PORTABLE, *CPU_ISAS])
 
 
-def flags(backend: str, clang: bool, alone: bool = False) -> str:
-    """Everything that a command says beyond its files, for the key."""
+def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
+    """Return the compiler flags of all files as one string, for the hash of a target."""
     if backend == "cpu":
-        isas = (CPU_ALONE,) if alone else CPU_ISAS.values()
+        isas = (PORTABLE_FLAGS,) if portable_only else CPU_ISAS.values()
         groups = (*isas, *CPU_FILE_FLAGS.values())
-        every = [*CPU_FLAGS, *(flag for more in groups for flag in more)]
-        return " ".join([*every, *_openmp_flags(clang), Path(openmp_runtime()).name])
+        all_flags = [*CPU_FLAGS, *(flag for group in groups for flag in group)]
+        return " ".join([*all_flags, *_openmp_flags(clang), Path(openmp_runtime()).name])
     return " ".join(CUDA_FLAGS if backend == "cuda" else sycl_build.FLAGS)
 
 
 def is_clang(version: str) -> bool:
-    """By a compiler's first line of --version; Intel's compilers are clang, too."""
+    """Return whether the first line of `--version` is that of a clang; Intel's compilers are."""
     return "clang" in version.lower() or "oneapi" in version.lower()
 
 
 @functools.cache
 def openmp_runtime() -> str:
-    """The file of the OpenMP runtime that torch has loaded, so that no second pool of threads is
-    made and torch.set_num_threads holds for our kernels; "" where there is none."""
+    """Return the file of the OpenMP runtime that torch has loaded, or "". Kernels that use the same
+    runtime share torch's threads, and torch.set_num_threads applies to them."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return ""
-    found = set(re.findall(r"\S*/(?:libgomp|libiomp5|libomp)[-.]\S*", maps))
-    # Other packages may have brought runtimes of their own; torch's stands in its own folders.
-    own = str(Path(torch.__file__).parent)
-    return min(found, key=lambda path: (not path.startswith(own), path), default="")
+    runtimes = set(re.findall(r"\S*/(?:libgomp|libiomp5|libomp)[-.]\S*", maps))
+    # Other packages may have loaded their own runtimes; torch's is in torch's folder.
+    torch_folder = str(Path(torch.__file__).parent)
+    return min(runtimes, key=lambda path: (not path.startswith(torch_folder), path), default="")
 
 
 def _openmp_flags(clang: bool) -> list[str]:
-    """What makes `omp parallel` work on torch's runtime: clang's code wants LLVM's or Intel's,
-    g++'s runs on any. Otherwise loops are vectorised only, on one thread."""
+    """Return the OpenMP flags that work with torch's runtime. Code of clang needs LLVM's or Intel's
+    runtime; code of g++ works with any. Without one, loops are vectorized and run on one thread."""
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]
@@ -210,36 +215,37 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 
 @functools.cache
-def _knows_isas(compiler: tuple[str, ...]) -> bool:
-    """Whether it can compile for AVX2 and AVX-512; otherwise the portable kernels stand alone."""
+def _supports_isas(compiler: tuple[str, ...]) -> bool:
+    """Return whether the compiler supports AVX2 and AVX-512; if not, only the portable kernels are
+    built."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    every = [flag for isa in CPU_ISAS.values() for flag in isa]
+    isa_flags = [flag for isa in CPU_ISAS.values() for flag in isa]
     try:
-        _run([*compiler, *every, "-E", "-x", "c++", os.devnull], limit_s=60)
+        _run([*compiler, *isa_flags, "-E", "-x", "c++", os.devnull], limit_s=60)
     except KernelError:
         return False
     return True
 
 
 def find_compiler(backend: str) -> list[str]:
-    """The command that compiles for `backend`. Raises KernelError if there is none."""
+    """Return the command that compiles for `backend`. Raises KernelError if there is none."""
     if backend == "sycl":
         return sycl_build.find_compiler()
     names = {"cpu": ("g++", "clang++", "c++"), "cuda": ("nvcc",)}[backend]
     variable = {"cpu": "CXX", "cuda": "NVCC"}[backend]
-    named = os.environ.get(variable)
-    if named:
+    setting = os.environ.get(variable)
+    if setting:
         try:
-            command = shlex.split(named)
+            command = shlex.split(setting)
         except ValueError as error:
-            raise KernelError(f"{variable}={named}: it is no command ({error})") from error
+            raise KernelError(f"{variable}={setting}: it is not a command ({error})") from error
         if not command or shutil.which(command[0]) is None:
-            raise KernelError(f"{variable}={named}: no such compiler")
+            raise KernelError(f"{variable}={setting}: no such compiler")
         return command
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    more = [f"{home}/bin/nvcc"] if backend == "cuda" else []
-    for name in (*names, *more):
+    fallback = [f"{home}/bin/nvcc"] if backend == "cuda" else []
+    for name in (*names, *fallback):
         path = shutil.which(name)
         if path:
             return [path]
@@ -250,31 +256,32 @@ def find_compiler(backend: str) -> list[str]:
 
 @functools.cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """What the compiler calls itself. Raises KernelError if it does not run."""
+    """Return the line of `--version` that identifies a compiler. Raises KernelError if it does not
+    run."""
     text = _run([*compiler, "--version"], limit_s=60)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        raise KernelError(f"{shlex.join(compiler)} --version says nothing; is it a compiler?")
-    # nvcc's release stands on a later line than its name.
+        raise KernelError(f"{shlex.join(compiler)} --version prints nothing; is it a compiler?")
+    # nvcc prints its release on a later line than its name.
     return next((line for line in lines if "release" in line.lower()), lines[0])
 
 
 def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
     openmp = _openmp_flags(is_clang(compiler_version(tuple(compiler))))
-    alone = not _knows_isas(tuple(compiler))
+    portable_only = not _supports_isas(tuple(compiler))
     common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
-    common += CPU_ALONE if alone else ()
+    common += PORTABLE_FLAGS if portable_only else ()
     objects = []
     for source in sources("cpu"):
-        part, _, isa = source.stem.rpartition("_")
-        if isa in CPU_ISAS and alone:
+        name, _, isa = source.stem.rpartition("_")
+        if isa in CPU_ISAS and portable_only:
             continue
         out = work / f"{source.stem}.o"
-        own = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(part, ()))
-        _run([*common, *own, "-c", source, "-o", out])
+        file_flags = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(name, ()))
+        _run([*common, *file_flags, "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
-    # Not -fopenmp here: it would bring the compiler's own runtime beside torch's.
+    # Without -fopenmp, which would link the compiler's runtime in addition to torch's.
     runtime = [openmp_runtime()] if "-fopenmp" in openmp else []
     _run([*compiler, "-shared", *objects, *runtime, "-o", library])
     return library
@@ -299,11 +306,12 @@ def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
 def _run(
     command: Sequence[object], limit_s: float = _COMPILE_S, environ: dict[str, str] | None = None
 ) -> str:
-    """Its standard output. Raises KernelError with the first line that tells of an error."""
-    words = [str(word) for word in command]
+    """Run a command and return its standard output. Raises KernelError with the first line that
+    contains "error"."""
+    arguments = [str(word) for word in command]
     try:
-        done = subprocess.run(
-            words,
+        result = subprocess.run(
+            arguments,
             capture_output=True,
             text=True,
             errors="replace",
@@ -312,13 +320,13 @@ def _run(
             stdin=subprocess.DEVNULL,
         )
     except OSError as error:
-        raise KernelError(f"{words[0]} does not run: {error.strerror}") from error
+        raise KernelError(f"{arguments[0]} does not run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise KernelError(f"{words[0]} took more than {limit_s:.0f} s") from error
-    if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        telling = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
+        raise KernelError(f"{arguments[0]} took more than {limit_s:.0f} s") from error
+    if result.returncode:
+        lines = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise KernelError(
-            f"{Path(words[0]).name} ended with {done.returncode}: {telling[0].strip()}"
+            f"{Path(arguments[0]).name} ended with {result.returncode}: {errors[0].strip()}"
         )
-    return done.stdout
+    return result.stdout

@@ -1,11 +1,11 @@
-"""Compiled kernels on disk, shared by many processes: an entry is absent or complete.
+"""Cache of compiled kernels on disk, shared by many processes; an entry is absent or complete.
 
-CACHE/<backend>-<key>/ holds the library and `info.json`, which records its build inputs and the
-hash of its bytes. Both are written under a temporary name and renamed together. One builder at a
-time holds CACHE/.<backend>-<key>.lock.
+CACHE/<backend>-<key>/ contains the library and `info.json`, which records the inputs of the build
+and the hash of the library's bytes. Both are written under a temporary name and renamed together. A
+process that compiles holds the lock CACHE/.<backend>-<key>.lock.
 
-Loading a library runs its code, and a hash in the same folder proves nothing about its author.
-Therefore an entry is used only if nobody but this user, root or the owner of a read-only cache can
+Loading a library runs its code, and a hash in the same folder proves nothing about its author. An
+entry is therefore used only if nobody except this user, root or the owner of a read-only cache can
 have written it (`_why_untrusted`).
 """
 
@@ -28,29 +28,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INFO = "info.json"
+RECORD = "info.json"
 LOCK_WAIT_S = 900.0
-"""Longest wait for another process that compiles; an AOT build for PVC takes minutes."""
+"""Longest wait for another process that compiles; AOT compilation for PVC takes minutes."""
 _POLL_S = 0.1
-_MOST_LINKS = 40
-"""On the way to a file, as Linux has it."""
-_INFO_BYTES = 1 << 20
-"""Of an info.json that are read: more than any build writes."""
+_MAX_LINKS = 40
+"""Symbolic links followed while a path is resolved; Linux has the same limit."""
+_MAX_RECORD_BYTES = 1 << 20
+"""Bytes of an info.json that are read, more than any build writes."""
 
 
 class KernelError(RuntimeError):
-    """Kernels that cannot be had, in one line: what, why, and what to do."""
+    """Compiled kernels are not available. The message is one line: the problem, its cause and the
+    remedy."""
 
 
 def cache_dir() -> Path:
-    """OPTIMUS_KERNELS_CACHE, or optimus-kernels in the user's cache directory.
+    """Return OPTIMUS_KERNELS_CACHE, or optimus-kernels in the user's cache directory.
 
-    Raises KernelError where there is no user's directory: a container may run under a number that
-    no account has.
+    Raises:
+        KernelError: this user has no home directory, as in a container that runs under a user id
+            without an account.
     """
-    named = os.environ.get("OPTIMUS_KERNELS_CACHE")
-    if named:
-        return Path(named)
+    setting = os.environ.get("OPTIMUS_KERNELS_CACHE")
+    if setting:
+        return Path(setting)
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
@@ -62,16 +64,16 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled library."""
+    """A compiled library in the cache."""
 
     path: Path
-    """Its directory."""
-    info: dict[str, Any]
-    """Build inputs (the fields of `build.Target`), `library`, `sha256` and `built_at`."""
+    """Directory of the entry."""
+    record: dict[str, Any]
+    """Content of info.json: the fields of `build.Target`, `library`, `sha256` and `built_at`."""
 
     @property
     def library(self) -> Path:
-        return self.path / self.info["library"]
+        return self.path / self.record["library"]
 
     @property
     def key(self) -> str:
@@ -79,19 +81,19 @@ class Entry:
 
 
 def key_of(fields: dict[str, Any]) -> str:
-    """16 hexadecimal digits that stand for everything a build depends on."""
+    """Return 16 hexadecimal digits of a hash of all inputs of a build."""
     text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the usable entries of a backend, newest first, in an order that all ranks share."""
-    found = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
-    return sorted(found, key=lambda entry: (-entry.info["built_at"], entry.key))
+    """Return the usable entries of a backend, newest first, in the same order on all ranks."""
+    usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
+    return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the entries of a backend that are not trusted: the reason by name."""
+    """Return the untrusted entries of a backend: the reason by entry name."""
     reasons = {path.name: _why_untrusted_entry(path) for path in _paths(backend)}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -101,11 +103,11 @@ def read_entry(path: Path) -> Entry | None:
     if _why_untrusted_entry(path):
         return None
     try:
-        info = _read_info(path)
-        complete = _sha256(path / info["library"]) == info["sha256"]
+        record = _read_record(path)
+        intact = _sha256(path / record["library"]) == record["sha256"]
     except (OSError, ValueError):
         return None
-    return Entry(path, info) if complete else None
+    return Entry(path, record) if intact else None
 
 
 def _paths(backend: str) -> list[Path]:
@@ -115,22 +117,23 @@ def _paths(backend: str) -> list[Path]:
         return []
 
 
-def _read_info(path: Path) -> dict[str, Any]:
-    """Return info.json of the entry at `path`. Raises OSError or ValueError if it is not ours."""
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return info.json of the entry at `path`. Raises OSError or ValueError if a build did not
+    write it."""
     try:
-        with open(path / INFO, "rb") as file:  # a regular file: _why_untrusted_entry has looked
-            info = json.loads(file.read(_INFO_BYTES))
-        library, built_at = info["library"], info["built_at"]
-        # A name with a folder would lead out of the entry, whose owner and mode were checked.
-        plain = Path(library).name == library and library not in ("", "..", INFO)
-        valid = plain and isinstance(info["sha256"], str) and 0 <= built_at < math.inf
-        # Its name leads to the sources that the library is compared with.
-        valid = valid and path.name.startswith(f"{info['backend']}-")
+        with open(path / RECORD, "rb") as file:  # a regular file: checked by _why_untrusted_entry
+            record = json.loads(file.read(_MAX_RECORD_BYTES))
+        library, built_at = record["library"], record["built_at"]
+        # A name with a folder would leave the entry, whose owner and mode were checked.
+        is_file_name = Path(library).name == library and library not in ("", "..", RECORD)
+        valid = is_file_name and isinstance(record["sha256"], str) and 0 <= built_at < math.inf
+        # `backend` selects the sources that the library is compared with.
+        valid = valid and path.name.startswith(f"{record['backend']}-")
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path / INFO}: {error}") from error
+        raise ValueError(f"{path / RECORD}: {error}") from error
     if not valid:
-        raise ValueError(f"{path / INFO} holds other values than a build writes")
-    return info
+        raise ValueError(f"{path / RECORD} has values that no build writes")
+    return record
 
 
 def _why_untrusted_entry(path: Path) -> str:
@@ -142,11 +145,11 @@ def _why_untrusted_entry(path: Path) -> str:
     reason = _why_untrusted(path, owners, stat.S_ISDIR)
     if reason:
         return reason
-    reason = _why_untrusted(path / INFO, owners, stat.S_ISREG)
+    reason = _why_untrusted(path / RECORD, owners, stat.S_ISREG)
     if reason:
         return reason
     try:
-        library = path / _read_info(path)["library"]
+        library = path / _read_record(path)["library"]
     except (OSError, ValueError) as error:
         return "" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
     return _why_untrusted(library, owners, stat.S_ISREG)
@@ -157,21 +160,21 @@ def _why_untrusted_cache(root: Path) -> str:
     try:
         root.stat()
     except OSError:
-        return ""  # absent or unreadable: nothing is taken from it
+        return ""  # absent or unreadable: it is not used
     owners = _trusted_owners(root)
     try:
         real, folders, links = _walk(root)
     except OSError as error:
         return f"{error.filename or root}: {error.strerror}"
     for link in links:
-        found = link.lstat()
-        if found.st_uid not in (0, os.geteuid()):
-            return f"another user's link leads to the cache folder: {_describe(link, found)}"
+        status = link.lstat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f"another user's link leads to the cache folder: {_describe(link, status)}"
     reason = _why_untrusted(real, owners, stat.S_ISDIR)
     if reason:
         return reason
-    # Whoever can rename a folder on the way can put another cache in this place. For a cache of
-    # this user the sticky bit prevents that; a colleague's could have been put there first.
+    # A user who can rename a folder of the path can replace the cache. The sticky bit prevents that
+    # for a cache of this user. It does not for a colleague's, which may already be a replacement.
     foreign = real.stat().st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()
@@ -183,32 +186,33 @@ def _why_untrusted_cache(root: Path) -> str:
 
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
-    """Return the real path, every folder in which a component is looked up on the way there, and
-    the links followed. A folder between two links is a parent of neither path. Raises OSError."""
-    at, folders, links = Path("/"), dict[Path, None](), list[Path]()
-    rest = [*reversed(path.absolute().parts[1:])]
-    while rest:
-        name = rest.pop()
+    """Resolve `path`. Return the real path, every folder in which a component of it was looked up,
+    and the symbolic links that were followed. A folder between two links is a parent of neither
+    path. Raises OSError."""
+    current, folders, links = Path("/"), dict[Path, None](), list[Path]()
+    components = [*reversed(path.absolute().parts[1:])]
+    while components:
+        name = components.pop()
         if name == "..":
-            at = at.parent
+            current = current.parent
             continue
-        folders[at] = None
-        if not (at / name).is_symlink():
-            at /= name
+        folders[current] = None
+        if not (current / name).is_symlink():
+            current /= name
             continue
-        links.append(at / name)
-        if len(links) > _MOST_LINKS:
+        links.append(current / name)
+        if len(links) > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = links[-1].readlink()
         if target.is_absolute():
-            at = Path("/")
-        rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-    return at, list(folders), links
+            current = Path("/")
+        components += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return current, list(folders), links
 
 
 def _trusted_owners(root: Path) -> set[int]:
-    """Return the users whose files in the cache `root` are used: this one, root and, for a user who
-    is not root, the owner of the cache folder."""
+    """Return the ids of users whose files in the cache `root` are used: this user, root and, unless
+    this user is root, the owner of the cache folder."""
     user = os.geteuid()
     with contextlib.suppress(OSError):
         return {user, 0, root.stat().st_uid} if user else {0}
@@ -218,32 +222,40 @@ def _trusted_owners(root: Path) -> set[int]:
 def _why_untrusted(path: Path, owners: set[int], is_kind: Callable[[int], bool]) -> str:
     """Return why another user may have written `path`; "" if none can have, or if it is absent."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f"{path}: {error.strerror}"
-    if not is_kind(found.st_mode):
+    if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
-    if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may have changed it: {_describe(path, found)}"
+    if status.st_uid not in owners or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may have changed it: {_describe(path, status)}"
     return ""
 
 
-def _describe(path: Path, found: os.stat_result) -> str:
+def _describe(path: Path, status: os.stat_result) -> str:
     try:
-        owner = pwd.getpwuid(found.st_uid).pw_name
+        owner = pwd.getpwuid(status.st_uid).pw_name
     except KeyError:
-        owner = str(found.st_uid)
-    return f"{path} (owner {owner}, mode {stat.S_IMODE(found.st_mode):04o})"
+        owner = str(status.st_uid)
+    return f"{path} (owner {owner}, mode {stat.S_IMODE(status.st_mode):04o})"
 
 
-def install(name: str, compile_into: Callable[[Path], Path], info: dict[str, Any]) -> Entry:
-    """Return the entry `name`, compiled by `compile_into(directory) -> library` unless it exists.
+def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
+    """Return the entry `name`; compile it unless it exists.
 
-    Other processes wait while one compiles; if it fails, they fail with its reason instead of
-    compiling in turn. Raises KernelError.
+    Other processes wait while one compiles. If it fails, they fail with its reason and do not try
+    again.
+
+    Args:
+        name: name of the entry, `<backend>-<key>`.
+        compile_into: compiles in the given directory and returns the path of the library there.
+        record: inputs of the build, written to info.json.
+
+    Raises:
+        KernelError: compilation failed, or the cache cannot be used.
     """
     root = cache_dir()
     started = time.time()
@@ -264,16 +276,16 @@ def install(name: str, compile_into: Callable[[Path], Path], info: dict[str, Any
                 return entry
             _raise_failure_since(root, name, started)
             _remove_leftovers(root, name)
-            return _compile(root, name, compile_into, info)
+            return _compile(root, name, compile_into, record)
     except OSError as error:
-        where = error.filename or root
+        path = error.filename or root
         raise KernelError(
-            f"{where}: {error.strerror}; set OPTIMUS_KERNELS_CACHE to a writable directory"
+            f"{path}: {error.strerror}; set OPTIMUS_KERNELS_CACHE to a writable directory"
         ) from error
 
 
 def _compile(
-    root: Path, name: str, compile_into: Callable[[Path], Path], info: dict[str, Any]
+    root: Path, name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]
 ) -> Entry:
     work = root / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
     work.mkdir()
@@ -282,16 +294,16 @@ def _compile(
         for path in work.iterdir():
             if path != library:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        whole = {
-            **info,
+        content = {
+            **record,
             "library": library.name,
             "sha256": _sha256(library),
             "built_at": time.time(),
         }
-        (work / INFO).write_text(json.dumps(whole, indent=1) + "\n")
-        # Under umask 002 the group could change them, and the entry would be refused. Others may
-        # read it: whether they can reach it is the decision of the cache folder's mode (0700).
-        for path, mode in ((library, 0o755), (work / INFO, 0o644), (work, 0o755)):
+        (work / RECORD).write_text(json.dumps(content, indent=1) + "\n")
+        # Under umask 002 the group could write the files, and the entry would be refused. Others
+        # may read them; the mode of the cache folder (0700) decides whether they can reach them.
+        for path, mode in ((library, 0o755), (work / RECORD, 0o644), (work, 0o755)):
             path.chmod(mode)
             _fsync(path)
         _rename(work, root / name)
@@ -304,35 +316,37 @@ def _compile(
         shutil.rmtree(work, ignore_errors=True)
     entry = read_entry(root / name)
     if entry is None:
-        raise KernelError(f"{root / name} did not survive being written; look at the disk")
+        raise KernelError(f"{root / name} was damaged while it was written; check the disk")
     return entry
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Where locks do not work (some network file systems), the first to finish wins."""
-    broken = None
+    """Rename `work` to `final`. Without working locks (some network file systems) two processes may
+    compile; the first that finishes wins."""
+    damaged = None
     if final.exists() and read_entry(final) is None:
-        broken = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
+        damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
     try:
         work.rename(final)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-    if broken is not None:
-        shutil.rmtree(broken, ignore_errors=True)
+    if damaged is not None:
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Somebody compiled in vain while this process waited."""
-    note = root / f".{name}.failed"
+    """Raise the error of a process that failed to compile this entry while this one waited."""
+    failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
-        if note.stat().st_mtime >= started:
-            raise KernelError(note.read_text())
-        note.unlink()
+        if failure.stat().st_mtime >= started:
+            raise KernelError(failure.read_text())
+        failure.unlink()
 
 
 def _remove_leftovers(root: Path, name: str) -> None:
-    """Of builders that were killed: the lock is held, so nobody else writes this entry."""
+    """Remove the temporary folders of killed builders. The lock is held, so no other process uses
+    them."""
     for path in root.glob(f".{name}.*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -346,7 +360,7 @@ def _locked(path: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise KernelError(
                     f"{path} has been held for {LOCK_WAIT_S:.0f} s by another process that "
-                    "compiles; end it, or compile beforehand with `optimus kernels build`"
+                    "compiles; end it, or compile before the run with `optimus kernels build`"
                 )
             time.sleep(_POLL_S)
         yield
@@ -359,7 +373,7 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system without locks: renaming keeps entries whole
+    except OSError as error:  # a file system without locks: the rename is atomic
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True

@@ -1,16 +1,18 @@
-"""The experts in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
+"""The experts of a layer in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
 
-T tokens, D hidden, F intermediate, E experts held, K experts a token, N = T*K slots, R rows.
-Saved for backward: x, the weights, the pre-activation h and the indices (or x alone); no gathered
-input, activation or output. The routing weight's gradient is <da, a> with da = dout Wd, which
-backward has at hand; nothing is divided by a weight (Optimus paper, section 3.1, stages 4 and 5).
+T tokens, D hidden, F intermediate, E local experts, K experts per token, N = T*K slots, R rows.
+
+Backward uses x, the weights, the pre-activation h and the indices (or recomputes h); no gathered
+input, activation or expert output is saved. The gradient of a routing weight is <da, a> with da =
+dout Wd, which backward computes anyway, so nothing is divided by a weight (Optimus paper, section
+3.1, stages 4 and 5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,48 +21,48 @@ from torch.utils.flop_counter import register_flop_formula
 
 from optimus_kernels import experts_grouped, experts_loop
 from optimus_kernels.checks import check_operands
-from optimus_kernels.experts_operands import Saved, check, check_backward, dense, dense_backward
-from optimus_kernels.gather import reference as gather_twin
+from optimus_kernels.experts_operands import (
+    Operands,
+    WeightGrads,
+    check,
+    check_backward,
+    dense,
+    dense_backward,
+)
+from optimus_kernels.gather import reference as gather_reference
 from optimus_kernels.grouped_mm import form
-from optimus_kernels.grouped_mm import reference as grouped_twin
-from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
+from optimus_kernels.grouped_mm import reference as grouped_reference
+from optimus_kernels.grouped_mm import reference_weight as grouped_weight_reference
 from optimus_kernels.ops import define, refuse_gradient
-from optimus_kernels.reduction import reference as reduce_twin
+from optimus_kernels.reduction import reference as reduce_reference
 from optimus_kernels.route import Rows
-from optimus_kernels.swiglu import reference as swiglu_twin
-from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
-
-
-class WeightGrads(NamedTuple):
-    """Memory that backward writes weight gradients to, of any dtype."""
-
-    gate_up: Tensor
-    """[E, 2F, D]"""
-    down: Tensor
-    """[E, D, F]"""
-    add: bool
-    """Add to what is there, rather than replace it: the sum has the bits of a gradient made apart
-    and then added, as autograd does."""
+from optimus_kernels.swiglu import reference as swiglu_reference
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
 
 
 class WeightWork:
-    """What a backward pass has left to do: the weights' gradients. Keeps alive what they are made
-    of: the output's gradient, x, and 3F numbers a row."""
+    """Weight gradients that a backward pass deferred, to be computed once. Keeps the output's
+    gradient, x, and 3F numbers per row alive."""
 
     def __init__(
-        self, room: ModuleType, grad: Tensor, x: Tensor, rows: Rows, kept: experts_loop.Kept
+        self,
+        implementation: ModuleType,
+        grad: Tensor,
+        x: Tensor,
+        rows: Rows,
+        deferred: experts_loop.DeferredInputs,
     ) -> None:
-        self._room, self._saved = room, (grad, x, rows, kept)
+        self._implementation, self._inputs = implementation, (grad, x, rows, deferred)
 
     @torch.no_grad()
     def compute(self, into: WeightGrads) -> None:
-        """Do it; to the bit what backward would have done."""
-        self._room.weight_grads(*self._saved, into)
+        """Write the gradients to `into`, with the bits that backward would have given."""
+        self._implementation.weight_grads(*self._inputs, into)
 
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
-"""Where a backward's weight gradients go: to this memory, nowhere yet (this takes the work), or to
-autograd."""
+"""Destination of a backward's weight gradients: these tensors, a consumer of the deferred work, or
+autograd (None)."""
 
 
 def experts(
@@ -73,17 +75,30 @@ def experts(
     save_input_only: bool = False,
     weight_grads: Callable[[], Destination] | None = None,
 ) -> Tensor:
-    """x [T, D], weights [T, K], gate_up [E, 2F, D] (gate above up), down [E, D, F], of one dtype
-    and device; rows of `route`. Returns [T, D]. Where the offsets lie on the host, h is kept for
-    the R rows held here alone. Elsewhere nobody waits for R, and h is kept for all N unless a
-    caller who knows R passes rows.token and rows.slot shortened to it.
+    """Apply the experts to their tokens and sum the weighted outputs.
 
-    `save_input_only` computes h again in backward: 22 % more arithmetic, 4 KB instead of 36 KB a
-    token at OLMoE's sizes in bf16. `weight_grads`, asked once in each backward, says where the
-    weights' gradients go; unless that is autograd, it gets none for them, and only runs what hangs
-    on their accumulation. torch.compile does not take it. Under autocast the operands are taken
-    in its dtype, as by a linear layer, but for fp64, and the result is of x's. Raises ValueError or
-    TypeError.
+    Args:
+        x: [T, D], of the same dtype (fp32, bf16, fp16 or fp64) and device as the next three. Under
+            autocast all four are cast to its dtype, as the operands of a linear layer are, unless x
+            is fp64.
+        weights: [T, K], routing weights.
+        gate_up: [E, 2F, D], the rows of gate above those of up.
+        down: [E, D, F].
+        rows: result of `route`. If the offsets are on the host, h is saved for the R rows of local
+            experts. Otherwise h is saved for all N rows, because R would make the host wait; a
+            caller that knows R may pass rows.token and rows.slot shortened to it.
+        save_input_only: recompute h in backward. That is 22 % more arithmetic; 4 KB instead of 36
+            KB are saved per token at OLMoE's sizes in bf16.
+        weight_grads: called once in each backward; returns the destination of the weight gradients.
+            Unless that is None, autograd receives no gradient for gate_up and down. torch.compile
+            does not support it.
+
+    Returns:
+        [T, D] of x's dtype.
+
+    Raises:
+        ValueError: shapes do not match.
+        TypeError: dtypes or devices do not match.
     """
     device = x.device.type
     if x.dtype is not torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
@@ -97,182 +112,194 @@ def experts(
             )
             return out.to(x.dtype)
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate_up, down))
-    keep = needed and not save_input_only
-    return _Experts.apply(x, weights, gate_up, down, *_held(rows), keep, weight_grads)
+    save_h = needed and not save_input_only
+    return _Experts.apply(
+        x, weights, gate_up, down, *_without_absent_rows(rows), save_h, weight_grads
+    )
 
 
-def _held(rows: Rows) -> Rows:
-    """Without the slots of experts held elsewhere, of which expert parallelism has most. Compiled
-    code keeps them: its sizes must not depend on values."""
+def _without_absent_rows(rows: Rows) -> Rows:
+    """Return `rows` without the slots of experts on other ranks, which are most slots under expert
+    parallelism. Compiled code keeps them, because its sizes must not depend on values."""
     offsets, token, slot, row = rows
-    known = offsets.is_cpu and not isinstance(offsets, FakeTensor)
-    if torch.compiler.is_compiling() or not known or offsets.numel() == 0:
+    readable = offsets.is_cpu and not isinstance(offsets, FakeTensor)
+    if torch.compiler.is_compiling() or not readable or offsets.numel() == 0:
         return rows
-    held = int(offsets[-1])
-    if not 0 <= held < len(token):
+    local_rows = int(offsets[-1])
+    if not 0 <= local_rows < len(token):
         return rows
-    return Rows(offsets, token[:held].clone(), slot[:held].clone(), row)
+    return Rows(offsets, token[:local_rows].clone(), slot[:local_rows].clone(), row)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor,
-        token: Tensor, slot: Tensor, row: Tensor, keep: bool, weight_grads: Any,
+        token: Tensor, slot: Tensor, row: Tensor, save_h: bool, weight_grads: Any,
     ) -> Tensor:  # fmt: skip
-        saved = Saved(x, weights, gate_up, down, offsets, token, slot, row)
-        out, h = _forward(*saved, keep)
+        operands = Operands(x, weights, gate_up, down, offsets, token, slot, row)
+        out, h = _forward(*operands, save_h)
         ctx.weight_grads = weight_grads
-        ctx.save_for_backward(*saved, h if keep else None)
+        ctx.save_for_backward(*operands, h if save_h else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Its ops have no gradient of their own, so that a second one would be silently wrong."""
+        """Compute the gradients. The ops of backward have no gradient, so a second derivative would
+        be wrong without an error."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "experts has no second derivative; leave out create_graph, or compute experts in "
                 "plain torch"
             )
-        *saved, h = ctx.saved_tensors
+        *operands, h = ctx.saved_tensors
         if ctx.weight_grads is not None:
-            where = ctx.weight_grads()
-            if where is not None:
-                return *_backward_elsewhere(where, grad, Saved(*saved), h), *(None,) * 8
+            destination = ctx.weight_grads()
+            if destination is not None:
+                return *_backward_to(destination, grad, Operands(*operands), h), *(None,) * 8
         with_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        dx, dw, dgate_up, ddown = _backward(grad, *saved, h, with_weights)
+        dx, dw, dgate_up, ddown = _backward(grad, *operands, h, with_weights)
         if not with_weights:
             dgate_up = ddown = None
         return dx, dw, dgate_up, ddown, *(None,) * 6
 
 
-def _backward_elsewhere(
-    where: WeightGrads | Callable[[WeightWork], None], grad: Tensor, saved: Saved, h: Tensor | None
+def _backward_to(
+    destination: WeightGrads | Callable[[WeightWork], None],
+    grad: Tensor,
+    operands: Operands,
+    h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """dx and dweights; the weights' own gradients go to `where`, which is not autograd."""
-    if isinstance(where, WeightGrads):
-        return _backward_into(grad, *saved, h, *where)
-    room = _room(saved.x, saved.gate_up)
-    grad, saved, h = dense_backward("experts", grad, saved, h)
-    dx, dw, kept = room.backward(grad, saved, h, None, keep=True)
-    where(WeightWork(room, grad, saved.x, saved.rows, kept))
-    return dx, dw.to(saved.weights.dtype)
+    """Return dx and dweights; write or hand over the weight gradients to `destination`."""
+    if isinstance(destination, WeightGrads):
+        return _backward_into(grad, *operands, h, *destination)
+    implementation = _implementation(operands.x, operands.gate_up)
+    grad, operands, h = dense_backward("experts", grad, operands, h)
+    dx, dw, deferred = implementation.backward(grad, operands, h, None, defer=True)
+    destination(WeightWork(implementation, grad, operands.x, operands.rows, deferred))
+    return dx, dw.to(operands.weights.dtype)
 
 
 def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-    offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, keep: bool = True,
+    offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The twin, of the other ops' twins: out [T, D] and h [N, 2F], or [0] unless `keep`."""
-    h = grouped_twin(gather_twin(x, token, row), gate_up.mT, offsets)
-    y = grouped_twin(swiglu_twin(h), down.mT, offsets)
-    return reduce_twin(y, weights, row, slot), h if keep else x.new_empty(0)
+    """Return out [T, D] and h [N, 2F], or [0] unless `save_h`: the reference implementation."""
+    h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
+    y = grouped_reference(swiglu_reference(h), down.mT, offsets)
+    return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
 
 
 def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward's twin: dx, dweights, dgate_up, ddown (the last two [0] unless asked for)."""
-    copies, dy = gather_twin(x, token, row), gather_twin(grad, token, row)
-    h = grouped_twin(copies, gate_up.mT, offsets) if h is None else h
-    da = grouped_twin(dy, down, offsets)
-    dh, scaled, dweights = swiglu_backward_twin(h, da, weights, slot)
-    dx = reduce_twin(grouped_twin(dh, gate_up, offsets), None, row, slot)
+    """Return dx, dweights, dgate_up and ddown (the last two [0] unless `with_weights`): the
+    reference implementation of backward."""
+    copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
+    h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
+    da = grouped_reference(dy, down, offsets)
+    dh, scaled, dweights = swiglu_backward_reference(h, da, weights, slot)
+    dx = reduce_reference(grouped_reference(dh, gate_up, offsets), None, row, slot)
     none = x.new_empty(0)
     grads = ((dh, copies), (dy, scaled)) if with_weights else ()
     dgate_up, ddown = (
-        (grouped_weight_twin(a, b, offsets) for a, b in grads) if grads else (none,) * 2
+        (grouped_weight_reference(a, b, offsets) for a, b in grads) if grads else (none,) * 2
     )
     return dx, dweights.to(weights.dtype), dgate_up, ddown
 
 
-def _room(x: Tensor, gate_up: Tensor) -> ModuleType:
-    """Chosen once for all products: rows of D, F and 2F; 2F fits wherever F does."""
-    taken = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
-    return experts_grouped if taken == "torch" else experts_loop
+def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
+    """Return the module that runs the passes. One choice serves all products, whose rows have D, F
+    and 2F elements; 2F fits wherever F does."""
+    chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
+    return experts_grouped if chosen == "torch" else experts_loop
 
 
-def _run_forward(*operands: Any) -> tuple[Tensor, Tensor]:
-    saved, keep = Saved(*operands[:8]), operands[8]
-    check("experts", saved)
-    saved = dense("experts", saved)
-    out, h = _room(saved.x, saved.gate_up).forward(saved, keep)
-    # The loop has spare rows behind. Sizes must not tell the form: torch.compile keeps what it
-    # compiled on disk, where a run of the other form finds it.
-    return out, h[: saved.token.shape[0]] if keep else h
+def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, save_h = Operands(*arguments[:8]), arguments[8]
+    check("experts", operands)
+    operands = dense("experts", operands)
+    out, h = _implementation(operands.x, operands.gate_up).forward(operands, save_h)
+    # The loop adds padding rows at the end. The two implementations must return the same sizes:
+    # torch.compile caches compiled code on disk, where a run with the other one may load it.
+    return out, h[: operands.token.shape[0]] if save_h else h
 
 
-def _fake_forward(*operands: Any) -> tuple[Tensor, Tensor]:
-    saved, keep = Saved(*operands[:8]), operands[8]
-    check("experts", saved)
-    h = (saved.token.shape[0], saved.gate_up.shape[1]) if keep else (0,)
-    return saved.x.new_empty(saved.x.shape), saved.x.new_empty(h)
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, save_h = Operands(*arguments[:8]), arguments[8]
+    check("experts", operands)
+    h = (operands.token.shape[0], operands.gate_up.shape[1]) if save_h else (0,)
+    return operands.x.new_empty(operands.x.shape), operands.x.new_empty(h)
 
 
-def _run_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-    h, with_weights = operands[8:]
-    grad, saved, h = dense_backward("experts_backward", grad, Saved(*operands[:8]), h)
-    into = experts_loop.fresh_grads((saved.gate_up, saved.down)) if with_weights else None
-    room = _room(saved.x, saved.gate_up)
-    dx, dw, _ = room.backward(grad, saved, h, into)
-    grads = into[:2] if into else (saved.x.new_empty(0), saved.x.new_empty(0))
-    return dx, dw.to(saved.weights.dtype), *grads
+def _run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    h, with_weights = arguments[8:]
+    grad, operands, h = dense_backward("experts_backward", grad, Operands(*arguments[:8]), h)
+    into = experts_loop.fresh_grads((operands.gate_up, operands.down)) if with_weights else None
+    implementation = _implementation(operands.x, operands.gate_up)
+    dx, dw, _ = implementation.backward(grad, operands, h, into)
+    grads = into[:2] if into else (operands.x.new_empty(0), operands.x.new_empty(0))
+    return dx, dw.to(operands.weights.dtype), *grads
 
 
-def _fake_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-    saved, (h, with_weights) = Saved(*operands[:8]), operands[8:]
-    check_backward("experts_backward", grad, saved, h)
-    x, weights, gate_up, down = saved[:4]
+def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    operands, (h, with_weights) = Operands(*arguments[:8]), arguments[8:]
+    check_backward("experts_backward", grad, operands, h)
+    x, weights, gate_up, down = operands[:4]
     grads = (t.new_empty(t.shape if with_weights else (0,)) for t in (gate_up, down))
     return x.new_empty(x.shape), weights.new_empty(weights.shape), *grads
 
 
-def _check_into(into: WeightGrads, saved: Saved) -> None:
-    if into.gate_up.shape != saved.gate_up.shape or into.down.shape != saved.down.shape:
+def _check_into(into: WeightGrads, operands: Operands) -> None:
+    if into.gate_up.shape != operands.gate_up.shape or into.down.shape != operands.down.shape:
         raise ValueError(
             f"experts: gradients go to {list(into.gate_up.shape)} and {list(into.down.shape)}, "
-            f"the weights are {list(saved.gate_up.shape)} and {list(saved.down.shape)}"
+            f"but the weights are {list(operands.gate_up.shape)} and {list(operands.down.shape)}"
         )
     for name, target in (("gate_up", into.gate_up), ("down", into.down)):
-        check_operands(f"experts_backward_into: memory for {name}", {"it": target}, {})
-        if target.device != saved.x.device:
+        check_operands(f"experts_backward_into: memory for {name}", {name: target}, {})
+        if target.device != operands.x.device:
             raise TypeError(
                 f"experts_backward_into: memory for {name} is on {target.device}, x on "
-                f"{saved.x.device}"
+                f"{operands.x.device}"
             )
 
 
-def _run_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
-    h, into = operands[8], WeightGrads(*operands[9:])
-    refuse_gradient("experts_backward_into", grad, *operands[:4])
-    grad, saved, h = dense_backward("experts_backward_into", grad, Saved(*operands[:8]), h)
-    _check_into(into, saved)
-    room = _room(saved.x, saved.gate_up)
-    dx, dw, _ = room.backward(grad, saved, h, into)
-    return dx, dw.to(saved.weights.dtype)
+def _run_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    h, into = arguments[8], WeightGrads(*arguments[9:])
+    refuse_gradient("experts_backward_into", grad, *arguments[:4])
+    grad, operands, h = dense_backward("experts_backward_into", grad, Operands(*arguments[:8]), h)
+    _check_into(into, operands)
+    implementation = _implementation(operands.x, operands.gate_up)
+    dx, dw, _ = implementation.backward(grad, operands, h, into)
+    return dx, dw.to(operands.weights.dtype)
 
 
-def _fake_backward_into(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
-    saved = Saved(*operands[:8])
-    check_backward("experts_backward_into", grad, saved, operands[8])
-    _check_into(WeightGrads(*operands[9:]), saved)
-    return saved.x.new_empty(saved.x.shape), saved.weights.new_empty(saved.weights.shape)
+def _fake_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    operands = Operands(*arguments[:8])
+    check_backward("experts_backward_into", grad, operands, arguments[8])
+    _check_into(WeightGrads(*arguments[9:]), operands)
+    return operands.x.new_empty(operands.x.shape), operands.weights.new_empty(
+        operands.weights.shape
+    )
 
 
-_SAVED = (
+_OPERANDS = (
     "Tensor x, Tensor weights, Tensor gate_up, Tensor down, "
     "Tensor offsets, Tensor token, Tensor slot, Tensor row"
 )
-_forward = define(f"experts({_SAVED}, bool keep) -> (Tensor, Tensor)", _run_forward, _fake_forward)
+_forward = define(
+    f"experts({_OPERANDS}, bool keep) -> (Tensor, Tensor)", _run_forward, _fake_forward
+)
 _backward = define(
-    f"experts_backward(Tensor grad, {_SAVED}, Tensor? h, bool with_weights)"
+    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? h, bool with_weights)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )
 _backward_into = define(
-    f"experts_backward_into(Tensor grad, {_SAVED}, Tensor? h, Tensor(a!) gate_up_grad, "
+    f"experts_backward_into(Tensor grad, {_OPERANDS}, Tensor? h, Tensor(a!) gate_up_grad, "
     "Tensor(b!) down_grad, bool add) -> (Tensor, Tensor)",
     _run_backward_into,
     _fake_backward_into,
@@ -284,7 +311,8 @@ def _flops_forward(
     x: torch.Size, weights: torch.Size, gate_up: torch.Size, down: torch.Size,
     offsets: torch.Size, token: torch.Size, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """For torch's FlopCounterMode, which does not see inside an op: 3 products of R x D x F."""
+    """Return the FLOPs for torch's FlopCounterMode, which does not see inside an op: 3 products of
+    R x D x F."""
     return 6 * token[0] * x[1] * down[2]
 
 
@@ -296,6 +324,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Twice as much; h again where it was not kept; half where weights get no gradient."""
+    """Return twice those of forward, h again if it was not saved, and half if weights need no
+    gradient."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

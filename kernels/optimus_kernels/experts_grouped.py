@@ -1,11 +1,12 @@
-"""The experts' two passes as grouped products over all rows: nothing waits for the host."""
+"""The experts' forward and backward as grouped products over all rows; the host waits for no
+values."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from optimus_kernels.experts_loop import Kept
-from optimus_kernels.experts_operands import Into, Saved
+from optimus_kernels.experts_loop import DeferredInputs
+from optimus_kernels.experts_operands import Operands, WeightGrads
 from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight
 from optimus_kernels.reduction import reduce_rows
@@ -13,45 +14,54 @@ from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 
-def forward(saved: Saved, keep: bool) -> tuple[Tensor, Tensor]:
-    """-> out [T, D] and h [N, 2F], or [0] unless `keep`."""
-    x, rows = saved.x, saved.rows
-    h = _hidden(x, saved.gate_up, rows)
-    y = grouped_mm(swiglu(h), saved.down.mT, rows.offsets)
-    out = reduce_rows(y, saved.weights, rows.row, rows.slot)
-    return out, h if keep else x.new_empty(0)
+def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
+    """Return out [T, D] and h [N, 2F], or [0] unless `save_h`."""
+    x, rows = operands.x, operands.rows
+    h = _hidden(x, operands.gate_up, rows)
+    y = grouped_mm(swiglu(h), operands.down.mT, rows.offsets)
+    out = reduce_rows(y, operands.weights, rows.row, rows.slot)
+    return out, h if save_h else x.new_empty(0)
 
 
 def backward(
-    grad: Tensor, saved: Saved, h: Tensor | None, into: Into | None, keep: bool = False
-) -> tuple[Tensor, Tensor, Kept | None]:
-    """-> dx [T, D], dweights [T, K] (fp32 or fp64), and with `keep` what `weight_grads` wants;
-    weight gradients go `into`, if anywhere.
+    grad: Tensor,
+    operands: Operands,
+    h: Tensor | None,
+    into: WeightGrads | None,
+    defer: bool = False,
+) -> tuple[Tensor, Tensor, DeferredInputs | None]:
+    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, with `defer`, the inputs of
+    `weight_grads`.
 
-    dx comes first: under expert parallelism its way back overlaps the weight gradients.
+    Weight gradients are written to `into` unless it is None. dx is computed first: under expert
+    parallelism its communication overlaps the weight gradients.
     """
-    (x, weights, gate_up, down, *_), rows = saved, saved.rows
+    (x, weights, gate_up, down, *_), rows = operands, operands.rows
     h = _hidden(x, gate_up, rows) if h is None else h
     dy = gather(grad, rows.token, rows.row)
     da = grouped_mm(dy, down, rows.offsets)
     dh, scaled, dweights = swiglu_backward(h, da, weights, rows.slot)
     dx = reduce_rows(grouped_mm(dh, gate_up, rows.offsets), None, rows.row, rows.slot)
-    kept = Kept(dh, scaled)
+    deferred = DeferredInputs(dh, scaled)
     if into is not None:
-        _weight_grads(dy, x, rows, kept, into)
-    return dx, dweights, kept if keep else None
+        _weight_grads(dy, x, rows, deferred, into)
+    return dx, dweights, deferred if defer else None
 
 
-def weight_grads(grad: Tensor, x: Tensor, rows: Rows, kept: Kept, into: Into) -> None:
-    """The weight gradients that `backward` left to do."""
-    _weight_grads(gather(grad, rows.token, rows.row), x, rows, kept, into)
+def weight_grads(
+    grad: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
+) -> None:
+    """Compute the weight gradients that `backward` deferred."""
+    _weight_grads(gather(grad, rows.token, rows.row), x, rows, deferred, into)
 
 
-def _weight_grads(dy: Tensor, x: Tensor, rows: Rows, kept: Kept, into: Into) -> None:
+def _weight_grads(
+    dy: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
+) -> None:
     copies = gather(x, rows.token, rows.row)
-    for target, a, b in ((into[1], dy, kept.scaled), (into[0], kept.dh, copies)):
+    for target, a, b in ((into.down, dy, deferred.scaled), (into.gate_up, deferred.dh, copies)):
         product = grouped_mm_weight(a, b, rows.offsets)
-        target.add_(product) if into[2] else target.copy_(product)
+        target.add_(product) if into.add else target.copy_(product)
 
 
 def _hidden(x: Tensor, gate_up: Tensor, rows: Rows) -> Tensor:

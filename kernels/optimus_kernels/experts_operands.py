@@ -1,4 +1,4 @@
-"""What the experts' ops take: looked at, and dense where the kernels go by addresses."""
+"""Operands of the experts' ops: checks, and contiguous copies where kernels use addresses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from optimus_kernels.checks import check_index, check_offsets, check_operands, s
 from optimus_kernels.route import Rows
 
 
-class Saved(NamedTuple):
-    """What both passes take, in the order of the ops."""
+class Operands(NamedTuple):
+    """Operands of forward and backward, in the order of the ops' schemas; `route.Rows` documents
+    the last four."""
 
     x: Tensor
+    """[T, D]"""
     weights: Tensor
+    """[T, K], routing weights."""
     gate_up: Tensor
+    """[E, 2F, D]"""
     down: Tensor
+    """[E, D, F]"""
     offsets: Tensor
     token: Tensor
     slot: Tensor
@@ -27,71 +32,82 @@ class Saved(NamedTuple):
         return Rows(*self[4:])
 
 
-Into = tuple[Tensor, Tensor, bool]
-"""Memory for the gradients of gate_up and down, and whether to add to what is there."""
+class WeightGrads(NamedTuple):
+    """Tensors that backward writes weight gradients to, of any dtype."""
+
+    gate_up: Tensor
+    """[E, 2F, D]"""
+    down: Tensor
+    """[E, D, F]"""
+    add: bool
+    """Add to the tensors' values instead of replacing them. The sums have the bits of a gradient
+    that is computed first and then added, as autograd does."""
 
 
-def check(op: str, saved: Saved, **more: Tensor) -> None:
-    """Of shapes, dtypes and devices; `more` are values beside x and the weights."""
-    x, weights, gate_up, down, *rows = saved
+def check(op: str, operands: Operands, **more: Tensor) -> None:
+    """Raise ValueError or TypeError unless shapes, dtypes and devices match; `more` are further
+    floating-point operands by name."""
+    x, weights, gate_up, down, *rows = operands
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
         raise ValueError(
             f"{op}: {shapes(named)}; they must be x [T, D], weights [T, K], gate_up "
             "[E, 2F, D], down [E, D, F]"
         )
-    held, inner, hidden = gate_up.shape[0], down.shape[2], x.shape[1]
-    if gate_up.shape != (held, 2 * inner, hidden) or down.shape != (held, hidden, inner):
+    experts, inner, hidden = gate_up.shape[0], down.shape[2], x.shape[1]
+    if gate_up.shape != (experts, 2 * inner, hidden) or down.shape != (experts, hidden, inner):
         raise ValueError(
             f"{op}: {shapes(named)}; gate_up must be [E, 2F, D] and down [E, D, F] for x [T, D]"
         )
-    if saved.offsets.shape != (held + 1,):
+    if operands.offsets.shape != (experts + 1,):
         raise ValueError(
-            f"{op}: routed for {saved.offsets.shape[0] - 1} experts, but gate_up "
-            f"{list(gate_up.shape)} holds {held}"
+            f"{op}: routed for {operands.offsets.shape[0] - 1} experts, but gate_up "
+            f"{list(gate_up.shape)} has {experts}"
         )
-    if saved.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
+    if operands.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
         raise ValueError(
-            f"{op}: {shapes(named)}, routed slots {list(saved.row.shape)}; T or K do not match"
+            f"{op}: {shapes(named)}, routed slots {list(operands.row.shape)}; T or K do not match"
         )
-    if saved.token.dim() != 1 or saved.token.shape != saved.slot.shape:
+    if operands.token.dim() != 1 or operands.token.shape != operands.slot.shape:
         raise ValueError(
-            f"{op}: rows.token {list(saved.token.shape)} and rows.slot {list(saved.slot.shape)} "
-            "must both be [N], or both shortened to the R rows held"
+            f"{op}: rows.token {list(operands.token.shape)} and rows.slot "
+            f"{list(operands.slot.shape)} must both be [N], or both shortened to the R rows in use"
         )
     indices = zip(("offsets", "token", "slot", "row"), rows, strict=True)
     check_operands(op, {**named, **more}, {f"rows.{name}": index for name, index in indices})
 
 
-def check_backward(op: str, grad: Tensor, saved: Saved, h: Tensor | None) -> None:
+def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless the operands of a backward match; h may be None."""
     if h is None:
-        check(op, saved, grad=grad)
+        check(op, operands, grad=grad)
     else:
-        check(op, saved, grad=grad, h=h)
-    rows, wide = saved.token.shape[0], saved.gate_up.shape[1]
-    if grad.shape != saved.x.shape or (h is not None and h.shape != (rows, wide)):
+        check(op, operands, grad=grad, h=h)
+    rows, columns = operands.token.shape[0], operands.gate_up.shape[1]
+    if grad.shape != operands.x.shape or (h is not None and h.shape != (rows, columns)):
         raise ValueError(
-            f"{op}: grad {list(grad.shape)} must be {list(saved.x.shape)}, as x is, and h "
-            f"{None if h is None else list(h.shape)} [{rows}, {wide}] or None"
+            f"{op}: grad {list(grad.shape)} must be {list(operands.x.shape)}, as x is, and h "
+            f"{None if h is None else list(h.shape)} [{rows}, {columns}] or None"
         )
 
 
-def dense(op: str, saved: Saved) -> Saved:
-    """With indices that the loop may take by address; the weights may lie in any order."""
-    x, weights, gate_up, down, *rows = saved
-    taken = Saved(
+def dense(op: str, operands: Operands) -> Operands:
+    """Return the operands with contiguous activations and indices, whose addresses the kernels use,
+    after a check of the indices. Weights may have any strides."""
+    x, weights, gate_up, down, *rows = operands
+    result = Operands(
         x.contiguous(), weights.contiguous(), gate_up, down, *(index.contiguous() for index in rows)
     )
-    check_offsets(op, taken.offsets, taken.token.shape[0])
-    check_index(op, "rows.token", taken.token, x.shape[0])
-    check_index(op, "rows.slot", taken.slot, weights.numel())
-    check_index(op, "rows.row", taken.row, taken.token.shape[0])
-    return taken
+    check_offsets(op, result.offsets, result.token.shape[0])
+    check_index(op, "rows.token", result.token, x.shape[0])
+    check_index(op, "rows.slot", result.slot, weights.numel())
+    check_index(op, "rows.row", result.row, result.token.shape[0])
+    return result
 
 
 def dense_backward(
-    op: str, grad: Tensor, saved: Saved, h: Tensor | None
-) -> tuple[Tensor, Saved, Tensor | None]:
-    """A backward's operands, looked at and taken."""
-    check_backward(op, grad, saved, h)
-    return grad.contiguous(), dense(op, saved), None if h is None else h.contiguous()
+    op: str, grad: Tensor, operands: Operands, h: Tensor | None
+) -> tuple[Tensor, Operands, Tensor | None]:
+    """Return the checked and contiguous operands of a backward."""
+    check_backward(op, grad, operands, h)
+    return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

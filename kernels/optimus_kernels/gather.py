@@ -1,4 +1,4 @@
-"""gather: a copy of each row's token, out[r] = x[token[r]], zeros where token[r] is -1.
+"""gather: copy the token of each row, out[r] = x[token[r]]; zeros where token[r] is -1.
 
 Its gradient is the reduction without weights: sums in order of k, no atomics.
 """
@@ -16,16 +16,26 @@ from optimus_kernels.ops import define
 
 
 def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """x [T, D], token int32 [R] and row int32 [T, K] of `route` -> [R, D].
+    """Copy tokens to the rows of their experts.
 
-    Numbers in `token` other than -1 to T - 1 are undefined behaviour: they read whatever lies
-    there, or end the process. OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
+    Args:
+        x: [T, D], fp32, bf16, fp16 or fp64.
+        token: int32 [R], from `route`. Values outside -1 to T - 1 are undefined behavior: they read
+            other memory or end the process. OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
+        row: int32 [T, K], from `route`; used by the gradient.
+
+    Returns:
+        [R, D] of x's dtype.
+
+    Raises:
+        ValueError: a tensor has the wrong number of dims.
+        TypeError: dtypes or devices do not match.
     """
     return _gather(x, token, row)
 
 
 def reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """The twin in plain torch."""
+    """Gather in plain torch: the reference implementation."""
     if not len(x):
         return x.new_zeros(len(token), x.shape[1])
     copies = x.index_select(0, token.clamp(min=0).long())
@@ -51,11 +61,9 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """out[:count] = copies for rows start to start + count - 1, by default all of `out`.
-
-    Dense tensors, unchecked, and rows that exist: only the kernels know -1. Addresses instead of
-    views: a view costs as much as the launch.
-    """
+    """Write the copies for rows start to start + count - 1, by default as many as `out` has, to
+    out[:count]. Operands are contiguous and not checked, and tokens are not -1. The offset is a
+    number because a view costs as much time as a launch."""
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:

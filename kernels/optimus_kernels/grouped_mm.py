@@ -1,9 +1,9 @@
-"""Grouped matrix products: each expert's rows with that expert's weights, and its weight gradient.
+"""Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-E experts; expert e has rows offsets[e] to offsets[e+1] - 1. Two forms of the same products:
-"torch" is torch's grouped_mm, one launch with no copy of offsets to the host; "loop" is one product
-for each expert into slices of the result, which is faster on CPUs and knows every dtype. Rows from
-offsets[E] on are undefined in results.
+E experts; expert e has rows offsets[e] to offsets[e+1] - 1. There are two implementations. "torch"
+is torch's grouped_mm: one launch, and no copy of the offsets to the host. "loop" is one product per
+expert into slices of the result, which is faster on CPUs and supports every dtype. Rows of a result
+from offsets[E] on are undefined.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from optimus_kernels.ops import define
 
 FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
-"""What torch's grouped_mm wants strides to be a multiple of."""
+"""Alignment of strides that torch's grouped_mm requires."""
 _form = "auto"
 torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch.nn.functional's since 2.10, before that the private op of the same meaning."""
+"""torch.nn.functional.grouped_mm since torch 2.10; before, the private op with the same
+semantics."""
 
 
 def set_form(name: str) -> None:
-    """What all products of this process use. "auto": loop on CPUs, torch where it works."""
+    """Select the implementation of all grouped products of this process.
+
+    Args:
+        name: "loop", "torch", or "auto": loop on CPUs, elsewhere torch where it works.
+
+    Raises:
+        ValueError: `name` is unknown.
+    """
     global _form
     if name not in FORMS:
         raise ValueError(f"grouped_gemm {name!r}: it is one of {', '.join(FORMS)}")
@@ -36,10 +44,18 @@ def set_form(name: str) -> None:
 
 
 def form(like: Tensor, *widths: int) -> str:
-    """The form, torch or loop, for tensors of this device and dtype whose rows have `widths`.
+    """Return the implementation for tensors like `like`.
 
-    Torch's wants rows of a multiple of 16 bytes; without them "auto" takes the loop, and "torch" is
-    a ValueError.
+    Args:
+        like: tensor of the operands' device and dtype.
+        widths: elements per row of each operand and result. torch requires multiples of 16 bytes;
+            for others "auto" selects loop.
+
+    Returns:
+        "torch" or "loop".
+
+    Raises:
+        ValueError: torch was selected by name and does not support these operands.
     """
     if _form == "loop" or (_form == "auto" and like.is_cpu):
         return "loop"
@@ -58,41 +74,59 @@ def _why_not_torch(like: Tensor, widths: Sequence[int]) -> str:
     if any(width * like.element_size() % _ROW_BYTES for width in widths):
         sizes = ", ".join(str(width) for width in widths)
         return (
-            f"it takes rows of a multiple of {_ROW_BYTES} bytes, and these have {sizes} numbers of "
-            f"{like.dtype}"
+            f"its rows must be a multiple of {_ROW_BYTES} bytes, and these have {sizes} elements "
+            f"of {like.dtype}"
         )
     return ""
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, A], weights [E, A, B] (each matrix dense, or the transpose of a dense one), offsets
-    int32 [E+1] -> [R, B] = rows of expert e @ weights[e]."""
+    """Multiply the rows of each expert by its weights.
+
+    Args:
+        rows: [R, A].
+        weights: [E, A, B]; each matrix is contiguous or the transpose of a contiguous one.
+        offsets: int32 [E+1].
+
+    Returns:
+        [R, B] = rows of expert e @ weights[e].
+    """
     return _grouped_mm(rows, weights, offsets)
 
 
 def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a [R, A], b [R, B] -> [E, A, B] = (a of expert e)^T @ (b of expert e); zeros without rows."""
+    """Multiply two matrices over the rows of each expert.
+
+    Args:
+        a: [R, A].
+        b: [R, B].
+        offsets: int32 [E+1].
+
+    Returns:
+        [E, A, B] = (rows of a of expert e)^T @ (rows of b of expert e); zeros for an expert without
+        rows.
+    """
     return _grouped_mm_weight(a, b, offsets)
 
 
 def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The twin: a mask for each expert."""
-    place = torch.arange(len(rows), device=rows.device)
+    """Multiply with a mask for each expert: the reference implementation."""
+    index = torch.arange(len(rows), device=rows.device)
     out = rows.new_zeros(len(rows), weights.shape[2])
     for e in range(len(weights)):
-        here = ((place >= offsets[e]) & (place < offsets[e + 1])).unsqueeze(1)
-        out = torch.where(here, rows @ weights[e], out)
+        of_expert = ((index >= offsets[e]) & (index < offsets[e + 1])).unsqueeze(1)
+        out = torch.where(of_expert, rows @ weights[e], out)
     return out
 
 
 def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """The weight gradient's twin."""
-    place = torch.arange(len(a), device=a.device)
-    parts = []
+    """Compute the weight gradient with a mask for each expert: the reference implementation."""
+    index = torch.arange(len(a), device=a.device)
+    products = []
     for e in range(len(offsets) - 1):
-        here = ((place >= offsets[e]) & (place < offsets[e + 1])).unsqueeze(1)
-        parts.append(torch.where(here, a, 0).t() @ torch.where(here, b, 0))
-    return torch.stack(parts) if parts else a.new_zeros(0, a.shape[1], b.shape[1])
+        of_expert = ((index >= offsets[e]) & (index < offsets[e + 1])).unsqueeze(1)
+        products.append(torch.where(of_expert, a, 0).t() @ torch.where(of_expert, b, 0))
+    return torch.stack(products) if products else a.new_zeros(0, a.shape[1], b.shape[1])
 
 
 def _torch_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -108,18 +142,18 @@ def _loop_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     bounds = offsets.tolist()
     for e, matrix in enumerate(weights.unbind(0)):
         if bounds[e] < bounds[e + 1]:
-            part = slice(bounds[e], bounds[e + 1])
-            torch.mm(rows[part], matrix, out=out[part])
+            block = slice(bounds[e], bounds[e + 1])
+            torch.mm(rows[block], matrix, out=out[block])
     return out
 
 
 def _loop_weight_products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     bounds = offsets.tolist()
     out = a.new_zeros(len(bounds) - 1, a.shape[1], b.shape[1])
-    for e, into in enumerate(out.unbind(0)):
+    for e, result in enumerate(out.unbind(0)):
         if bounds[e] < bounds[e + 1]:
-            part = slice(bounds[e], bounds[e + 1])
-            torch.mm(a[part].t(), b[part], out=into)
+            block = slice(bounds[e], bounds[e + 1])
+            torch.mm(a[block].t(), b[block], out=result)
     return out
 
 
@@ -129,7 +163,8 @@ _weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_produc
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Whether torch has it for this device and dtype: the only sure way is to try both products."""
+    """Return whether torch supports grouped products of this device and dtype. The only reliable
+    way is to try both."""
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)
@@ -169,7 +204,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, offsets = ctx.saved_tensors
-    grad = grad.contiguous()  # sums hand out stride-0 gradients, which grouped_mm refuses
+    grad = grad.contiguous()  # the gradient of a sum has stride 0, which grouped_mm rejects
     return (
         torch.ops.optimus.grouped_mm(grad, weights.mT, offsets),
         torch.ops.optimus.grouped_mm_weight(rows, grad, offsets),

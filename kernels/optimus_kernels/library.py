@@ -1,4 +1,4 @@
-"""The C interface (csrc/include/interface.h) as Python calls it."""
+"""Python bindings of the C interface, csrc/include/interface.h."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "reduce_backward": (_I, _P, _P, _P, _P, _L, _L, _L, _P, _P, _P),
     "adamw": (_I, _I, _P, _L, _P, _P, _P, _P, _P, _P),
 }
-_CODES = {-1: "the dtype is none of fp32, bf16, fp16", -2: "a size is negative or too large"}
+_CODES = {-1: "the dtype is not fp32, bf16 or fp16", -2: "a size is negative or too large"}
 
 
 class Native:
-    """The launchers of one compiled library, for tensors of one kind of device."""
+    """Launchers of one compiled library, for tensors of one device type."""
 
     def __init__(self, library: ctypes.CDLL, device: str) -> None:
         self._device = device
@@ -40,7 +40,8 @@ class Native:
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
-        """Launch on the current stream of `on`'s device. Raises RuntimeError with its code."""
+        """Launch a kernel on the current stream of the device of `on`. Raises RuntimeError with the
+        error code."""
         if self._device == "cpu":
             code = self._functions[name](*arguments, None)
         else:
@@ -54,12 +55,13 @@ class Native:
             raise RuntimeError(f"optimus_{name} failed: {reason}")
 
 
-def native(tensor: Tensor, whatever_dtype: bool = False) -> Native | None:
-    """The compiled kernels for a tensor's device and dtype; None: compute the twin."""
-    if not whatever_dtype and tensor.dtype not in DTYPES:
+def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
+    """Return the compiled kernels for the device and dtype of `tensor`; None if the reference
+    implementation must be used."""
+    if not any_dtype and tensor.dtype not in DTYPES:
         return None
-    found = backend.active(tensor.device)
-    return None if found.library is None else _bind(found.library, tensor.device.type)
+    active = backend.active(tensor.device)
+    return None if active.library is None else _bind(active.library, tensor.device.type)
 
 
 @functools.cache

@@ -1,14 +1,14 @@
-"""Large CPU buffers that are used again: fresh memory costs a page fault every 4 KiB.
+"""Reuse of large CPU buffers: fresh memory costs a page fault every 4 KiB.
 
-Measured at D 2048, F 1024, E 64 in bf16: fresh weight-gradient buffers took 45 % of backward. The
-C library gives buffers of this size back to the kernel when they are freed and asks again at the
-next step. Here they stay, and each is handed out again once no tensor refers to it: a `.grad`, a
+Measured at D 2048, F 1024, E 64 in bf16: fresh buffers for weight gradients took 45 % of backward.
+The C library returns buffers of this size to the kernel when they are freed and maps new ones in
+the next step. This module keeps them, and reuses a buffer once no tensor refers to it: a `.grad`, a
 view or a saved activation keeps its buffer like any other memory.
 
-What that costs: the process keeps at most 1.5 times what was in use at once in its largest step,
-also while it evaluates or after a model is gone. `release`, for users
-`optimus_kernels.release_memory`, gives back what is free; nothing here calls it, since the next
-step would pay again. Tensors made here are of fixed storage: `untyped_storage().resize_` raises.
+The cost: the process keeps at most 1.5 times the memory that its largest step used at once, also
+during evaluation and after a model is deleted. `release` (`optimus_kernels.release_memory` for
+users) frees unused buffers; nothing here calls it, because the next step would allocate them again.
+The tensors have storage of a fixed size: `untyped_storage().resize_` raises.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Bytes below which torch's allocator does as well."""
+"""Bytes below which torch's allocator is as fast."""
 _GRAIN = 1 << 21
-"""Sizes are rounded up to this: a huge page, and so that sizes that vary a little fit again."""
+"""Sizes are rounded up to a multiple of this, a huge page, so that slightly different sizes share
+buffers."""
 _SLACK = 1.25
-"""A free buffer serves a request that, rounded up, is at least 1/1.25 of its size."""
+"""A free buffer serves a request whose rounded size is at least 1/1.25 of the buffer's."""
 _SPARE = 1.5
-"""All buffers together are at most this much of what was in use at once, or the free ones that were
-taken longest ago are given back. At 1.0 a forward pass's buffers would go in the backward pass."""
-_OLD = 4096
-"""Requests after which a buffer that nobody wanted is given back."""
+"""Limit of all buffers, as a multiple of the memory used at once. Above it the least recently
+used free buffers are released. A limit of 1.0 would release the forward pass's buffers during
+backward."""
+_MAX_IDLE_REQUESTS = 4096
+"""Number of requests after which an unused buffer is released."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -42,7 +44,7 @@ _most_used = 0
 
 
 class _Buffer:
-    """Private memory of this process. Tensors made of it hold references to `memory`."""
+    """Private memory of this process. Tensors made from it refer to `memory`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -50,26 +52,27 @@ class _Buffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # kernels built without huge pages refuse
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.last = 0
+        self.last_request = 0
 
     def count(self) -> int:
-        """References to the memory, tensors' and our own."""
+        """Return the number of references to the memory: tensors' and the buffer's."""
         return sys.getrefcount(self.memory)
 
     def free(self) -> bool:
-        return self.count() == _OWN_REFERENCES
+        return self.count() == _REFERENCES_WHEN_FREE
 
 
-def _own_references() -> int:
+def _references_when_free() -> int:
     unused = _Buffer(mmap.PAGESIZE)
     return unused.count()
 
 
-_OWN_REFERENCES = _own_references()
+_REFERENCES_WHEN_FREE = _references_when_free()
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """An uninitialised dense tensor of like's dtype and device; on a CPU from the buffers here."""
+    """Return an uninitialized contiguous tensor with the dtype and device of `like`; large ones on
+    a CPU use the buffers of this module."""
     size = math.prod(shape) * like.element_size()
     if not like.is_cpu or size < SMALLEST:
         return like.new_empty(shape)
@@ -77,50 +80,51 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     with _lock:
         _requests += 1
         buffer = _find(size)
-        buffer.last = _requests
+        buffer.last_request = _requests
         count = math.prod(shape)
         return torch.frombuffer(buffer.memory, dtype=like.dtype, count=count).view(shape)
 
 
 def release() -> int:
-    """Give every buffer back that no tensor refers to; returns the bytes."""
+    """Free every buffer that no tensor refers to, and return the number of bytes."""
     global _most_used
     with _lock:
         _most_used = 0
         return _drop([buffer for buffer in _buffers if buffer.free()])
 
 
-def held() -> int:
-    """Bytes of all buffers, free ones included."""
+def total_bytes() -> int:
+    """Return the size of all buffers in bytes, including free ones."""
     return sum(buffer.size for buffer in _buffers)
 
 
 def _find(size: int) -> _Buffer:
-    """A free buffer that fits, or a new one, for which others may have to go."""
+    """Return a free buffer that fits, or a new one, for which others may be released."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]
     fitting = [buffer for buffer in free if size <= buffer.size <= size * _SLACK]
-    found = min(fitting, key=lambda buffer: buffer.size, default=None)
-    in_use = held() - sum(buffer.size for buffer in free)
-    _most_used = max(_most_used, in_use + (found.size if found else size))
-    if found:
-        return found
-    too_much = held() + size - _SPARE * _most_used
-    gone = []
-    for buffer in sorted(free, key=lambda buffer: buffer.last):
-        if too_much > 0 or _requests - buffer.last > _OLD:
-            gone.append(buffer)
-            too_much -= buffer.size
-    _drop(gone)
-    made = _Buffer(size)
-    _buffers.append(made)
-    return made
+    best = min(fitting, key=lambda buffer: buffer.size, default=None)
+    in_use = total_bytes() - sum(buffer.size for buffer in free)
+    _most_used = max(_most_used, in_use + (best.size if best else size))
+    if best:
+        return best
+    excess = total_bytes() + size - _SPARE * _most_used
+    released = []
+    for buffer in sorted(free, key=lambda buffer: buffer.last_request):
+        if excess > 0 or _requests - buffer.last_request > _MAX_IDLE_REQUESTS:
+            released.append(buffer)
+            excess -= buffer.size
+    _drop(released)
+    buffer = _Buffer(size)
+    _buffers.append(buffer)
+    return buffer
 
 
-def _drop(gone: list[_Buffer]) -> int:
-    """These go; nobody but `_buffers` and the caller's list refers to them."""
-    for buffer in gone:
+def _drop(released: list[_Buffer]) -> int:
+    """Unmap buffers to which only `_buffers` and the caller's list refer; return their size in
+    bytes."""
+    for buffer in released:
         _buffers.remove(buffer)
         buffer.memory.close()
-    return sum(buffer.size for buffer in gone)
+    return sum(buffer.size for buffer in released)

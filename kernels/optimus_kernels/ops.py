@@ -1,7 +1,8 @@
-"""How an op is made: schema, implementation, fake and gradient under one name, `optimus::NAME`.
+"""Registration of ops: schema, implementation, fake and gradient under one name, `optimus::NAME`.
 
-Schemas are Python's, so the names exist whatever is compiled. An implementation asks
-`library.native` for compiled kernels and otherwise computes its twin, which defines the op.
+Schemas are defined in Python, so the names exist whether or not anything is compiled. An
+implementation uses the compiled kernels of `library.native` if there are any, and otherwise the
+reference implementation, which defines the op.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ def define(
     backward: Callable | None = None,
     save: Callable | None = None,
 ) -> Any:
-    """The op of a schema such as `gather(Tensor x) -> Tensor`.
+    """Define an op and return it.
 
-    `fake` gives empty outputs of the right shape; `backward(ctx, *grads)` and
-    `save(ctx, inputs, output)` are register_autograd's. Without them there is no gradient, and
-    asking for one is a NotImplementedError: autograd by itself would leave it out unsaid.
+    Args:
+        schema: such as `gather(Tensor x) -> Tensor`.
+        run: the implementation.
+        fake: returns empty outputs of the right shapes.
+        backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. Without it a
+            request for a gradient raises NotImplementedError; autograd itself would skip the op
+            without an error.
+        save: `save(ctx, inputs, output)`, its setup_context.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"optimus::{name}", fake, lib=_LIBRARY)
-    if "!" not in schema:  # what writes to its operands cannot have one registered
+    if "!" not in schema:  # torch accepts no gradient for ops that write to operands
         torch.library.register_autograd(
             f"optimus::{name}", backward or _refusing(name), setup_context=save, lib=_LIBRARY
         )
@@ -40,7 +46,8 @@ def define(
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """For ops that write to their operands, where autograd has nowhere to refuse later."""
+    """Raise NotImplementedError if an operand requires a gradient, for ops that write to their
+    operands: autograd cannot reject those later."""
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 
@@ -54,11 +61,12 @@ def _refusing(name: str) -> Callable:
 
 def _no_gradient(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"torch.ops.optimus.{name} has no gradient: it is a part of optimus_kernels.experts, "
-        "or itself a gradient; leave out create_graph, or compute in plain torch"
+        f"torch.ops.optimus.{name} has no gradient: use optimus_kernels.experts instead of "
+        "its ops, and no create_graph; for second derivatives, compute in plain torch"
     )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What twins compute in: fp32, as the kernels do, and fp64 for fp64."""
+    """Return the dtype in which reference implementations compute: fp64 for fp64, else fp32 as in
+    the kernels."""
     return torch.float64 if dtype is torch.float64 else torch.float32

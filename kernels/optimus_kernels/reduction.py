@@ -1,6 +1,7 @@
 """reduce_rows: out[t] = sum over k, in order, of w[t, k] * y[row[t, k]], in fp32, without atomics.
 
-The paper's output reduction (section 3.1, stage 5); without weights, the gradient of `gather`.
+This is the output reduction of the Optimus paper (section 3.1, stage 5) and, without weights, the
+gradient of `gather`.
 """
 
 from __future__ import annotations
@@ -16,46 +17,56 @@ from optimus_kernels.ops import compute_dtype, define
 
 
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """y [R, D], weights [T, K] of y's dtype or None (all 1), row int32 [T, K] and slot int32 [R] of
-    `route` -> [T, D]. Slots of row -1 add nothing. `slot` serves the gradient.
-    Other rows than -1 to R - 1 are undefined behaviour but under OPTIMUS_KERNELS_DEBUG=1."""
+    """Sum the rows of each token.
+
+    Args:
+        y: [R, D].
+        weights: [T, K] of y's dtype; None: all 1.
+        row: int32 [T, K], from `route`; -1 adds nothing. Values outside -1 to R - 1 are undefined
+            behavior; OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
+        slot: int32 [R], from `route`; used by the gradient.
+
+    Returns:
+        [T, D] of y's dtype.
+    """
     return _reduce(y, weights, row, slot)
 
 
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad [T, D] -> dy [R, D] = w * grad of the row's token, dweights fp32 [T, K] = <grad, y>."""
+    """Return dy [R, D] = w * grad [T, D] of the row's token, and dweights fp32 [T, K] = <grad,
+    y>."""
     return _reduce_backward(grad, y, weights, slot)
 
 
 def reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """The twin in plain torch."""
+    """Reduce in plain torch: the reference implementation."""
     compute = compute_dtype(y.dtype)
     out = torch.zeros(row.shape[0], y.shape[1], dtype=compute, device=y.device)
     if not len(y):
         return out.to(y.dtype)
     for k in range(row.shape[1]):
-        at = row[:, k]
-        part = y.index_select(0, at.clamp(min=0).long()).to(compute)
+        rows_of_k = row[:, k]
+        term = y.index_select(0, rows_of_k.clamp(min=0).long()).to(compute)
         if weights is not None:
-            part = part * weights[:, k, None].to(compute)
-        out = out + part.masked_fill((at < 0).unsqueeze(1), 0)
+            term = term * weights[:, k, None].to(compute)
+        out = out + term.masked_fill((rows_of_k < 0).unsqueeze(1), 0)
     return out.to(y.dtype)
 
 
 def reference_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The backward's twin in plain torch."""
+    """Compute the gradients in plain torch: the reference implementation."""
     compute = compute_dtype(y.dtype)
-    here = (slot >= 0).nonzero().flatten()
-    at = slot[here].long()
-    of_row = grad[at // max(1, weights.shape[1])].to(compute)
+    used_rows = (slot >= 0).nonzero().flatten()
+    slots = slot[used_rows].long()
+    grad_of_row = grad[slots // max(1, weights.shape[1])].to(compute)
     dy = torch.zeros(y.shape, dtype=compute, device=y.device)
-    dy[here] = weights.flatten()[at, None].to(compute) * of_row
+    dy[used_rows] = weights.flatten()[slots, None].to(compute) * grad_of_row
     dweights = torch.zeros(weights.numel(), dtype=compute, device=y.device)
-    dweights[at] = (of_row * y[here].to(compute)).sum(1)
+    dweights[slots] = (grad_of_row * y[used_rows].to(compute)).sum(1)
     return dy.to(y.dtype), dweights.view(weights.shape)
 
 

@@ -1,7 +1,8 @@
-"""route: which rows of the expert buffers the slots get (Optimus paper, section 3.1, stages 2, 3).
+"""route: assign each slot a row in the buffers of the experts (Optimus paper, section 3.1, stages 2
+and 3).
 
-T tokens, K experts a token, slot t*K + k, N = T*K; E experts held. A stable counting sort: rows are
-by expert and then by slot, the same on every run, device and number of threads.
+T tokens, K experts per token, slot t*K + k, N = T*K; E local experts. A stable counting sort: rows
+are ordered by expert and then by slot, in every run, on every device and for any number of threads.
 """
 
 from __future__ import annotations
@@ -17,27 +18,39 @@ from optimus_kernels.ops import define
 
 
 class Rows(NamedTuple):
-    """Where the slots lie; int32."""
+    """Assignment of slots to rows, int32."""
 
     offsets: Tensor
     """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1; R = offsets[E] rows in all."""
     token: Tensor
-    """[N]: the token that a row is a copy of; -1 from row R on."""
+    """[N]: the token of each row; -1 from row R on."""
     slot: Tensor
-    """[N]: the slot that a row belongs to; -1 from row R on."""
+    """[N]: the slot of each row; -1 from row R on."""
     row: Tensor
-    """[T, K]: the row of a slot; -1 where its expert is not held."""
+    """[T, K]: the row of each slot; -1 if its expert is not local."""
 
 
 def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
-    """chosen int64 [T, K]: numbers of experts, of which first_expert to first_expert +
-    num_experts - 1 are held here. Any other number, also one that no expert has, gets no row;
-    given `of`, the number of all experts, the latter is a ValueError in debug mode."""
+    """Assign rows to the slots of local experts.
+
+    Args:
+        chosen: int64 [T, K], expert numbers.
+        first_expert: number of the first local expert.
+        num_experts: number E of local experts. Slots of other experts, and of numbers that no
+            expert has, get no row.
+        of: number of all experts; in debug mode a number that no expert has is then a ValueError.
+
+    Returns:
+        The rows; offsets has E+1 elements.
+
+    Raises:
+        ValueError: `chosen` is not int64 [T, K].
+    """
     return Rows(*_route(chosen, first_expert, num_experts, of))
 
 
 def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
-    """The twin in plain torch."""
+    """Route in plain torch: the reference implementation."""
     slots, top_k = chosen.numel(), chosen.shape[1]
     expert = chosen.flatten() - first_expert
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -45,12 +58,12 @@ def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
     ends.scatter_add_(0, expert, torch.ones_like(expert))
     offsets = torch.cat([ends.new_zeros(1), ends[:num_experts].cumsum(0)])
     slot = expert.argsort(stable=True)
-    place = torch.arange(slots, device=chosen.device)
-    none = place >= offsets[num_experts]
+    index = torch.arange(slots, device=chosen.device)
+    unused = index >= offsets[num_experts]
     row = torch.empty_like(slot)
-    row[slot] = place.masked_fill(none, -1)
-    slot = slot.masked_fill(none, -1)
-    token = slot.div(max(top_k, 1), rounding_mode="floor").masked_fill(none, -1)
+    row[slot] = index.masked_fill(unused, -1)
+    slot = slot.masked_fill(unused, -1)
+    token = slot.div(max(top_k, 1), rounding_mode="floor").masked_fill(unused, -1)
     return Rows(offsets.int(), token.int(), slot.int(), row.int().view_as(chosen))
 
 
@@ -59,8 +72,8 @@ def _check_chosen(chosen: Tensor, experts: int) -> None:
     if wrong:
         token, k = wrong[0]
         raise ValueError(
-            f"chosen {list(chosen.shape)} has {len(wrong)} numbers that none of the {experts} "
-            f"experts has, the first {int(chosen[token, k])} for token {token}"
+            f"chosen {list(chosen.shape)} has {len(wrong)} numbers outside 0 to "
+            f"{experts - 1}, the first {int(chosen[token, k])} for token {token}"
         )
 
 
@@ -79,7 +92,7 @@ def _run(
     _check(chosen, num_experts)
     if of is not None and debug():
         _check_chosen(chosen, of)
-    kernels = library.native(chosen, whatever_dtype=True)
+    kernels = library.native(chosen, any_dtype=True)
     if kernels is None:
         return tuple(reference(chosen, first_expert, num_experts))
     chosen = chosen.contiguous()

@@ -1,9 +1,10 @@
-"""square_bins_: the squares of a flat tensor, added up exactly, so that no order changes a bit.
+"""square_bins_: the exact sum of squares of a flat tensor, whose bits depend on no order of
+additions.
 
-Squares are added in fp64 within blocks of 32, by halves: element j to element j + 16, then j to
-j + 8 and so on. The sums of blocks are added exactly: their significands as integers, a bin for
-each exponent, in two halves so that 2^36 of them fit. Bins of any tensors, in any order and on any
-ranks, add up as integers do.
+Squares are added in fp64 within blocks of 32, by halves: element j to element j + 16, then j to j +
+8 and so on. The sums of blocks are added exactly: their significands are added as integers to a bin
+for each exponent, as two halves so that 2^36 of them fit. Bins of several tensors and ranks are
+added as integers, in any order.
 """
 
 from __future__ import annotations
@@ -20,31 +21,39 @@ from optimus_kernels import backend
 from optimus_kernels.ops import define
 
 BLOCK = 32
-"""Elements; tensors are cut at multiples of it."""
+"""Elements of a block; tensors are divided at multiples of it."""
 _BINS = 640
-_LEAST = -340
-"""Binary exponent of the first bin: below any sum of squares of fp32, as the last is above."""
+_MIN_EXPONENT = -340
+"""Binary exponent of the first bin. It is below that of any block's sum of fp32 squares; the last
+bin's is above."""
 _LOW = 27
-"""Bits of a significand's lower half; the upper has 26."""
-_AT_ONCE = 1 << 20
-"""Elements that the twin takes at once: its temporaries are of this length."""
+"""Bits of the lower half of a significand; the upper half has 26."""
+_SLICE = 1 << 20
+"""Elements that the reference implementation processes at a time, which bounds its temporaries."""
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """int64 [2 * 640 + 1] zeros: upper halves, lower halves, and how many blocks are not finite."""
+    """Return int64 [2 * 640 + 1] zeros: upper halves, lower halves, and the number of blocks that
+    are not finite."""
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
 def square_bins_(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares of `flat`, fp32 [n] and contiguous with n a multiple of 32, to `bins`.
+    """Add the squares of `flat` to `bins`.
 
-    Raises ValueError and TypeError for others.
+    Args:
+        bins: int64 [1281], from `new_bins`.
+        flat: fp32 [n], contiguous; n is a multiple of 32.
+
+    Raises:
+        ValueError: a shape, device or layout is invalid.
+        TypeError: a dtype is invalid.
     """
     _square_bins(bins, flat)
 
 
 def total_of(bins: Tensor) -> float:
-    """The sum that bins hold, rounded towards zero once; NaN if a block was not finite."""
+    """Return the sum in `bins`, rounded towards zero once; NaN if a block was not finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan
@@ -53,27 +62,28 @@ def total_of(bins: Tensor) -> float:
         high, low = halves[exponent], halves[_BINS + exponent]
         total += ((high << _LOW) + low) << exponent
     shift = max(0, total.bit_length() - 900)  # a float holds no integer of more than 1023 bits
-    return math.ldexp(total >> shift, _LEAST - 53 + shift)
+    return math.ldexp(total >> shift, _MIN_EXPONENT - 53 + shift)
 
 
 def reference(bins: Tensor, flat: Tensor) -> None:
-    """The twin in plain torch, to the bit."""
-    for part in flat.split(_AT_ONCE):
-        sums = part.view(-1, BLOCK).double().square_()
+    """Add the squares in plain torch: the reference implementation, equal to the kernel to the
+    bit."""
+    for slice_ in flat.split(_SLICE):
+        sums = slice_.view(-1, BLOCK).double().square_()
         while sums.shape[1] > 1:
             sums = torch.add(*sums.chunk(2, dim=1))
         _add_blocks(bins, sums.squeeze(1))
 
 
 def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
-    """fp64 blocks >= 0 into the bins."""
+    """Add the sums of blocks, fp64 >= 0, to the bins."""
     finite = torch.isfinite(blocks)
     bins[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, blocks, 0.0))
     significand = (fraction * 2.0**53).to(torch.int64)
-    place = (exponent.long() - _LEAST).clamp_(0, _BINS - 1)
-    bins.scatter_add_(0, place, significand >> _LOW)
-    bins.scatter_add_(0, place + _BINS, significand & ((1 << _LOW) - 1))
+    bin_index = (exponent.long() - _MIN_EXPONENT).clamp_(0, _BINS - 1)
+    bins.scatter_add_(0, bin_index, significand >> _LOW)
+    bins.scatter_add_(0, bin_index + _BINS, significand & ((1 << _LOW) - 1))
 
 
 def _check(bins: Tensor, flat: Tensor) -> None:
@@ -90,22 +100,22 @@ def _check(bins: Tensor, flat: Tensor) -> None:
 
 def _run(bins: Tensor, flat: Tensor) -> None:
     _check(bins, flat)
-    kernel = _own(flat)
+    kernel = _kernel(flat)
     if kernel is None:
         reference(bins, flat)
     else:
         kernel(flat.data_ptr(), flat.numel(), bins.data_ptr())
 
 
-def _own(flat: Tensor) -> Callable[..., int] | None:
-    """The kernel, which only CPUs have; None: compute the twin."""
-    found = backend.active(flat.device).library if flat.is_cpu else None
-    return None if found is None else _bind(found)
+def _kernel(flat: Tensor) -> Callable[..., int] | None:
+    """Return the compiled kernel, which only CPUs have; None: use the reference implementation."""
+    library = backend.active(flat.device).library if flat.is_cpu else None
+    return None if library is None else _bind(library)
 
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """None for test libraries without it."""
+    """Return the kernel of a library; None for test libraries without it."""
     if not hasattr(library, "optimus_cpu_square_bins"):
         return None
     function = library.optimus_cpu_square_bins

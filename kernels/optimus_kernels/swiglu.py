@@ -1,7 +1,8 @@
-"""swiglu: a = silu(g) * u with [g, u] = h, and its backward fused with that of the routing weight.
+"""swiglu: a = silu(g) * u with [g, u] = h; its backward also computes the gradient of the routing
+weight.
 
 With out = sum of w * (a Wd^T) and da = dout Wd (before w): dw = <da, a>, dh = swiglu'(w * da), and
-the gradient of Wd needs w * a. Each slot has one row, so nothing is summed over rows.
+the gradient of Wd needs w * a. Each slot has one row, so there are no sums over rows.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ from optimus_kernels.ops import compute_dtype, define
 
 
 def swiglu(h: Tensor) -> Tensor:
-    """h [R, 2F] -> [R, F], fp32 arithmetic."""
+    """Return silu(g) * u [R, F] for h [R, 2F] = [g, u], computed in fp32."""
     return _swiglu(h)
 
 
 def swiglu_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h [R, 2F], da [R, F], weights [T, K] of one dtype, slot int32 [R] -> dh [R, 2F], w * a
-    [R, F], dweights fp32 [T, K] (fp64 of fp64). Rows of slot -1 give zeros, as do slots of no row.
+    """Compute the gradients of SwiGLU and of the routing weights.
+
+    Args:
+        h: [R, 2F], the pre-activation.
+        da: [R, F], gradient of the activation before the routing weight is applied.
+        weights: [T, K] of the same dtype.
+        slot: int32 [R]; the results of rows with slot -1 are zeros.
+
+    Returns:
+        dh [R, 2F], w * a [R, F], and dweights fp32 [T, K] (fp64 for fp64) with zeros for slots
+        without a row.
     """
     return _swiglu_backward(h, da, weights, slot)
 
 
 def reference(h: Tensor) -> Tensor:
-    """The twin in plain torch."""
+    """Compute SwiGLU in plain torch: the reference implementation."""
     g, u = h.to(compute_dtype(h.dtype)).chunk(2, dim=1)
     return (F.silu(g) * u).to(h.dtype)
 
@@ -40,22 +50,22 @@ def reference(h: Tensor) -> Tensor:
 def reference_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward's twin in plain torch."""
+    """Compute the gradients in plain torch: the reference implementation."""
     compute = compute_dtype(h.dtype)
     g, u = h.to(compute).chunk(2, dim=1)
     is_row = slot >= 0
-    here = is_row.nonzero().flatten()
-    at = slot[here].long()
+    used_rows = is_row.nonzero().flatten()
+    slots = slot[used_rows].long()
     w = h.new_zeros(len(h), 1, dtype=compute)
-    w[here, 0] = weights.flatten()[at].to(compute)
+    w[used_rows, 0] = weights.flatten()[slots].to(compute)
     d, silu = da.to(compute), F.silu(g)
     a = silu * u
     dweights = torch.zeros(weights.numel(), dtype=compute, device=h.device)
-    dweights[at] = (d * a).sum(1)[here]
+    dweights[slots] = (d * a).sum(1)[used_rows]
     wd = w * d
     dh = torch.cat([torch.ops.aten.silu_backward(wd * u, g), wd * silu], dim=1)
     scaled = w * a
-    if len(here) < len(h):  # what lies beyond the rows may be anything, NaN too
+    if len(used_rows) < len(h):  # rows without a slot may have any values, even NaN
         dh, scaled = (torch.where(is_row.unsqueeze(1), value, 0) for value in (dh, scaled))
     return dh.to(h.dtype), scaled.to(h.dtype), dweights.view(weights.shape)
 
@@ -74,7 +84,8 @@ def _run(h: Tensor) -> Tensor:
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
-    """out[:count] from rows start to start + count - 1 of h; dense tensors, unchecked."""
+    """Write SwiGLU of rows start to start + count - 1 of h to out[:count]; operands are contiguous
+    and not checked."""
     kernels = library.native(h)
     if kernels is None:
         out[:count] = reference(h[start : start + count])
@@ -96,9 +107,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (h,) = ctx.saved_tensors
-    ones = h.new_ones(h.shape[0], 1)
+    unit_weights = h.new_ones(h.shape[0], 1)
     slot = torch.arange(h.shape[0], dtype=torch.int32, device=h.device)
-    return torch.ops.optimus.swiglu_backward(h, grad, ones, slot)[0]
+    return torch.ops.optimus.swiglu_backward(h, grad, unit_weights, slot)[0]
 
 
 def _check_backward(h: Tensor, da: Tensor, weights: Tensor, slot: Tensor) -> None:
@@ -136,13 +147,14 @@ def swiglu_backward_into(
     count: int,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """The rows h[start:], da[:count], slot[first:] into the first rows of outs = dh, scaled and
-    dweights; dense tensors, unchecked. `scaled` may be da itself; dweights [T, K], zero before, is
-    written at these rows' slots alone."""
+    """Compute the gradients for the rows h[start:], da[:count] and slot[first:] and write them to
+    the first rows of outs = dh, scaled and dweights. Operands are contiguous and not checked.
+    `scaled` may be da itself. dweights [T, K] must be zeros; only the slots of these rows are
+    written."""
     kernels = library.native(h)
     if kernels is None:
-        part = slice(start, start + count), slot[first : first + count]
-        new = reference_backward(h[part[0]], da[:count], weights, part[1])
+        slots = slot[first : first + count]
+        new = reference_backward(h[start : start + count], da[:count], weights, slots)
         for out, value in zip(outs[:2], new[:2], strict=True):
             out[:count] = value
         outs[2].add_(new[2])

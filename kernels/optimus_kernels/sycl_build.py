@@ -1,8 +1,9 @@
-"""Builds csrc/sycl for torch's xpu devices, through torch's SyclExtension or IPEX's DPCPPExtension.
+"""Compilation of csrc/sycl for torch's xpu devices with torch's SyclExtension or IPEX's
+DPCPPExtension.
 
-Neither has been run on an Intel GPU by us yet: what tests check is the arguments handed to them,
-and the sources through Intel's own compiler on a CPU device. Run as a script, this module is the
-setup.py of the extension: both extensions are made for setuptools.
+We have not run either on an Intel GPU yet: tests check the arguments passed to them, and the
+sources with Intel's compiler on a CPU device. Both extensions need setuptools: run as a script,
+this module is the setup.py of the extension.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_ARCHS = "pvc"
 FLAGS = (
     "-std=c++17",
     "-O3",
-    # icpx takes fast-math by default: NaN would be lost and sums depend on the compiler's mood.
+    # icpx enables fast-math by default, which loses NaN and reorders sums.
     "-fno-fast-math",
     "-ffp-contract=fast",
     "-foffload-fp32-prec-div",
@@ -36,13 +37,14 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """TORCH_XPU_ARCH_LIST, by default pvc: an empty list would compile at run time, every time."""
+    """Return TORCH_XPU_ARCH_LIST, by default pvc: an empty list would compile at run time, in every
+    process."""
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
 def way() -> str:
-    """`torch` where this torch knows xpu devices and has SyclExtension, `ipex` where only IPEX's
-    DPCPPExtension is there. Raises KernelError where neither is."""
+    """Return `torch` if this torch supports xpu devices and has SyclExtension, `ipex` if only
+    IPEX's DPCPPExtension exists. Raises KernelError if neither does."""
     if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
         return "torch"
     if _has_dpcpp_extension() and torch.xpu.is_available():
@@ -54,36 +56,36 @@ def way() -> str:
 
 
 def find_compiler() -> list[str]:
-    """icpx, where torch can use what it makes. Raises KernelError."""
-    how = way()
+    """Return the command icpx. Raises KernelError if torch cannot use it."""
+    extension = way()
     if shutil.which("icpx") is None:
         raise KernelError("no compiler: icpx is not on PATH; load the oneAPI module or setvars.sh")
-    if how == "torch" and shutil.which("ninja") is None:
+    if extension == "torch" and shutil.which("ninja") is None:
         raise KernelError("ninja is not on PATH; torch's SyclExtension needs it: pip install ninja")
     return ["icpx"]
 
 
 def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[str], dict[str, str]]:
-    """The process that builds the extension under `work`, and what its environment adds."""
+    """Return the command that builds the extension in `work`, and additions to its environment."""
     job = {"way": way(), "sources": [str(s) for s in sources], "include": str(include)}
     parents = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
     environ = {"TORCH_XPU_ARCH_LIST": arch_list(), "PYTHONPATH": path}
-    # -P: the working directory may hold modules of anybody.
+    # -P: do not import modules from the working directory, which anybody may have written.
     return [sys.executable, "-P", "-m", __name__, json.dumps(job), str(work)], environ
 
 
 def built_library(work: Path) -> Path:
-    """The library that the process left under `work`."""
-    found = list(work.glob(f"{NAME}*.so"))
-    if len(found) != 1:
-        raise KernelError(f"the SYCL build left {len(found)} libraries in place of one")
-    return found[0]
+    """Return the library that the build wrote to `work`."""
+    libraries = list(work.glob(f"{NAME}*.so"))
+    if len(libraries) != 1:
+        raise KernelError(f"the SYCL build left {len(libraries)} libraries instead of one")
+    return libraries[0]
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """What torch's SyclExtension is given. Its sources end in .sycl; TORCH_XPU_ARCH_LIST names the
-    devices compiled for."""
+    """Return the arguments of torch's SyclExtension. Its sources end in .sycl; TORCH_XPU_ARCH_LIST
+    lists the devices to compile for."""
     return {
         "name": NAME,
         "sources": list(sources),
@@ -94,8 +96,8 @@ def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
 
 
 def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
-    """What IPEX's DPCPPExtension is given: it takes .cpp files alone, hence copies under `work`,
-    and AOT compilation is a pair of compiler and linker options."""
+    """Return the arguments of IPEX's DPCPPExtension. It accepts only .cpp files, so sources are
+    copied to `work`; AOT compilation is requested with compiler and linker options."""
     copies = []
     for source in map(Path, sources):
         copy = work / f"{source.stem}_sycl.cpp"
@@ -144,11 +146,11 @@ def _torch_has_sycl_extension() -> bool:
 
 
 def _has_dpcpp_extension() -> bool:
-    """Looked up as a file: find_spec of a submodule imports the packages above it, and IPEX changes
-    torch's operators when it is imported, which OPTIMUS_IPEX=0 forbids."""
+    """Return whether IPEX has the extension, without an import: find_spec of a submodule imports
+    its parents, and IPEX changes torch's operators on import, which OPTIMUS_IPEX=0 forbids."""
     spec = importlib.util.find_spec(IPEX)
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / "xpu" / "cpp_extension.py").exists() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders or ())
 
 
 if __name__ == "__main__":

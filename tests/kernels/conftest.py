@@ -1,4 +1,4 @@
-"""Small kernel sources of our own, so that builds are real and take a moment; and the real kernels
+"""Small kernel sources, so that tests compile real libraries in a moment; and the real CPU kernels
 of each instruction set."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) 
 
 @pytest.fixture
 def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A csrc of a few lines with a cache of its own; no choice is in force."""
+    """Replace csrc by a few lines, with an empty cache and no backend selected."""
     csrc = tmp_path / "csrc"
     for folder in ("include", "cpu", "cuda", "sycl"):
         (csrc / folder).mkdir(parents=True)
@@ -44,7 +44,7 @@ def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture
 def filled() -> Iterator[None]:
-    """New tensors hold NaN, so that what a kernel leaves out is not there by chance."""
+    """Fill new tensors with NaN, so that elements which a kernel does not write are detected."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -60,7 +60,7 @@ exec g++ "$@"
 
 
 def old_compiler(folder: Path) -> str:
-    """A g++ that does not know the levels of x86-64, as before version 11."""
+    """Return a g++ without the x86-64 levels, as before version 11."""
     path = folder / "old-g++"
     path.write_text(OLD_COMPILER)
     path.chmod(0o755)
@@ -74,27 +74,27 @@ def too_old(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture(scope="module", params=["portable", "portable alone", "avx2", "avx512"])
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
-    """The CPU kernels of one instruction set: a library chooses once, so each gets its own copy.
-    `portable alone` is what other processors and old compilers have."""
+    """Return the CPU kernels of one instruction set. A library selects its instruction set once, so
+    each gets a copy. `portable alone` is compiled for other processors and by old compilers."""
     folder = tmp_path_factory.mktemp("isa")
-    found = _built_alone(folder) if "alone" in request.param else backend.active("cpu").library
-    if found is None:
+    library = _build_portable(folder) if "alone" in request.param else backend.active("cpu").library
+    if library is None:
         pytest.skip(f"no CPU kernels: {backend.active('cpu').why_not}")
-    path = shutil.copy(found._name, folder / "copy.so")
-    wanted = request.param.removesuffix(" alone")
+    path = shutil.copy(library._name, folder / "copy.so")
+    isa = request.param.removesuffix(" alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTIMUS_CPU_ISA", wanted)
+        patch.setenv("OPTIMUS_CPU_ISA", isa)
         loaded = ctypes.CDLL(str(path))
         loaded.optimus_cpu_isa.restype = ctypes.c_char_p
         chosen = loaded.optimus_cpu_isa().decode()
-    if chosen != wanted:
-        pytest.skip(f"this processor has no {wanted}")
+    if chosen != isa:
+        pytest.skip(f"this processor has no {isa}")
     return loaded
 
 
-def _built_alone(folder: Path) -> ctypes.CDLL:
+def _build_portable(folder: Path) -> ctypes.CDLL:
     if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
+        pytest.skip("g++ is not on PATH")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", old_compiler(folder))
         patch.setenv("OPTIMUS_KERNELS_CACHE", str(folder / "cache"))

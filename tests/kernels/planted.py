@@ -1,4 +1,4 @@
-"""Bugs that a test of GPU kernels must find: one place of one file of csrc that reads otherwise."""
+"""Bugs that the tests of GPU kernels must detect: replacements of one line in a file of csrc."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ PRIMES = checks.ROUTINGS[1]
 
 
 def check_route(native: Native) -> None:
-    """As checks.check_route, into zeros: whatever a bug computes from them is a row that exists."""
-    chosen, twin = MANY.chosen("cpu"), checks.case(MANY, "cpu")
-    outs = [torch.zeros_like(one) for one in twin]
+    """Check as checks.check_route does, but write to zeros, so that wrong results are still valid
+    rows."""
+    chosen, expected = MANY.chosen("cpu"), checks.case(MANY, "cpu")
+    outs = [torch.zeros_like(rows) for rows in expected]
     words = native.route_scratch(*chosen.shape, MANY.total)
     scratch = torch.zeros(words, dtype=torch.int32)
-    pointers = [one.data_ptr() for one in (*outs, scratch)]
+    pointers = [tensor.data_ptr() for tensor in (*outs, scratch)]
     sizes = (*chosen.shape, 0, MANY.total)
     native.call("route", chosen, chosen.data_ptr(), *sizes, *pointers, words)
-    assert all(map(torch.equal, outs, twin))
+    assert all(map(torch.equal, outs, expected))
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` -> `new` in csrc/`file`; `check` fails then. `functor` is the part that it is in."""
+    """Replacement of `old` by `new` in csrc/`file`, which makes `check` fail. `functor` selects the
+    functors to compile."""
 
     name: str
     file: str
@@ -41,11 +43,11 @@ class Bug:
     check: Callable[[Native], None]
 
     def plant(self, into: Path) -> Path:
-        """A copy of csrc with the bug."""
+        """Copy csrc to `into` and plant the bug there."""
         copy = into / "csrc"
         shutil.copytree(build.csrc(), copy)
         text = (copy / self.file).read_text()
-        assert self.old in text, f"{self.file} does not hold {self.old!r}"
+        assert self.old in text, f"{self.file} does not contain {self.old!r}"
         (copy / self.file).write_text(text.replace(self.old, self.new))
         return copy
 
@@ -68,12 +70,12 @@ BUGS = (
         lambda native: checks.check_reduce(PRIMES, 64, torch.float32, True, "cpu"),
     ),
     Bug(
-        "every part is the first",
+        "sub-groups process the same elements",
         *(KERNELS, "part * item.lanes() + item.lane()", "item.lane() + 0 * part", "Gather<float"),
         lambda native: checks.check_gather(PRIMES, 1056, torch.float32, "cpu"),
     ),
     Bug(
-        "a row's gradient for another slot",
+        "a gradient is written to the slot with the number of its row",
         *(KERNELS, "if (item.lane() == 0) dweights[slot]", "if (item.lane() == 0) dweights[row]"),
         "SwigluBackward<float",
         lambda native: checks.check_swiglu_backward(PRIMES, 64, torch.float32, "cpu"),

@@ -1,4 +1,4 @@
-"""adamw_: torch's fused bits where torch has whole vectors, and the same bits however it is cut."""
+"""adamw_: the bits of torch's fused AdamW in full vectors, whichever way a tensor is sliced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def native(cpu_library) -> Native:
-    """The kernels of one instruction set."""
+    """Return the kernels of one instruction set."""
     return Native(cpu_library, "cpu")
 
 
@@ -34,8 +34,8 @@ def compiled(native, monkeypatch) -> None:
 
 
 @pytest.fixture
-def twin(monkeypatch) -> Callable[..., None]:
-    """adamw_ as plain torch computes it."""
+def reference(monkeypatch) -> Callable[..., None]:
+    """Return adamw_ as plain torch computes it."""
 
     def run(*tensors, **numbers) -> None:
         with monkeypatch.context() as patch:
@@ -46,10 +46,10 @@ def twin(monkeypatch) -> Callable[..., None]:
 
 
 def make_states(size: int, grad_dtype=torch.float32, seed: int = 0) -> list[Tensor]:
-    """master, exp_avg, exp_avg_sq, grad of many magnitudes: `size` elements each."""
+    """Return master, exp_avg, exp_avg_sq and grad of many magnitudes, each [size]."""
     generator = torch.Generator().manual_seed(seed)
-    normal, spread, m, v = torch.randn(4, size, generator=generator)
-    return [normal, m * 0.1, v.square() * 0.1, (m * 10**spread).to(grad_dtype)]
+    normal, exponent, m, v = torch.randn(4, size, generator=generator)
+    return [normal, m * 0.1, v.square() * 0.1, (m * 10**exponent).to(grad_dtype)]
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -57,7 +57,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """The same numbers; NaN in the same places."""
+    """Assert equal bits; NaN may have any bits but must be at the same positions."""
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -75,14 +75,14 @@ def step_of_torch(states: list[Tensor], step: int, **numbers) -> None:
 
 torch_fuses = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's kernel fuses products and sums on AVX2 and AVX-512 alone",
+    reason="torch's kernel fuses products and sums only on AVX2 and AVX-512",
 )
 
 
 @torch_fuses
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("change", [{}, {"weight_decay": 0.0}, {"beta1": 0.5}, {"beta1": 0.3}])
-def test_three_steps_are_torchs_to_the_bit(change):
+def test_three_steps_equal_torch_to_the_bit(change):
     numbers = {**NUMBERS, **change}
     size = 5 * SIZE + 3 * VECTOR
     ours = make_states(size)
@@ -103,12 +103,12 @@ def test_three_steps_are_torchs_to_the_bit(change):
 
 @torch_fuses
 @pytest.mark.usefixtures("compiled")
-def test_what_is_not_finite_passes_through_as_torchs_does():
+def test_non_finite_values_pass_through_as_in_torch():
     inf, nan = math.inf, math.nan
     odd = torch.tensor([inf, -inf, nan, 0.0, -0.0, 1e-42, 3e38, -3e38, 1e-20, 1.0])
-    places = torch.cartesian_prod(*[torch.arange(len(odd))] * 4)
-    assert len(places) % VECTOR == 0
-    ours = [odd[places[:, i]].contiguous() for i in range(4)]
+    combinations = torch.cartesian_prod(*[torch.arange(len(odd))] * 4)
+    assert len(combinations) % VECTOR == 0
+    ours = [odd[combinations[:, i]].contiguous() for i in range(4)]
     ours[2].abs_()
     theirs = copies(ours)
     adamw_(*ours, None, step=7, **NUMBERS)
@@ -119,12 +119,12 @@ def test_what_is_not_finite_passes_through_as_torchs_does():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 15, SIZE + 13])
-def test_the_twin_gives_the_same_bits(twin, size, grad_dtype):
+def test_reference_gives_the_same_bits(reference, size, grad_dtype):
     for out_dtype in (None, *HALVES):
         ours, theirs = (make_states(size, grad_dtype) for _ in range(2))
         outs = [out_dtype and torch.zeros(size, dtype=out_dtype) for _ in range(2)]
         adamw_(*ours, outs[0], step=5, grad_scale=0.37, **NUMBERS)
-        twin(*theirs, outs[1], step=5, grad_scale=0.37, **NUMBERS)
+        reference(*theirs, outs[1], step=5, grad_scale=0.37, **NUMBERS)
         assert_same(ours, theirs)
         if out_dtype:
             assert_same(outs[:1], outs[1:])
@@ -132,8 +132,9 @@ def test_the_twin_gives_the_same_bits(twin, size, grad_dtype):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_nan_of_whatever_bits_is_rounded_to_one(dtype):
-    """All ones and a carry would make zero of it, a one in the last place alone infinity."""
+def test_any_nan_is_rounded_to_a_nan(dtype):
+    """Rounding could turn a NaN of all ones into zero (by the carry) and one with only its last bit
+    set into infinity."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
     master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
     states = [master, *(torch.zeros_like(master) for _ in range(3))]
@@ -143,29 +144,30 @@ def test_a_nan_of_whatever_bits_is_rounded_to_one(dtype):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_cuts_alignment_and_threads_change_no_bit():
+def test_slices_alignment_and_threads_change_no_bit():
     size = 3 * 32768 + 29
-    whole, cut = make_states(size, torch.bfloat16), make_states(size, torch.bfloat16)
+    whole, sliced = make_states(size, torch.bfloat16), make_states(size, torch.bfloat16)
     outs = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         adamw_(*whole, outs[0], step=3, **NUMBERS)
         torch.set_num_threads(1)
-        cuts = [0, 1, 2, 5, 37, 38, 1000, 32768, 32775, 65536, 70001, size - 1, size]
-        for begin, end in itertools.pairwise(cuts):
-            parts = [tensor[begin:end] for tensor in (*cut, outs[1])]
-            adamw_(*parts, step=3, **NUMBERS)
+        bounds = [0, 1, 2, 5, 37, 38, 1000, 32768, 32775, 65536, 70001, size - 1, size]
+        for begin, end in itertools.pairwise(bounds):
+            slices = [tensor[begin:end] for tensor in (*sliced, outs[1])]
+            adamw_(*slices, step=3, **NUMBERS)
     finally:
         torch.set_num_threads(threads)
-    assert_same(whole, cut)
+    assert_same(whole, sliced)
     assert_same(outs[:1], outs[1:])
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_the_parameter_is_the_master_rounded(dtype):
-    """Every upper half of an fp32 number, with lower halves at and beside the middle; no update."""
+def test_parameter_is_the_rounded_master(dtype):
+    """All upper halves of fp32 numbers, with lower halves at and next to the midpoint; no
+    update."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
@@ -177,7 +179,7 @@ def test_the_parameter_is_the_master_rounded(dtype):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_grad_scale_is_scaling_first(grad_dtype):
+def test_grad_scale_equals_scaling_before_the_update(grad_dtype):
     ours, theirs = (make_states(SIZE + 5, grad_dtype) for _ in range(2))
     adamw_(*ours, None, step=2, grad_scale=1 / 3, **NUMBERS)
     adamw_(*theirs[:3], theirs[3].float().mul_(1 / 3), None, step=2, **NUMBERS)
@@ -185,43 +187,45 @@ def test_grad_scale_is_scaling_first(grad_dtype):
 
 
 def test_fused_rounds_once():
-    """Against exact fractions, at sums that fp64 alone would round twice."""
+    """Compare with exact fractions, including sums that fp64 alone would round twice."""
     from fractions import Fraction
 
     a, b, c = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1))
     c = torch.cat([c[:1000], c[1000:] * 2.0**-30])
     a, b = torch.cat([a, torch.tensor([1 + 2.0**-23])]), torch.cat([b, torch.tensor([1.0])])
-    # 1 + 2^-23 + 2^-24 + 2^-60 lies just above a middle; fp64 sees the middle and takes the even.
-    a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # 1 + 2^-11 + 2^-24: a middle
+    # The exact sum is just above the midpoint of two fp32 numbers; in fp64 it is the midpoint,
+    # which would be rounded to even.
+    a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # product 1 + 2^-11 + 2^-24, a midpoint
     c = torch.cat([c, torch.tensor([2.0**-70])])
     ours = module._fused(a, b, c)
-    for x, y, z, found in zip(a.tolist(), b.tolist(), c.tolist(), ours.tolist(), strict=True):
+    for x, y, z, rounded in zip(a.tolist(), b.tolist(), c.tolist(), ours.tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
-        near = torch.tensor(found)
+        near = torch.tensor(rounded)
         below, above = (torch.nextafter(near, torch.tensor(s * math.inf)).item() for s in (-1, 1))
-        error = abs(exact - Fraction(found))
+        error = abs(exact - Fraction(rounded))
         assert error <= abs(exact - Fraction(below)) and error <= abs(exact - Fraction(above))
     assert ours[-1].item() == 1 + 2.0**-11 + 2.0**-23
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
-def test_the_gpu_form_gives_the_same_bits(monkeypatch, twin, tmp_path):
-    """csrc/cuda on a CPU: wide loads, the rest beside them, and addresses that allow none."""
+def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
+    """csrc/cuda on a CPU: wide loads with a remainder, and addresses that are not aligned for
+    them."""
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]
-        # A slice that begins at `shift`: from 1 on, addresses are no multiples of 16 bytes.
+        # Slices from `shift` 1 have addresses that are not multiples of 16 bytes.
         ours = [tensor[shift:] for tensor in copies(tensors)]
         theirs = [tensor[shift:] for tensor in tensors]
         with monkeypatch.context() as patch:
             patch.setattr(library, "native", lambda tensor, **_: emulated)
             adamw_(*ours, step=4, grad_scale=0.7, **NUMBERS)
-        twin(*theirs, step=4, grad_scale=0.7, **NUMBERS)
+        reference(*theirs, step=4, grad_scale=0.7, **NUMBERS)
         assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=str)
-def test_the_op_is_registered_as_it_behaves(out_dtype):
+def test_op_passes_opcheck(out_dtype):
     states = make_states(33, torch.bfloat16)
     out = out_dtype and torch.zeros(33, dtype=out_dtype)
     numbers = (1e-3, 0.9, 0.95, 1e-8, 0.1, 1, 1.0)
@@ -229,7 +233,7 @@ def test_the_op_is_registered_as_it_behaves(out_dtype):
 
 
 @pytest.mark.parametrize(
-    ("place", "wrong", "error", "words"),
+    ("index", "wrong", "error", "message"),
     [
         (0, torch.zeros(8, dtype=torch.bfloat16), TypeError, "master is torch.bfloat16"),
         (1, torch.zeros(7), ValueError, r"exp_avg \[7\]"),
@@ -238,14 +242,14 @@ def test_the_op_is_registered_as_it_behaves(out_dtype):
         (4, torch.zeros(8), TypeError, "param_out is torch.float32"),
     ],
 )
-def test_wrong_tensors_are_refused_by_name(place, wrong, error, words):
+def test_invalid_tensor_is_refused_by_name(index, wrong, error, message):
     tensors: list[Tensor | None] = [*make_states(8), None]
-    tensors[place] = wrong
-    with pytest.raises(error, match=words):
+    tensors[index] = wrong
+    with pytest.raises(error, match=message):
         adamw_(*tensors, step=1, **NUMBERS)
 
 
 @pytest.mark.parametrize("change", [{"step": 0}, {"beta1": 1.0}, {"beta2": -0.1}])
-def test_numbers_that_divide_by_zero_are_refused(change):
+def test_settings_that_divide_by_zero_are_refused(change):
     with pytest.raises(ValueError, match="adamw_: step"):
         adamw_(*make_states(8), None, **{**NUMBERS, "step": 1, **change})

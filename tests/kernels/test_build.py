@@ -1,4 +1,4 @@
-"""What is compiled, with what, and what makes a compiled library useless."""
+"""Compilation: compilers, targets, and the reasons why a compiled library is not used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from optimus_kernels import backend, build, cache, sycl_build
 from optimus_kernels.cache import KernelError
 
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 IPEX_EXTENSION = "intel_extension_for_pytorch.xpu.cpp_extension"
 
 
@@ -28,16 +28,16 @@ def executable(path: Path, text: str) -> Path:
 
 
 @needs_gxx
-def test_a_build_is_kept_until_something_it_depends_on_changes(small_csrc, monkeypatch):
+def test_library_is_reused_until_an_input_changes(small_csrc, monkeypatch):
     first = build.build("cpu")
-    assert build.build("cpu") == first and build.fits(first) == ""
+    assert build.build("cpu") == first and build.why_incompatible(first) == ""
     (small_csrc / "include" / "more.h").write_text("// a comment\n")
     build.source_hash.cache_clear()
     second = build.build("cpu")
-    assert second.key != first.key and build.fits(first) == "built from other sources"
+    assert second.key != first.key and build.why_incompatible(first) == "built from other sources"
     assert build.prebuilt("cpu") == second
     monkeypatch.setattr(build, "CPU_FLAGS", [*build.CPU_FLAGS, "-DMORE"])
-    assert build.fits(second) == "built with other compiler flags"
+    assert build.why_incompatible(second) == "built with other compiler flags"
     assert build.build("cpu").key not in (first.key, second.key)
 
 
@@ -45,36 +45,36 @@ def test_a_build_is_kept_until_something_it_depends_on_changes(small_csrc, monke
 @pytest.mark.parametrize(
     ("field", "value"), [("torch", "2.5.0"), ("machine", "riscv64"), ("arch", "sm_70")]
 )
-def test_a_library_for_another_place_is_refused_with_its_reason(small_csrc, field, value):
+def test_library_for_another_target_is_refused_with_the_reason(small_csrc, field, value):
     entry = build.build("cpu")
-    info = entry.path / cache.INFO
-    info.write_text(json.dumps({**entry.info, field: value}))
+    path = entry.path / cache.RECORD
+    path.write_text(json.dumps({**entry.record, field: value}))
     (other,) = cache.entries("cpu")
-    assert build.fits(other).startswith(f"built for {field} {value}, this is ")
+    assert build.why_incompatible(other).startswith(f"built for {field} {value}, this is ")
     assert build.prebuilt("cpu") is None
     with pytest.raises(KernelError, match=f"is built for {field} {value}"):
         backend.obtain("cpu", may_build=False)
 
 
 @needs_gxx
-def test_another_compiler_makes_another_library(small_csrc, tmp_path, monkeypatch):
+def test_another_compiler_gives_another_library(small_csrc, tmp_path, monkeypatch):
     first = build.build("cpu")
     script = '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit;; esac\nexec g++ "$@"\n'
     monkeypatch.setenv("CXX", f"{executable(tmp_path / 'mine', script)} -DX=1")
     second = build.build("cpu")
-    assert second.info["compiler"] == "mine 1.0 -DX=1" and second.key != first.key
-    # Where nothing is compiled, a library of any compiler will do, and the one named comes first.
+    assert second.record["compiler"] == "mine 1.0 -DX=1" and second.key != first.key
+    # A run that compiles nothing accepts a library of any compiler and prefers the one named.
     assert build.prebuilt("cpu", first.key) == first and build.prebuilt("cpu") == second
 
 
-def test_no_compiler_and_broken_ones_are_named(small_csrc, tmp_path, monkeypatch):
-    for cxx, says in (
+def test_missing_and_failing_compilers_are_named(small_csrc, tmp_path, monkeypatch):
+    for cxx, message in (
         ("no-such-compiler", "CXX=no-such-compiler: no such compiler"),
-        ('"', "it is no command"),
+        ('"', "it is not a command"),
         (" ", "no such compiler"),
     ):
         monkeypatch.setenv("CXX", cxx)
-        with pytest.raises(KernelError, match=says):
+        with pytest.raises(KernelError, match=message):
             build.build("cpu")
     script = '#!/bin/sh\n[ $1 = --version ] && echo me && exit\necho "x: error: sour" >&2; exit 3\n'
     monkeypatch.setenv("CXX", str(executable(tmp_path / "sour", script)))
@@ -87,14 +87,14 @@ def test_no_compiler_and_broken_ones_are_named(small_csrc, tmp_path, monkeypatch
         build.build("cpu")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
-def test_cuda_is_compiled_for_two_cards_at_once(small_csrc):
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_cuda_library_supports_two_architectures(small_csrc):
     entry = build.build("cuda")
-    assert entry.info["arch"] == "sm_80,sm_90" and entry.library.stat().st_size > 1000
-    assert "release" in entry.info["compiler"]
+    assert entry.record["arch"] == "sm_80,sm_90" and entry.library.stat().st_size > 1000
+    assert "release" in entry.record["compiler"]
 
 
-def test_sycl_says_what_it_lacks(small_csrc):
+def test_sycl_without_xpu_support_is_refused_with_the_remedy(small_csrc):
     if getattr(torch.version, "xpu", None):
         pytest.skip("this torch has xpu support")
     (small_csrc / "sycl" / "kernels.sycl").write_text("")
@@ -102,7 +102,7 @@ def test_sycl_says_what_it_lacks(small_csrc):
         build.build("sycl")
 
 
-def test_looking_for_ipex_does_not_import_it(tmp_path, monkeypatch):
+def test_search_for_ipex_does_not_import_it(tmp_path, monkeypatch):
     if getattr(torch.version, "xpu", None):
         pytest.skip("this torch has xpu support")
     package = tmp_path / sycl_build.IPEX / "xpu"
@@ -128,39 +128,39 @@ def test_sycl_is_compiled_ahead_of_time_for_pvc(monkeypatch, tmp_path):
     assert sycl_build.arch_list() == "pvc,bmg"
 
 
-def test_torchs_extension_takes_our_arguments(monkeypatch):
-    """SyclExtension wants libraries of an xpu build; all else of it is the real thing."""
+def test_sycl_extension_accepts_our_arguments(monkeypatch):
+    """SyclExtension needs libraries of an xpu build, which are replaced; all else is real."""
     from torch.utils import cpp_extension
 
     monkeypatch.setattr(cpp_extension, "include_paths", lambda **_: [])
     monkeypatch.setattr(cpp_extension, "library_paths", lambda **_: [])
-    made = cpp_extension.SyclExtension(**sycl_build.torch_arguments(["a.sycl"], "include"))
-    assert made.name == sycl_build.NAME and made.sources == ["a.sycl"]
-    assert "-fno-fast-math" in made.extra_compile_args["sycl"]
-    assert "include" in made.include_dirs and "c10_xpu" in made.libraries
+    extension = cpp_extension.SyclExtension(**sycl_build.torch_arguments(["a.sycl"], "include"))
+    assert extension.name == sycl_build.NAME and extension.sources == ["a.sycl"]
+    assert "-fno-fast-math" in extension.extra_compile_args["sycl"]
+    assert "include" in extension.include_dirs and "c10_xpu" in extension.libraries
 
 
-def test_ipexs_arguments_ask_for_pvc_ahead_of_time(tmp_path, monkeypatch):
+def test_arguments_for_ipex_request_aot_compilation_for_pvc(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_XPU_ARCH_LIST", raising=False)
     source = tmp_path / "in" / "a.sycl"
     source.parent.mkdir()
     source.write_text("int x;")
-    made = sycl_build.ipex_arguments([str(source)], "include", tmp_path)
-    (copy,) = made["sources"]
+    arguments = sycl_build.ipex_arguments([str(source)], "include", tmp_path)
+    (copy,) = arguments["sources"]
     assert copy.endswith("a_sycl.cpp") and Path(copy).read_text() == "int x;"
-    assert made["include_dirs"] == ["include", str(source.parent)]
-    assert "-fno-fast-math" in made["extra_compile_args"]["cxx"]
-    link = made["extra_link_args"]
+    assert arguments["include_dirs"] == ["include", str(source.parent)]
+    assert "-fno-fast-math" in arguments["extra_compile_args"]["cxx"]
+    link = arguments["extra_link_args"]
     assert link[link.index("-Xs") + 1] == "-device pvc"
     assert "-fsycl-targets=spir64_gen" in link
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("intel_extension_for_pytorch") is None, reason="no IPEX here"
+    importlib.util.find_spec("intel_extension_for_pytorch") is None, reason="IPEX is not installed"
 )
-def test_ipexs_own_extension_takes_our_arguments(tmp_path):
-    """In a process of its own: imported here, IPEX would replace the operators of all tests to
-    come."""
+def test_extension_of_ipex_accepts_our_arguments(tmp_path):
+    """Run in a separate process: an import of IPEX would replace torch's operators for later
+    tests."""
     source = tmp_path / "a.sycl"
     source.write_text("int x;")
     code = f"""
@@ -172,22 +172,26 @@ made = extension.DPCPPExtension(**arguments)
 wanted = ("name", "include_dirs", "extra_compile_args", "extra_link_args")
 print("MADE", json.dumps({{name: getattr(made, name) for name in wanted}}))
 """
-    roots = ("CMPLR_ROOT", "MKLROOT", "DNNLROOT")  # it looks for oneAPI where setvars.sh says
+    roots = (
+        "CMPLR_ROOT",
+        "MKLROOT",
+        "DNNLROOT",
+    )  # variables of setvars.sh, where IPEX looks for oneAPI
     environ = {**os.environ, **dict.fromkeys(roots, str(tmp_path))}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout.partition("MADE ")[2].splitlines()[0])
+    assert result.returncode == 0, result.stderr
+    made = json.loads(result.stdout.partition("MADE ")[2].splitlines()[0])
     assert made["name"] == sycl_build.NAME and "inc" in made["include_dirs"]
     assert made["extra_compile_args"]["cxx"].count("-fsycl") == 1
     assert "-fsycl-targets=spir64_gen" in made["extra_link_args"]
 
 
 @needs_gxx
-def test_a_compiler_too_old_for_avx_builds_the_portable_kernels_alone(small_csrc, too_old):
+def test_compiler_too_old_for_avx_builds_only_the_portable_kernels(small_csrc, too_old):
     (small_csrc / "cpu" / "kernels_avx2.cpp").write_text("#error\n")
     entry = build.build("cpu")
-    assert entry.info["arch"] == "portable" and build.fits(entry) == ""
-    assert "OPTIMUS_PORTABLE_ALONE" in entry.info["flags"]
+    assert entry.record["arch"] == "portable" and build.why_incompatible(entry) == ""
+    assert "OPTIMUS_PORTABLE_ALONE" in entry.record["flags"]

@@ -1,4 +1,5 @@
-"""Builders with a real compiler: side by side, killed, or waiting for a compiler that hangs."""
+"""Processes that compile with a real compiler: concurrently, killed, or with a compiler that
+hangs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from optimus_kernels import backend, build, cache
 from optimus_kernels.cache import KernelError
 from tests.helpers.processes import wait_until
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-HELD = """#!/bin/sh
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
+BLOCKED = """#!/bin/sh
 case "$*" in
-  *--version*) echo held 1.0; exit;;
+  *--version*) echo blocked 1.0; exit;;
   *" -c "*) echo x >> '{log}'; while [ -e '{hold}' ]; do sleep 0.1; done;;
 esac
 exec g++ "$@"
@@ -27,13 +28,13 @@ exec g++ "$@"
 
 
 @pytest.fixture
-def held_compiler(small_csrc, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """g++, which waits before it compiles while the first path exists, and notes each call in the
-    second."""
-    hold, log, path = tmp_path / "hold", tmp_path / "log", tmp_path / "held-g++"
+def blocked_compiler(small_csrc, tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """Set CXX to a g++ that waits before it compiles while the first path exists, and logs each
+    call in the second."""
+    hold, log, path = tmp_path / "hold", tmp_path / "log", tmp_path / "blocked-g++"
     hold.touch()
     log.touch()
-    path.write_text(HELD.format(hold=hold, log=log))
+    path.write_text(BLOCKED.format(hold=hold, log=log))
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     return hold, log
@@ -49,8 +50,8 @@ def start() -> BaseProcess:
     return process
 
 
-def test_after_a_killed_builder_the_next_one_builds(held_compiler):
-    hold, log = held_compiler
+def test_after_a_killed_builder_the_next_builder_compiles(blocked_compiler):
+    hold, log = blocked_compiler
     killed = start()
     wait_until(log.read_text, within_s=60)
     second = start()
@@ -64,8 +65,8 @@ def test_after_a_killed_builder_the_next_one_builds(held_compiler):
     assert not list(cache.cache_dir().glob(".*.tmp"))
 
 
-def test_a_compiler_that_hangs_ends_in_one_line(tmp_path):
-    """Also where it is a child of the command's that holds its output open."""
+def test_compiler_that_hangs_is_a_single_line_error(tmp_path):
+    """The process that hangs is a child of the command and keeps its output open."""
     path = tmp_path / "hangs"
     path.write_text("#!/bin/sh\nsleep 20\n")
     path.chmod(0o755)

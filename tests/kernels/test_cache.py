@@ -1,4 +1,5 @@
-"""A compiled library is there whole or not at all, whoever compiles, dies or reads meanwhile."""
+"""The cache of compiled libraries: entries are complete or absent, with concurrent, killed and
+hostile processes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from optimus_kernels.cache import KernelError
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "cache"))
 
 
@@ -28,7 +29,7 @@ def write_library(work: Path) -> Path:
     return library
 
 
-def test_an_entry_is_made_once_and_found_again(tmp_path):
+def test_entry_is_compiled_once_and_reused(tmp_path):
     calls = []
 
     def compile_into(work: Path) -> Path:
@@ -44,31 +45,31 @@ def test_an_entry_is_made_once_and_found_again(tmp_path):
     assert cache.entries("cuda") == []
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other", "no info", "no library"])
-def test_what_is_not_whole_is_not_found_and_made_again(damage):
+@pytest.mark.parametrize("damage", ["shorter", "other", "no record", "no library"])
+def test_damaged_entry_is_ignored_and_compiled_again(damage):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     if damage == "shorter":
         os.truncate(entry.library, 3)
     elif damage == "other":
         entry.library.write_bytes(b"lobrary")
     else:
-        (entry.path / ("info.json" if damage == "no info" else "lib.so")).unlink()
+        (entry.path / ("info.json" if damage == "no record" else "lib.so")).unlink()
     assert cache.entries("cpu") == []
     again = cache.install("cpu-1", write_library, {"backend": "cpu"})
     assert again.library.read_bytes() == b"library" and len(cache.entries("cpu")) == 1
     assert not list(cache.cache_dir().glob(".*.tmp"))
 
 
-def test_leftovers_of_killed_builders_go_and_are_never_read(tmp_path):
-    left = tmp_path / "cache" / ".cpu-1.0123abcd.tmp"
-    left.mkdir(parents=True)
-    write_library(left)
+def test_leftovers_of_killed_builders_are_removed_and_never_read(tmp_path):
+    leftover = tmp_path / "cache" / ".cpu-1.0123abcd.tmp"
+    leftover.mkdir(parents=True)
+    write_library(leftover)
     assert cache.entries("cpu") == []
     cache.install("cpu-1", write_library, {"backend": "cpu"})
-    assert not left.exists()
+    assert not leftover.exists()
 
 
-def compile_slowly(log: Path, fails: bool, together: Barrier | None = None) -> None:
+def compile_slowly(log: Path, fails: bool, barrier: Barrier | None = None) -> None:
     def compile_into(work: Path) -> Path:
         with open(log, "a") as file:
             file.write("x")
@@ -77,8 +78,8 @@ def compile_slowly(log: Path, fails: bool, together: Barrier | None = None) -> N
             raise KernelError("the compiler is broken")
         return write_library(work)
 
-    if together is not None:
-        together.wait()  # a busy machine may take longer over a fork than compiling takes here
+    if barrier is not None:
+        barrier.wait()  # on a busy machine a fork may take longer than compiling does here
     try:
         cache.install("cpu-1", compile_into, {"backend": "cpu"})
     except KernelError as error:
@@ -88,21 +89,21 @@ def compile_slowly(log: Path, fails: bool, together: Barrier | None = None) -> N
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_of_processes_that_come_together_one_compiles(tmp_path, fails):
+def test_of_concurrent_processes_only_the_first_compiles(tmp_path, fails):
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    given = (log, fails, context.Barrier(4))
-    processes = [context.Process(target=compile_slowly, args=given) for _ in range(4)]
+    arguments = (log, fails, context.Barrier(4))
+    processes = [context.Process(target=compile_slowly, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0] * 4
     assert log.read_text() == "x"
-    compile_slowly(log, fails)  # afterwards a failure is no reason not to try again
+    compile_slowly(log, fails)  # a later process tries again
     assert log.read_text() == ("xx" if fails else "x")
 
 
-def test_waiting_has_a_limit(tmp_path, monkeypatch):
+def test_wait_for_the_lock_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "LOCK_WAIT_S", 0.3)
     root = cache.cache_dir()
     root.mkdir()
@@ -110,14 +111,15 @@ def test_waiting_has_a_limit(tmp_path, monkeypatch):
         cache.install("cpu-1", write_library, {"backend": "cpu"})
 
 
-def test_a_place_that_cannot_be_written_is_named(monkeypatch):
+def test_unwritable_cache_folder_is_named(monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", "/proc/none")
     with pytest.raises(KernelError, match="/proc/none.*OPTIMUS_KERNELS_CACHE"):
         cache.install("cpu-1", write_library, {"backend": "cpu"})
 
 
 def read_as_nobody(root: str) -> None:
-    """Files that root may not write can be had on few file systems, so root becomes another."""
+    """Use the cache as a user who may not write it; root can write any folder, so the process
+    changes its user id."""
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
@@ -128,8 +130,8 @@ def read_as_nobody(root: str) -> None:
         cache.install("cpu-2", write_library, {"backend": "cpu"})
 
 
-def test_a_cache_that_cannot_be_written_serves_what_it_holds(monkeypatch):
-    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+def test_read_only_cache_is_used(monkeypatch):
+    with tempfile.TemporaryDirectory() as root:  # other users cannot read pytest's folders
         monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", root)
         cache.install("cpu-1", write_library, {"backend": "cpu"})
         os.chmod(root, 0o555)
@@ -141,21 +143,21 @@ def test_a_cache_that_cannot_be_written_serves_what_it_holds(monkeypatch):
 
 
 def use_cache(path: Path) -> list[str]:
-    """Return the names of the entries that this user takes from the cache at `path`."""
+    """Return the names of the entries in the cache at `path` that this user trusts."""
     os.environ["OPTIMUS_KERNELS_CACHE"] = str(path)
     return [entry.key for entry in cache.entries("cpu")]
 
 
 @pytest.mark.parametrize("mode", [0o020, 0o002], ids=["group", "others"])
-@pytest.mark.parametrize("place", ["cache", "entry", "info", "library"])
-def test_entry_that_others_can_write_is_refused_with_path_and_mode(place, mode):
+@pytest.mark.parametrize("target", ["cache", "entry", "record", "library"])
+def test_entry_that_others_can_write_is_refused_with_path_and_mode(target, mode):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     path = {
         "cache": cache.cache_dir(),
         "entry": entry.path,
-        "info": entry.path / "info.json",
+        "record": entry.path / "info.json",
         "library": entry.library,
-    }[place]
+    }[target]
     path.chmod(path.stat().st_mode | mode)
     assert cache.entries("cpu") == []
     reason = cache.refused("cpu")["cpu-1"]
@@ -164,7 +166,7 @@ def test_entry_that_others_can_write_is_refused_with_path_and_mode(place, mode):
     assert cache.entries("cpu") == [entry] and cache.refused("cpu") == {}
 
 
-def test_folder_that_others_can_write_is_not_built_into(tmp_path):
+def test_folder_that_others_can_write_receives_no_entry(tmp_path):
     root = cache.cache_dir()
     root.mkdir()
     root.chmod(0o1777)
@@ -202,8 +204,8 @@ def test_entries_are_usable_whatever_the_umask(umask):
 def test_library_outside_the_entry_is_refused(tmp_path, kind):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     outside = tmp_path / "evil.so"
-    outside.write_bytes(b"library")  # the bytes that the hash in info.json belongs to
-    info = json.loads((entry.path / "info.json").read_text())
+    outside.write_bytes(b"library")  # with the hash that info.json records
+    record = json.loads((entry.path / "info.json").read_text())
     if kind in ("link", "fifo"):
         entry.library.unlink()
         entry.library.symlink_to(outside) if kind == "link" else os.mkfifo(entry.library)
@@ -215,9 +217,9 @@ def test_library_outside_the_entry_is_refused(tmp_path, kind):
             "backend": {"backend": "../.."},
             "large": {},
         }
-        info |= other.get(kind, {"library": name})
-    padding = " " * (cache._INFO_BYTES if kind == "large" else 0)
-    (entry.path / "info.json").write_text(padding + json.dumps(info))
+        record |= other.get(kind, {"library": name})
+    padding = " " * (cache._MAX_RECORD_BYTES if kind == "large" else 0)
+    (entry.path / "info.json").write_text(padding + json.dumps(record))
     assert cache.entries("cpu") == [] and cache.refused("cpu")["cpu-1"]
 
 
@@ -226,8 +228,12 @@ def plant_as_nobody(root: Path, name: str) -> None:
     os.setuid(65534)
     (root / name).mkdir(mode=0o755)
     (root / name / "lib.so").write_bytes(b"planted")
-    info = {"backend": "cpu", "library": "lib.so", "sha256": cache._sha256(root / name / "lib.so")}
-    (root / name / "info.json").write_text(json.dumps({**info, "built_at": 4e9}))
+    record = {
+        "backend": "cpu",
+        "library": "lib.so",
+        "sha256": cache._sha256(root / name / "lib.so"),
+    }
+    (root / name / "info.json").write_text(json.dumps({**record, "built_at": 4e9}))
 
 
 def run_in_child(function, *arguments) -> None:
@@ -244,7 +250,7 @@ def test_entries_of_another_user_are_refused_and_built_again():
         root = Path(directory) / "cache"
         root.mkdir()
         os.environ["OPTIMUS_KERNELS_CACHE"] = str(root)
-        os.chmod(root, 0o1777)  # it was open to all for a while
+        os.chmod(root, 0o1777)  # any user may write to it for a while
         run_in_child(plant_as_nobody, root, "cpu-1")
         run_in_child(plant_as_nobody, root, "cpu-2")
         os.chmod(root, 0o755)
@@ -261,7 +267,7 @@ def take_from_root(root: Path, expected: list[str]) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
-def test_read_only_cache_of_a_colleague_is_used_where_nobody_could_plant_it():
+def test_read_only_cache_of_a_colleague_is_used_where_other_users_cannot_write():
     with tempfile.TemporaryDirectory() as directory:
         shared = Path(directory)
         os.chmod(shared, 0o755)
@@ -272,14 +278,14 @@ def test_read_only_cache_of_a_colleague_is_used_where_nobody_could_plant_it():
         run_in_child(plant_as_nobody, root, "cpu-1")
         os.chown(root, 65534, 65534)
         os.chmod(root, 0o755)
-        # Directly below /tmp anybody could have made the cache folder before this user did.
+        # Directly below /tmp another user could have created the cache folder first.
         os.chmod(shared, 0o1777)
         run_in_child(take_from_root, root, [])
         os.chmod(shared, 0o755)
-        run_in_child(take_from_root, root, [])  # /tmp itself is open to all
+        run_in_child(take_from_root, root, [])  # any user may write to /tmp
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
-        pytest.skip("no folder here that only root can write")
+        pytest.skip("this machine has no folder that only root can write")
     with tempfile.TemporaryDirectory(dir=safe) as directory:
         root = Path(directory) / "cache"
         root.mkdir()
@@ -289,11 +295,11 @@ def test_read_only_cache_of_a_colleague_is_used_where_nobody_could_plant_it():
         os.chown(root, 65534, 65534)
         os.chmod(root, 0o755)
         run_in_child(take_from_root, root, ["cpu-1"])
-        assert use_cache(root) == []  # root trusts itself alone
+        assert use_cache(root) == []  # root trusts only its files
 
 
 def make_colleagues_cache(home: Path) -> Path:
-    """Make a cache with a planted entry, all of another user."""
+    """Create a cache with a planted entry; both belong to another user."""
     root = home / "cache"
     root.mkdir(parents=True)
     root.chmod(0o777)
@@ -305,13 +311,14 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
-@pytest.mark.parametrize("owner", [65534, 1234], ids=["theirs", "own"])
+@pytest.mark.parametrize("owner", [65534, 1234], ids=["other user", "this user"])
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
-def test_a_folder_between_two_links_that_others_can_write_is_found(mode, owner):
-    """.cache -> project/v/cache, and others make v lead to a cache of their own."""
+def test_writable_folder_between_two_links_is_detected(mode, owner):
+    """`.cache` links to project/v/cache, and other users can replace `v` by a link to their
+    cache."""
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
-        pytest.skip("no folder here that only root can write")
+        pytest.skip("this machine has no folder that only root can write")
     with tempfile.TemporaryDirectory(dir=safe) as directory:
         top = Path(directory)
         top.chmod(0o755)
@@ -325,12 +332,12 @@ def test_a_folder_between_two_links_that_others_can_write_is_found(mode, owner):
         os.lchown(home / ".cache", 1234, 1234)
         project.chmod(mode)
         run_in_child(take_from_root, home / ".cache", [])
-        project.chmod(0o755)  # nobody but root could have placed the link
+        project.chmod(0o755)  # only root could have created the link
         run_in_child(take_from_root, home / ".cache", ["cpu-1"] if owner == 1234 else [])
 
 
 @pytest.mark.parametrize("name", ["plain", "relative", "absolute", "dots", "chain"])
-def test_a_path_is_resolved_as_the_system_does(tmp_path, name):
+def test_path_is_resolved_as_by_the_system(tmp_path, name):
     (tmp_path / "plain" / "deep").mkdir(parents=True)
     (tmp_path / "relative").symlink_to("plain/deep/../")
     (tmp_path / "absolute").symlink_to(tmp_path / "relative")
@@ -341,7 +348,7 @@ def test_a_path_is_resolved_as_the_system_does(tmp_path, name):
     assert all(link.is_symlink() for link in links) and bool(links) is (name != "plain")
 
 
-def test_links_that_lead_to_themselves_end(tmp_path):
+def test_links_in_a_loop_are_an_error(tmp_path):
     (tmp_path / "a").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels"):
         cache._walk(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""The CPU kernels' arithmetic: conversions, the exponential, NaN, and each instruction set."""
+"""Arithmetic of the CPU kernels of each instruction set: conversions, the exponential, NaN."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def native(cpu_library):
-    """The kernels of one instruction set."""
+    """Return the kernels of one instruction set."""
     return Native(cpu_library, "cpu")
 
 
-def every_half(dtype):
+def all_halves(dtype):
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
 def add_rows(native, rows):
-    """[K, D] -> their sum in fp32, rounded to their dtype: one token of K slots."""
+    """Return the sum of rows [K, D] in fp32, rounded to their dtype: the reduction of one token
+    with K slots."""
     out = torch.empty_like(rows[0])
     slots = torch.arange(len(rows), dtype=torch.int32)
     sizes = (1, len(rows), rows.shape[1])
-    given = (DTYPES[rows.dtype], rows.data_ptr(), None, slots.data_ptr(), *sizes, out.data_ptr())
-    native.call("reduce", rows, *given)
+    arguments = (
+        DTYPES[rows.dtype],
+        rows.data_ptr(),
+        None,
+        slots.data_ptr(),
+        *sizes,
+        out.data_ptr(),
+    )
+    native.call("reduce", rows, *arguments)
     return out
 
 
 def silu(native, g):
-    """swiglu with u = 1."""
+    """Return swiglu with u = 1."""
     h = torch.stack([g, torch.ones_like(g)]).view(1, -1).contiguous()
     out = torch.empty_like(g)
     native.call("swiglu", h, DTYPES[g.dtype], h.data_ptr(), 1, len(g), out.data_ptr())
@@ -39,8 +47,8 @@ def silu(native, g):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_16_bit_number_survives_the_way_to_fp32_and_back(native, dtype):
-    values = every_half(dtype)
+def test_conversion_to_fp32_and_back_keeps_all_16_bit_numbers(native, dtype):
+    values = all_halves(dtype)
     out = add_rows(native, values.unsqueeze(0).contiguous())
     assert torch.equal(out.isnan(), values.isnan())
     same = ~values.isnan()
@@ -48,8 +56,8 @@ def test_every_16_bit_number_survives_the_way_to_fp32_and_back(native, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_rounding_is_to_nearest_even_as_torch_rounds(native, dtype):
-    values = every_half(dtype)
+def test_rounding_is_to_nearest_even_as_in_torch(native, dtype):
+    values = all_halves(dtype)
     torch.manual_seed(0)
     for _ in range(4):
         rows = torch.stack([values, values[torch.randperm(len(values))]])
@@ -59,8 +67,8 @@ def test_rounding_is_to_nearest_even_as_torch_rounds(native, dtype):
         assert torch.equal(out[same], expected[same])
 
 
-def test_silu_is_within_three_units_in_the_last_place(native):
-    """Through exp, one addition, one division and one product; measured 2.8, torch 2.2."""
+def test_silu_is_within_3_ulp(native):
+    """One exp, addition, division and product; measured 2.8, torch 2.2."""
     bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # 0 to 88
     g = bits.view(torch.float32)
     for values in (g, -g):
@@ -72,7 +80,7 @@ def test_silu_is_within_three_units_in_the_last_place(native):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_extremes_are_those_of_torch(native, dtype):
+def test_extreme_values_give_those_of_torch(native, dtype):
     inf = float("inf")
     g = torch.tensor([inf, -inf, torch.nan, 0.0, -0.0, 300.0, -300.0, 1e-7, -88.5]).to(dtype)
     out, expected = silu(native, g), torch.nn.functional.silu(g.float()).to(dtype)

@@ -1,4 +1,4 @@
-"""The CUDA kernels: compiled by nvcc, their logic run on the CPU, and on a GPU where there is one.
+"""The CUDA kernels: compiled by nvcc, emulated on a CPU, and run on a GPU if the machine has one.
 
 `python -m pytest tests/kernels/test_cuda.py` on a machine with a GPU and nvcc runs everything.
 """
@@ -19,7 +19,7 @@ from tests.helpers.cuda_cpu import CudaOnCpu
 from tests.helpers.forms import needs_torch_form
 from tests.kernels.planted import BUGS
 
-# The package gives the op of this name; the module holds the form in use.
+# The package's attribute of this name is the op; the module has the implementation in use.
 GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
@@ -45,7 +45,7 @@ needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
-    """The library as `optimus kernels build` makes it, with warnings as errors."""
+    """Return the library as `optimus kernels build` compiles it, with warnings as errors."""
     nvcc = " ".join(build.find_compiler("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path_factory.mktemp("cuda")))
@@ -54,24 +54,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
 
 
 @needs_nvcc
-def test_every_launcher_is_exported(built):
+def test_all_launchers_are_exported(built):
     loaded = backend.load(built)
-    native = library.Native(loaded, "cpu")  # binds every signature, or fails
+    native = library.Native(loaded, "cpu")  # fails unless it can bind all signatures
     assert native.route_scratch(1000, 8, 64) == 16 * 64
     assert loaded.optimus_kernels_abi() == build.interface_version()
 
 
 @needs_nvcc
-def test_the_library_holds_code_for_each_arch(built):
-    # nvcc leaves the options of its last step beside each device's code.
+def test_library_contains_code_for_each_architecture(built):
+    # nvcc stores the options of its last step with the code of each device.
     words = built.library.read_bytes()
     for arch in build.CUDA_ARCHS:
         assert f"-arch sm_{arch} ".encode() in words
 
 
 @needs_nvcc
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_launchers_give_an_error_code(built):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_launchers_return_an_error_code(built):
     native = library.Native(backend.load(built), "cpu")
     memory = ctypes.create_string_buffer(64)
     on, at = torch.empty(0), ctypes.addressof(memory)
@@ -89,8 +89,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
 
 @needs_host_compiler
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
-def test_route_in_fibers(emulated, monkeypatch, routing):
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda routing: routing.name)
+def test_route_on_an_emulated_gpu(emulated, monkeypatch, routing):
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     checks.check_route(routing, "cpu")
 
@@ -98,7 +98,7 @@ def test_route_in_fibers(emulated, monkeypatch, routing):
 @needs_host_compiler
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
-def test_rows_in_fibers(emulated, monkeypatch, dtype):
+def test_rows_on_an_emulated_gpu(emulated, monkeypatch, dtype):
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     for routing in SMALL:
         for size in (1, 136, 521):
@@ -106,15 +106,15 @@ def test_rows_in_fibers(emulated, monkeypatch, dtype):
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
-"""All experts held, and a share of them: rows beyond the last expert's hold anything."""
+"""All experts local, and some of them: rows after those of the last local expert are undefined."""
 
 
 @needs_host_compiler
 @needs_torch_form
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
-def test_experts_in_fibers(emulated, monkeypatch, routing):
-    """The whole block as on a GPU: grouped products of torch between these kernels."""
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda routing: routing.name)
+def test_experts_on_an_emulated_gpu(emulated, monkeypatch, routing):
+    """The whole block as on a GPU: torch's grouped products between these kernels."""
     exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     monkeypatch.setattr(GROUPED, "_form", "torch")
@@ -125,12 +125,12 @@ def test_experts_in_fibers(emulated, monkeypatch, routing):
 @needs_host_compiler
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(emulated, monkeypatch, tmp_path, bug):
+def test_planted_bug_is_detected(emulated, monkeypatch, tmp_path, bug):
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     bug.check(emulated)
     planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
     monkeypatch.setattr(library, "native", lambda tensor, **_: planted)
-    # New memory is filled: it may be that of the sound run, whose results are still in it.
+    # New memory is filled, because it may be that of the correct run with its results.
     torch.set_deterministic_debug_mode("warn")
     try:
         with pytest.raises(AssertionError):
@@ -144,20 +144,20 @@ def test_a_planted_bug_is_found(emulated, monkeypatch, tmp_path, bug):
 
 @pytest.fixture
 def gpu(built, monkeypatch) -> str:
-    """Ops of tensors on this device run the library that was just built."""
-    found = backend.Backend("cuda", built.key, backend.load(built))
-    monkeypatch.setitem(backend._active, "cuda", found)
+    """Run ops on this device with the library that was just compiled."""
+    active = backend.Backend("cuda", built.key, backend.load(built))
+    monkeypatch.setitem(backend._active, "cuda", active)
     return "cuda"
 
 
 @needs_gpu
-@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda routing: routing.name)
 def test_route_on_a_gpu(gpu, routing):
     checks.check_route(routing, gpu)
 
 
 @needs_gpu
-def test_numbers_from_elsewhere_and_not_finite_on_a_gpu(gpu):
+def test_numbers_out_of_range_and_non_finite_values_on_a_gpu(gpu):
     checks.check_numbers_from_elsewhere(gpu)
     checks.check_what_is_not_finite(gpu)
 
@@ -171,8 +171,8 @@ def test_rows_on_a_gpu(gpu, size, dtype):
 
 
 @needs_gpu
-def test_nothing_waits_for_the_host_and_work_follows_the_stream(gpu):
-    """All ops are captured into a CUDA graph, which refuses any wait, and replayed on new input."""
+def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
+    """All ops are captured into a CUDA graph, which refuses waits, and replayed on new input."""
     from optimus_kernels.gather import gather
     from optimus_kernels.reduction import reduce_rows
     from optimus_kernels.route import route
@@ -200,11 +200,11 @@ def test_nothing_waits_for_the_host_and_work_follows_the_stream(gpu):
 
 
 @needs_gpu
-@pytest.mark.parametrize("routing", EXPERTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("routing", EXPERTS, ids=lambda routing: routing.name)
 def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
     exact = checks.experts_step(routing, torch.float64, torch.bfloat16, "cpu")()
     step = checks.experts_step(routing, torch.bfloat16, torch.bfloat16, gpu)
-    step()  # whatever is looked up once is looked up here
+    step()  # the first step may wait for values that are cached
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

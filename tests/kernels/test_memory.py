@@ -1,4 +1,4 @@
-"""Buffers that are used again: never while anything refers to them."""
+"""Reuse of large buffers, only while no tensor refers to them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LIKE = torch.zeros(1)
 SIDE = 1024
 
 
-def test_a_buffer_comes_back_once_no_tensor_refers_to_it():
+def test_buffer_is_reused_once_no_tensor_refers_to_it():
     memory.release()
     first = memory.empty((SIDE, SIDE), LIKE)
     address, view = first.data_ptr(), first[3:5]
     del first
-    assert memory.empty((SIDE, SIDE), LIKE).data_ptr() != address  # the view holds it
+    assert memory.empty((SIDE, SIDE), LIKE).data_ptr() != address  # the view refers to it
     del view
     assert memory.empty((SIDE, SIDE), LIKE).data_ptr() == address
 
 
-def test_gradients_are_taken_over_without_a_copy_and_keep_their_buffer():
+def test_autograd_adopts_gradients_without_a_copy_and_keeps_their_buffer():
     memory.release()
     parameter = torch.nn.Parameter(torch.zeros(SIDE, SIDE))
 
@@ -50,23 +50,23 @@ def test_gradients_are_taken_over_without_a_copy_and_keep_their_buffer():
     assert addresses[2] in addresses[:2]
 
 
-def test_other_sizes_and_small_ones_do_not_take_it():
+def test_buffer_is_not_used_for_other_sizes_or_small_tensors():
     memory.release()
-    others = memory.held()  # what tests before this one still refer to
+    others = memory.total_bytes()  # buffers of earlier tests that are still referred to
     big = memory.empty((4 * SIDE, SIDE), LIKE)
     address = big.data_ptr()
     del big
     assert memory.empty((SIDE, SIDE), LIKE).data_ptr() != address
-    held = memory.held()
+    total = memory.total_bytes()
     assert memory.empty((10,), LIKE).numel() == 10
-    assert memory.held() == held
+    assert memory.total_bytes() == total
     assert memory.release() > 0
-    assert memory.held() == others
+    assert memory.total_bytes() == others
 
 
 @pytest.fixture
 def no_buffers(monkeypatch):
-    """As in a process that has asked for none."""
+    """Start as a process that has not requested a buffer."""
     monkeypatch.setattr(memory, "_buffers", [])
     monkeypatch.setattr(memory, "_most_used", 0)
 
@@ -74,51 +74,54 @@ def no_buffers(monkeypatch):
 MIB = 1 << 20
 
 
-def test_every_size_is_served_again_by_the_buffer_made_for_it(no_buffers):
-    """Sizes are rounded up; one that is far below its buffer's must still find it."""
+def test_request_of_the_same_size_reuses_the_buffer(no_buffers):
+    """Sizes are rounded up; a size far below its buffer's must still use that buffer."""
     sizes = random.Random(0).choices(range(memory.SMALLEST, 70 * MIB), k=300)
-    edges = [at * MIB + more for at in (1, 2, 3, 4, 5, 6, 63, 64) for more in (0, 4)]
+    edges = [mib * MIB + extra for mib in (1, 2, 3, 4, 5, 6, 63, 64) for extra in (0, 4)]
     for size in (*sizes, *edges):
         first = memory.empty((size // 4,), LIKE)
         address = first.data_ptr()
         del first
-        held = memory.held()
+        total = memory.total_bytes()
         assert memory.empty((size // 4,), LIKE).data_ptr() == address, size
-        assert memory.held() == held
+        assert memory.total_bytes() == total
 
 
-def test_a_free_buffer_of_another_size_stays_while_all_are_little_more_than_was_in_use(no_buffers):
+def test_free_buffer_is_kept_while_the_total_is_within_the_limit(no_buffers):
     memory.empty((4 * SIDE, SIDE), LIKE)
     memory.empty((SIDE, SIDE), LIKE)
-    assert memory.held() == 20 * MIB
+    assert memory.total_bytes() == 20 * MIB
     memory.empty((2 * SIDE, SIDE), LIKE)
-    assert memory.held() == 12 * MIB  # 28 were beyond half as much again: the oldest went
+    assert (
+        memory.total_bytes() == 12 * MIB
+    )  # 28 were more than 1.5 times 16: the oldest was released
 
 
-def test_repeated_steps_of_whatever_sizes_make_no_new_buffers(no_buffers):
+def test_repeated_steps_allocate_no_new_buffers(no_buffers):
     sizes = random.Random(1)
     step = [sizes.randint(memory.SMALLEST, 12 * MIB) for _ in range(12)]
     addresses = []
     for _ in range(3):
         alive = [memory.empty((size // 4,), LIKE) for size in step]
-        addresses.append(sorted(one.data_ptr() for one in alive))
+        addresses.append(sorted(tensor.data_ptr() for tensor in alive))
         del alive
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_what_is_held_is_bounded_by_what_was_in_use(no_buffers):
-    """Sizes and lifetimes at random: 1.5 times the most that was ever in use, in whole buffers."""
+def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
+    """Random sizes and lifetimes; the bound is on whole buffers and their largest use at any
+    time."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)
         alive.append(memory.empty((size // 4,), LIKE))
         most = max(most, sum(b.size for b in memory._buffers if not b.free()))
-        assert memory.held() <= 1.5 * most
+        assert memory.total_bytes() <= 1.5 * most
         while len(alive) > draws.randint(0, 8):
             alive.pop(draws.randrange(len(alive)))
 
 
-def test_a_system_without_huge_pages_does_as_well(no_buffers, monkeypatch):
+def test_system_without_huge_pages_is_supported(no_buffers, monkeypatch):
     class Refuses(mmap.mmap):
         def madvise(self, *_):
             raise OSError(22, "Invalid argument")
@@ -128,7 +131,7 @@ def test_a_system_without_huge_pages_does_as_well(no_buffers, monkeypatch):
     assert tensor.sum() == SIDE * SIDE
 
 
-def test_its_storage_is_fixed():
+def test_storage_cannot_be_resized():
     tensor = memory.empty((SIDE, SIDE), LIKE)
     with pytest.raises(RuntimeError, match="not resizable"):
         tensor.untyped_storage().resize_(0)

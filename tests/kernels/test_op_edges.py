@@ -1,4 +1,5 @@
-"""Ops where they go wrong unseen: unwritten memory, the ends of pieces and of buffers."""
+"""Ops at the boundaries of pieces and buffers, and with unwritten memory, where errors are easily
+missed."""
 
 from __future__ import annotations
 
@@ -7,26 +8,28 @@ import torch
 
 import optimus_kernels as kernels
 from optimus_kernels import experts_loop, product
-from optimus_kernels.experts import reference as experts_twin
-from optimus_kernels.experts import reference_backward as experts_backward_twin
-from optimus_kernels.route import reference as route_twin
+from optimus_kernels.experts import reference as experts_reference
+from optimus_kernels.experts import reference_backward as experts_backward_reference
+from optimus_kernels.route import reference as route_reference
 from tests.kernels.test_ops import ERRORS
 
 ops = torch.ops.optimus
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_route_where_its_pieces_meet(pieces, more):
-    """On CPUs slots are counted in pieces of 4096, side by side."""
-    slots = pieces * 4096 + more
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_route_at_the_boundaries_of_pieces(pieces, extra):
+    """On CPUs slots are counted in pieces of 4096, concurrently."""
+    slots = pieces * 4096 + extra
     chosen = torch.randint(7, (slots, 1), generator=torch.Generator().manual_seed(slots))
-    for ours, twin in zip(kernels.route(chosen, 1, 5), route_twin(chosen, 1, 5), strict=True):
-        assert torch.equal(ours, twin)
+    for ours, expected in zip(
+        kernels.route(chosen, 1, 5), route_reference(chosen, 1, 5), strict=True
+    ):
+        assert torch.equal(ours, expected)
 
 
-def test_rows_beyond_two_to_the_31_numbers_are_found():
-    """4 GiB of addresses, of which two rows are ever touched."""
+def test_rows_after_2_to_the_31_elements_are_addressed():
+    """4 GiB of addresses, of which only two rows are used."""
     last = 2**21
     x = torch.empty(last + 1, 1024, dtype=torch.bfloat16)
     x[0], x[last] = 1, 2
@@ -39,24 +42,28 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [15, 17, 512, 513, 545])
-def test_rows_rounded_up_for_onednn_stay_within_their_buffers(tokens, dtype, monkeypatch):
-    """513 rows are computed as 544, and the last expert's have nothing behind them."""
+def test_rows_padded_for_onednn_are_within_their_buffers(tokens, dtype, monkeypatch):
+    """513 rows are computed as 544, and no rows follow those of the last expert."""
     if dtype is torch.float32:
         if not product.onednn_is_exact():
-            pytest.skip("oneDNN cannot be had for fp32 products here")
+            pytest.skip("oneDNN is not available for fp32 products")
         monkeypatch.setattr(product, "_onednn_is_better", lambda: True)
-    for module in (experts_loop, product):  # as without AMX, where our product rounds nothing up
-        monkeypatch.setattr(module, "own", lambda like: None)
+    for module in (experts_loop, product):  # as without AMX, whose kernel needs no padding
+        monkeypatch.setattr(module, "amx_kernel", lambda like: None)
     chosen = torch.full((tokens, 1), 1)
     rows = kernels.route(chosen, 0, 2)
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    saved = (normal(tokens, 16), normal(tokens, 1), normal(2, 16, 16), normal(2, 16, 8), *rows)
-    out, h = ops.experts(*saved, True)
-    their_out, their_h = experts_twin(*saved)
+    operands = (normal(tokens, 16), normal(tokens, 1), normal(2, 16, 16), normal(2, 16, 8), *rows)
+    out, h = ops.experts(*operands, True)
+    expected_out, expected_h = experts_reference(*operands)
     grad = normal(tokens, 16)
-    grads = ops.experts_backward(grad, *saved, h, True)
-    theirs = experts_backward_twin(grad, *saved, their_h, True)
-    for value, expected in ((out, their_out), (h, their_h), *zip(grads, theirs, strict=True)):
+    grads = ops.experts_backward(grad, *operands, h, True)
+    expected_grads = experts_backward_reference(grad, *operands, expected_h, True)
+    for value, expected in (
+        (out, expected_out),
+        (h, expected_h),
+        *zip(grads, expected_grads, strict=True),
+    ):
         error = (value - expected).double().norm()
         assert error <= 4 * ERRORS[dtype] * expected.double().norm()

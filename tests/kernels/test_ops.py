@@ -1,4 +1,5 @@
-"""Every op: its registration (torch.library.opcheck) and its compiled kernel against its twin."""
+"""All ops: their registration (torch.library.opcheck), and their kernels against the reference
+implementations."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ import torch
 
 import optimus_kernels as kernels
 from optimus_kernels import backend
-from optimus_kernels.experts import reference as experts_twin
-from optimus_kernels.experts import reference_backward as experts_backward_twin
-from optimus_kernels.gather import reference as gather_twin
+from optimus_kernels.experts import reference as experts_reference
+from optimus_kernels.experts import reference_backward as experts_backward_reference
+from optimus_kernels.gather import reference as gather_reference
 from optimus_kernels.grouped_mm import form
-from optimus_kernels.grouped_mm import reference as grouped_twin
-from optimus_kernels.grouped_mm import reference_weight as grouped_weight_twin
-from optimus_kernels.reduction import reference as reduce_twin
-from optimus_kernels.reduction import reference_backward as reduce_backward_twin
-from optimus_kernels.route import reference as route_twin
-from optimus_kernels.swiglu import reference as swiglu_twin
-from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
+from optimus_kernels.grouped_mm import reference as grouped_reference
+from optimus_kernels.grouped_mm import reference_weight as grouped_weight_reference
+from optimus_kernels.reduction import reference as reduce_reference
+from optimus_kernels.reduction import reference_backward as reduce_backward_reference
+from optimus_kernels.route import reference as route_reference
+from optimus_kernels.swiglu import reference as swiglu_reference
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
 from tests.helpers.forms import in_form, needs_torch_form
 
 ops = torch.ops.optimus
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# T, K, E, first expert held, experts held, D, F: even sizes and odd ones, no token, none held.
+# T, K, E, first local expert, local experts, D, F: even and odd sizes, no token, no local expert.
 SHAPES = {
     "all held": (37, 3, 5, 0, 5, 64, 32),
     "odd sizes, some held": (29, 2, 7, 2, 3, 67, 21),
@@ -36,37 +37,37 @@ SHAPES = {
 
 
 def case(name, dtype=torch.float32):
-    tokens, k, experts, first, held, hidden, inner = SHAPES[name]
+    tokens, k, experts, first, local_experts, hidden, inner = SHAPES[name]
     generator = torch.Generator().manual_seed(len(name))
     chosen = torch.rand(tokens, experts, generator=generator).topk(k).indices
-    rows = route_twin(chosen, first, held)
+    rows = route_reference(chosen, first, local_experts)
     normal = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     total = tokens * k
     return {
         "chosen": chosen,
         "first": first,
-        "held": held,
+        "local_experts": local_experts,
         "rows": rows,
         "x": normal(tokens, hidden),
         "weights": torch.rand(tokens, k, generator=generator).to(dtype),
         "h": normal(total, 2 * inner),
         "da": normal(total, inner),
         "y": normal(total, hidden),
-        "gate_up": normal(held, 2 * inner, hidden) * 0.2,
-        "down": normal(held, hidden, inner) * 0.2,
+        "gate_up": normal(local_experts, 2 * inner, hidden) * 0.2,
+        "down": normal(local_experts, hidden, inner) * 0.2,
     }
 
 
 def arguments(name, dtype) -> dict[str, tuple]:
-    """Of each op, what it is called with."""
+    """Return the arguments of each op."""
     c = case(name, dtype)
     rows = c["rows"]
     weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))
     matrices = (c["gate_up"], c["down"])
-    saved = (x, weights, *matrices, *rows)
+    operands = (x, weights, *matrices, *rows)
     preactivation = torch.zeros(len(rows.token), h.shape[1], dtype=dtype)
     return {
-        "route": (c["chosen"], c["first"], c["held"]),
+        "route": (c["chosen"], c["first"], c["local_experts"]),
         "gather": (x, rows.token, rows.row),
         "swiglu": (h,),
         "swiglu_backward": (h, da, weights, rows.slot),
@@ -74,10 +75,10 @@ def arguments(name, dtype) -> dict[str, tuple]:
         "reduce_rows_backward": (x, y, weights, rows.slot),
         "grouped_mm": (y, c["gate_up"].mT, rows.offsets),
         "grouped_mm_weight": (y, h, rows.offsets),
-        "experts": (*saved, True),
-        "experts_backward": (x, *saved, preactivation, True),
+        "experts": (*operands, True),
+        "experts_backward": (x, *operands, preactivation, True),
         "experts_backward_into": (
-            *(x, *saved, None),
+            *(x, *operands, None),
             *(torch.zeros_like(matrix) for matrix in matrices),
             False,
         ),
@@ -85,7 +86,7 @@ def arguments(name, dtype) -> dict[str, tuple]:
 
 
 @pytest.fixture
-def torch_form():
+def torch_implementation():
     with in_form("torch"):
         yield
 
@@ -104,11 +105,11 @@ DIFFERENTIABLE = {
 @pytest.mark.parametrize("shape", ["all held", "no token", "odd sizes, some held"])
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name, shape, dtype):
-    given = list(arguments(shape, dtype)[name])
+    inputs = list(arguments(shape, dtype)[name])
     for index in DIFFERENTIABLE.get(name, ()):
-        given[index] = given[index].clone().requires_grad_()
+        inputs[index] = inputs[index].clone().requires_grad_()
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
-    torch.library.opcheck(getattr(ops, name).default, tuple(given), **tolerance)
+    torch.library.opcheck(getattr(ops, name).default, tuple(inputs), **tolerance)
 
 
 def test_reduction_without_weights_passes_opcheck():
@@ -119,38 +120,38 @@ def test_reduction_without_weights_passes_opcheck():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_route_sorts_by_expert_and_then_by_slot(shape):
     c = case(shape)
-    rows = kernels.route(c["chosen"], c["first"], c["held"])
-    for ours, twin in zip(rows, c["rows"], strict=True):
-        assert torch.equal(ours, twin)
+    rows = kernels.route(c["chosen"], c["first"], c["local_experts"])
+    for ours, expected in zip(rows, c["rows"], strict=True):
+        assert torch.equal(ours, expected)
     local = (c["chosen"] - c["first"]).flatten().tolist()
-    slots = sorted((e, slot) for slot, e in enumerate(local) if 0 <= e < c["held"])
+    slots = sorted((e, slot) for slot, e in enumerate(local) if 0 <= e < c["local_experts"])
     assert rows.offsets[-1] == len(slots)
     assert rows.slot.tolist() == [slot for _, slot in slots] + [-1] * (len(local) - len(slots))
     assert rows.row.flatten()[[slot for _, slot in slots]].tolist() == list(range(len(slots)))
 
 
-TWINS = {
-    "gather": gather_twin,
-    "swiglu": swiglu_twin,
-    "swiglu_backward": swiglu_backward_twin,
-    "reduce_rows": reduce_twin,
-    "reduce_rows_backward": reduce_backward_twin,
-    "grouped_mm": grouped_twin,
-    "grouped_mm_weight": grouped_weight_twin,
+REFERENCES = {
+    "gather": gather_reference,
+    "swiglu": swiglu_reference,
+    "swiglu_backward": swiglu_backward_reference,
+    "reduce_rows": reduce_reference,
+    "reduce_rows_backward": reduce_backward_reference,
+    "grouped_mm": grouped_reference,
+    "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""A few roundings of fp32; half a unit in the last place (2^-8, 2^-11), relative."""
+"""Relative errors: a few roundings of fp32; half a unit in the last place (2^-8, 2^-11)."""
 
 
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", TWINS)
-def test_kernel_equals_its_twin(name, shape, dtype):
-    given = arguments(shape, dtype)[name]
-    ours, twin = getattr(ops, name)(*given), TWINS[name](*given)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_kernel_equals_its_reference(name, shape, dtype):
+    inputs = arguments(shape, dtype)[name]
+    ours, reference = getattr(ops, name)(*inputs), REFERENCES[name](*inputs)
     last = int(case(shape)["rows"].offsets[-1])
-    for value, expected in zip(as_tuple(ours), as_tuple(twin), strict=True):
+    for value, expected in zip(as_tuple(ours), as_tuple(reference), strict=True):
         if name == "grouped_mm":
             value, expected = value[:last], expected[:last]
         assert value.dtype == expected.dtype
@@ -165,14 +166,14 @@ def as_tuple(value):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_are_those_of_the_twin(name):
-    given = arguments("odd sizes, some held", torch.float64)[name]
-    last = int(given[-1][-1]) if name.startswith("grouped") else None
+def test_gradients_equal_those_of_the_reference(name):
+    inputs = arguments("odd sizes, some held", torch.float64)[name]
+    last = int(inputs[-1][-1]) if name.startswith("grouped") else None
     results = []
-    for function in (getattr(ops, name), TWINS[name]):
-        leaves = list(given)
+    for function in (getattr(ops, name), REFERENCES[name]):
+        leaves = list(inputs)
         for index in DIFFERENTIABLE[name]:
-            leaves[index] = given[index].clone().requires_grad_()
+            leaves[index] = inputs[index].clone().requires_grad_()
         out = function(*leaves)
         out = out[:last] if name == "grouped_mm" else out
         probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
@@ -186,24 +187,24 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_first_and_second_derivatives_are_those_of_differences(name):
-    """The reduction without weights; with them, as for SwiGLU, a second derivative is refused."""
-    given = list(arguments("few", torch.float64)[name])
+def test_first_and_second_derivatives_equal_finite_differences(name):
+    """reduce_rows without weights; with weights, as for SwiGLU, a second derivative is refused."""
+    inputs = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
-        given[1] = None
-    places = [index for index in DIFFERENTIABLE[name] if given[index] is not None]
-    leaves = [given[index].requires_grad_() for index in places]
+        inputs[1] = None
+    indices = [index for index in DIFFERENTIABLE[name] if inputs[index] is not None]
+    leaves = [inputs[index].requires_grad_() for index in indices]
 
     def run(*values):
-        for index, value in zip(places, values, strict=True):
-            given[index] = value
-        return getattr(ops, name)(*given)
+        for index, value in zip(indices, values, strict=True):
+            inputs[index] = value
+        return getattr(ops, name)(*inputs)
 
     torch.autograd.gradcheck(run, leaves)
     torch.autograd.gradgradcheck(run, leaves)
 
 
-@pytest.mark.parametrize("reduce", [ops.reduce_rows, reduce_twin])
+@pytest.mark.parametrize("reduce", [ops.reduce_rows, reduce_reference])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_are_in_order_of_k(reduce, weighted):
     y = torch.tensor([[1e8], [-1e8], [1.0]]).repeat(1, 130)
@@ -217,16 +218,16 @@ def test_results_are_the_same_for_any_number_of_threads(threads):
     results = []
     for count in (1, threads):
         torch.set_num_threads(count)
-        given = arguments("many", torch.bfloat16)
+        inputs = arguments("many", torch.bfloat16)
         names = ("route", "gather", "swiglu", "swiglu_backward", "reduce_rows")
         results.append(
-            [value for name in names for value in as_tuple(getattr(ops, name)(*given[name]))]
+            [value for name in names for value in as_tuple(getattr(ops, name)(*inputs[name]))]
         )
     torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(*results, strict=True))
 
 
-def test_the_compiled_kernels_were_the_ones_tested():
+def test_kernels_were_compiled():
     assert backend.active("cpu").name == "cpu", backend.active("cpu").why_not
 
 
@@ -243,27 +244,27 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_shapes_that_do_not_match_are_named(name):
-    given, kind, text = BAD[name]
-    with pytest.raises(kind) as failure:
-        getattr(ops, name)(*given)
+def test_mismatched_shapes_are_named(name):
+    inputs, error, text = BAD[name]
+    with pytest.raises(error) as failure:
+        getattr(ops, name)(*inputs)
     assert text in str(failure.value)
 
 
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
-def test_torchs_form_takes_the_gradient_of_a_sum(name, torch_form):
-    """One number for all, at stride 0, which torch's products refuse."""
+def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
+    """That gradient has stride 0, which torch's grouped products refuse."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()
-    ones = torch.ones_like(getattr(ops, name)(*values, offsets))
-    expected = torch.autograd.grad(getattr(ops, name)(*leaves, offsets), leaves, ones)
+    unit_grads = torch.ones_like(getattr(ops, name)(*values, offsets))
+    expected = torch.autograd.grad(getattr(ops, name)(*leaves, offsets), leaves, unit_grads)
     for leaf, value in zip(leaves, expected, strict=True):
         assert torch.equal(leaf.grad, value)
 
 
-def test_a_form_that_torch_lacks_is_refused():
+def test_implementation_that_torch_lacks_is_refused():
     with in_form("torch"), pytest.raises(ValueError, match="float64"):
         kernels.grouped_mm(torch.zeros(2, 4).double(), torch.zeros(1, 4, 4).double(), offsets(2))
     with pytest.raises(ValueError, match="auto, torch, loop"):
@@ -277,19 +278,19 @@ def offsets(rows):
 @needs_torch_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["experts", "experts_backward", "experts_backward_into"])
-def test_experts_pass_opcheck_in_torchs_form(name, dtype, torch_form):
-    given = arguments("all held", dtype)[name]
+def test_experts_pass_opcheck_with_the_torch_implementation(name, dtype, torch_implementation):
+    inputs = arguments("all held", dtype)[name]
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
-    torch.library.opcheck(getattr(ops, name).default, given, **tolerance)
+    torch.library.opcheck(getattr(ops, name).default, inputs, **tolerance)
 
 
-@pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
-def test_experts_give_no_preactivation_unless_asked(taken):
-    *saved, _ = arguments("all held", torch.float32)["experts"]
-    with in_form(taken):
-        kept, none = (ops.experts(*saved, keep) for keep in (True, False))
+@pytest.mark.parametrize("implementation", [pytest.param("torch", marks=needs_torch_form), "loop"])
+def test_experts_return_no_preactivation_unless_requested(implementation):
+    *operands, _ = arguments("all held", torch.float32)["experts"]
+    with in_form(implementation):
+        kept, none = (ops.experts(*operands, keep) for keep in (True, False))
     assert torch.equal(none[0], kept[0])
-    assert none[1].shape == (0,) and len(kept[1]) == len(saved[5])
+    assert none[1].shape == (0,) and len(kept[1]) == len(operands[5])
 
 
 ODD = [
@@ -300,7 +301,7 @@ ODD = [
 
 @needs_torch_form
 @pytest.mark.parametrize(("dtype", "sizes"), ODD)
-def test_torchs_form_refuses_rows_it_cannot_take(dtype, sizes, torch_form):
+def test_torch_implementation_refuses_unaligned_rows(dtype, sizes, torch_implementation):
     hidden, inner = sizes
     rows = kernels.route(torch.tensor([[0, 1], [1, 2]]), 0, 3)
     x, weights = torch.randn(2, hidden).to(dtype), torch.rand(2, 2).to(dtype)
@@ -316,8 +317,8 @@ def test_torchs_form_refuses_rows_it_cannot_take(dtype, sizes, torch_form):
 
 @needs_torch_form
 @pytest.mark.parametrize(("dtype", "sizes"), ODD)
-def test_auto_takes_the_loop_for_such_rows_where_it_would_take_torchs(dtype, sizes, monkeypatch):
-    """As on an accelerator: `auto` prefers torch's form there."""
+def test_auto_uses_the_loop_for_unaligned_rows_on_accelerators(dtype, sizes, monkeypatch):
+    """On an accelerator `auto` prefers torch's implementation."""
     like = SimpleNamespace(
         device=torch.device("cpu"), dtype=dtype, is_cpu=False, element_size=dtype.itemsize.__int__
     )
@@ -329,36 +330,46 @@ def test_auto_takes_the_loop_for_such_rows_where_it_would_take_torchs(dtype, siz
     ("name", "index"),
     [("gather", 1), ("reduce_rows", 2), ("reduce_rows_backward", 3), ("swiglu_backward", 3)],
 )
-@pytest.mark.parametrize("wild", [10**8, -2])
-def test_debug_mode_refuses_rows_that_do_not_exist(name, index, wild, monkeypatch):
+@pytest.mark.parametrize("out_of_range", [10**8, -2])
+def test_debug_mode_refuses_rows_that_do_not_exist(name, index, out_of_range, monkeypatch):
     monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
-    given = list(arguments("all held", torch.float32)[name])
-    getattr(ops, name)(*given)
-    given[index] = given[index].clone()
-    given[index].view(-1)[5] = wild
-    with pytest.raises(ValueError, match=rf"{name}: .* has 1 numbers .* first {wild} in place 5"):
-        getattr(ops, name)(*given)
+    inputs = list(arguments("all held", torch.float32)[name])
+    getattr(ops, name)(*inputs)
+    inputs[index] = inputs[index].clone()
+    inputs[index].view(-1)[5] = out_of_range
+    with pytest.raises(
+        ValueError, match=rf"{name}: .* has 1 numbers .* first {out_of_range} at position 5"
+    ):
+        getattr(ops, name)(*inputs)
 
 
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("with_weights", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("taken", [pytest.param("torch", marks=needs_torch_form), "loop"])
+@pytest.mark.parametrize("h_saved", [True, False])
+@pytest.mark.parametrize("implementation", [pytest.param("torch", marks=needs_torch_form), "loop"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_experts_equal_their_twin(shape, dtype, taken, kept, with_weights):
-    *saved, _ = arguments(shape, dtype)["experts"]
-    if taken == "torch" and (dtype is torch.float16 or shape in ("odd sizes, some held", "many")):
-        pytest.skip("torch has no grouped product for it")
-    last = int(saved[4][-1])
-    with in_form(taken):
-        out, h = ops.experts(*saved, True)
+def test_experts_equal_their_reference(shape, dtype, implementation, h_saved, with_weights):
+    *operands, _ = arguments(shape, dtype)["experts"]
+    if implementation == "torch" and (
+        dtype is torch.float16 or shape in ("odd sizes, some held", "many")
+    ):
+        pytest.skip("torch has no grouped product for these operands")
+    last = int(operands[4][-1])
+    with in_form(implementation):
+        out, h = ops.experts(*operands, True)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-        ours = ops.experts_backward(grad, *saved, h if kept else None, with_weights)
-    their_out, their_h = experts_twin(*saved)
-    theirs = experts_backward_twin(grad, *saved, their_h if kept else None, with_weights)
-    assert h.shape == their_h.shape
-    pairs = [(out, their_out), (h[:last], their_h[:last]), *zip(ours, theirs, strict=True)]
+        ours = ops.experts_backward(grad, *operands, h if h_saved else None, with_weights)
+    expected_out, expected_h = experts_reference(*operands)
+    expected_grads = experts_backward_reference(
+        grad, *operands, expected_h if h_saved else None, with_weights
+    )
+    assert h.shape == expected_h.shape
+    pairs = [
+        (out, expected_out),
+        (h[:last], expected_h[:last]),
+        *zip(ours, expected_grads, strict=True),
+    ]
     for value, expected in pairs:
         assert value.dtype == expected.dtype and value.shape == expected.shape
         if expected.numel():

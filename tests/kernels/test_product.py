@@ -1,4 +1,4 @@
-"""Products of experts' matrices: our own bf16 kernel against fp64, whatever the sizes."""
+"""Products of experts' matrices: our bf16 kernel against fp64, for sizes of all remainders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optimus_kernels import product as products
-from optimus_kernels.product import fastest_library, onednn, own, product
+from optimus_kernels.product import amx_kernel, fastest_library, onednn, product
 from tests.helpers.programs import python
 
 SIZES = [(1, 1, 1), (3, 5, 7), (33, 17, 65), (64, 96, 128), (600, 48, 2048), (40, 700, 1100)]
@@ -27,18 +27,18 @@ def operand(rows: int, columns: int, transposed: bool, generator) -> torch.Tenso
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_products_are_those_of_fp64(size, a_transposed, b_transposed, out):
+def test_products_equal_those_in_fp64(size, a_transposed, b_transposed, out):
     (m, n, k), generator = size, torch.Generator().manual_seed(0)
     a, b = operand(m, k, a_transposed, generator), operand(k, n, b_transposed, generator)
     before = torch.randn(m, n, generator=generator).to(out)
     exact = a.double() @ b.double()
     for add in (False, True):
-        found, expected = before.clone(), exact + before.double() if add else exact
-        product(a, b, found, add)
-        assert (found.double() - expected).norm() <= 3e-3 * expected.norm()
+        result, expected = before.clone(), exact + before.double() if add else exact
+        product(a, b, result, add)
+        assert (result.double() - expected).norm() <= 3e-3 * expected.norm()
 
 
-def test_threads_and_other_rows_change_nothing():
+def test_threads_and_other_rows_change_no_bit():
     generator = torch.Generator().manual_seed(0)
     a, b = operand(700, 96, False, generator), operand(96, 130, True, generator)
     results, before = [], torch.get_num_threads()
@@ -48,14 +48,14 @@ def test_threads_and_other_rows_change_nothing():
         product(a, b, out)
         results.append(out)
     torch.set_num_threads(before)
-    assert all(torch.equal(results[0], one) for one in results)
-    if own(a) is not None:
-        part = torch.empty(37, 130, dtype=torch.bfloat16)
-        product(a[5:42], b, part)
-        assert torch.equal(part, results[0][5:42])
+    assert all(torch.equal(results[0], result) for result in results)
+    if amx_kernel(a) is not None:
+        some_rows = torch.empty(37, 130, dtype=torch.bfloat16)
+        product(a[5:42], b, some_rows)
+        assert torch.equal(some_rows, results[0][5:42])
 
 
-def test_nan_stays_in_its_row_and_infinity_is_kept():
+def test_nan_and_infinity_affect_only_their_row():
     a, b = torch.ones(40, 33).bfloat16(), torch.ones(33, 34).bfloat16()
     a[7, 32], a[9, 0] = float("nan"), float("inf")
     out = torch.empty(40, 34, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def test_nan_stays_in_its_row_and_infinity_is_kept():
 
 
 def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
-    """A copy whose last byte is the last that this process may touch there."""
+    """Return a copy that ends at the end of the memory which this process may access."""
     pages = -(-values.nbytes // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
     ours = torch.frombuffer(memory, dtype=torch.uint8)
@@ -79,11 +79,11 @@ def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
-def test_nothing_beyond_the_operands_is_touched(a_transposed, b_transposed):
-    """In a process of its own, which the system ends if something is."""
+def test_memory_after_the_operands_is_not_accessed(a_transposed, b_transposed):
+    """Products run in a child process, which an invalid access ends."""
     generator = torch.Generator().manual_seed(0)
-    if own(torch.empty(1).bfloat16()) is None:
-        pytest.skip("no AMX here")
+    if amx_kernel(torch.empty(1).bfloat16()) is None:
+        pytest.skip("this machine has no AMX")
     for m, n, k in ((1, 1, 1), (3, 5, 7), (33, 17, 65), (16, 31, 32), (17, 33, 33)):
         a = before_forbidden_memory(operand(m, k, False, generator).contiguous())
         b = before_forbidden_memory(operand(k, n, False, generator).contiguous())
@@ -101,34 +101,35 @@ def test_nothing_beyond_the_operands_is_touched(a_transposed, b_transposed):
         assert os.waitpid(child, 0)[1] == 0, (m, n, k)
 
 
-def test_no_depth_gives_zeros():
+def test_product_over_an_empty_dim_is_zero():
     out = torch.full((3, 4), float("nan")).bfloat16()
     product(torch.zeros(3, 0).bfloat16(), torch.zeros(0, 4).bfloat16(), out)
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_an_operand_of_any_strides_is_taken():
-    one = torch.randn(1, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+def test_operand_may_have_any_strides():
+    value = torch.randn(1, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.empty(5, 6, dtype=torch.bfloat16)
-    product(torch.ones(5, 4).bfloat16(), one.expand(4, 6), out)
-    assert torch.equal(out, (4 * one).expand(5, 6))
+    product(torch.ones(5, 4).bfloat16(), value.expand(4, 6), out)
+    assert torch.equal(out, (4 * value).expand(5, 6))
 
 
 needs_onednn = pytest.mark.skipif(
     not products.onednn_is_exact(),
-    reason="oneDNN cannot be had for fp32 products here, or computes them in bf16",
+    reason="oneDNN is not available for fp32 products, or computes them in bf16",
 )
 
 
 @pytest.fixture
 def not_of_intel(monkeypatch):
-    """As on another maker's processor, whichever this is."""
+    """Act as on a processor that is not Intel's."""
     monkeypatch.setattr(products, "_onednn_is_better", lambda: True)
 
 
 @needs_onednn
-def test_fp32_products_of_experts_are_onednns_where_that_is_faster():
-    """Its own log tells, in a process of its own: an expert's six, and no other's."""
+def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
+    """Count the products in oneDNN's log: six of an expert, none of other code. A separate process
+    sets the log up."""
     code = """
 import torch, optimus_kernels as kernels
 from optimus_kernels import product
@@ -143,19 +144,19 @@ out.sum().backward()
 print("= after", flush=True)
 torch.randn(64, 64) @ torch.randn(64, 64)
 """
-    found = {}
+    counts = {}
     for intel in (False, True):
-        done = python("-c", code.format(intel=intel), ONEDNN_VERBOSE="1")
-        assert done.returncode == 0, done.stderr
-        _, _, log = done.stdout.partition("= within\n")
+        result = python("-c", code.format(intel=intel), ONEDNN_VERBOSE="1")
+        assert result.returncode == 0, result.stderr
+        _, _, log = result.stdout.partition("= within\n")
         within, _, after = log.partition("= after\n")
-        found[intel] = within.count(",matmul,")
+        counts[intel] = within.count(",matmul,")
         assert ",matmul," not in after
-    assert found == {False: 6, True: 0}  # two forward, four backward
+    assert counts == {False: 6, True: 0}  # two forward, four backward
 
 
 @needs_onednn
-def test_the_process_own_choice_of_library_comes_back(not_of_intel):
+def test_default_library_is_restored(not_of_intel):
     like, settings = torch.empty(1), torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     with pytest.raises(ZeroDivisionError), fastest_library(like):
@@ -167,7 +168,7 @@ def test_the_process_own_choice_of_library_comes_back(not_of_intel):
 
 
 @needs_onednn
-def test_of_threads_within_the_last_to_leave_puts_it_back():
+def test_last_of_several_threads_restores_the_library():
     settings, inside, leave = torch.backends.mkldnn.matmul, threading.Event(), threading.Event()
     before = settings.fp32_precision
 

@@ -1,4 +1,4 @@
-"""square_bins_: exact sums of squares, the same bits however tensors are cut."""
+"""square_bins_: exact sums of squares with the same bits for every division of the tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def kernel(cpu_library):
-    """That of one instruction set."""
+    """Return the kernel of one instruction set."""
     return module._bind(cpu_library)
 
 
 @pytest.fixture
 def compiled(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_own", lambda flat: kernel)
+    monkeypatch.setattr(module, "_kernel", lambda flat: kernel)
 
 
 def make(blocks: int, seed: int = 0) -> torch.Tensor:
-    """Numbers of all magnitudes, zeros and subnormal ones among them."""
+    """Return numbers of all magnitudes, including zeros and subnormal numbers."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(blocks, BLOCK, generator=generator)
     flat *= 10.0 ** torch.randint(-44, 37, (blocks, 1), generator=generator)
@@ -43,39 +43,39 @@ def bins_of(*flats: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("blocks", [0, 1, 5, 40_000])
-def test_the_twin_gives_the_same_bits(blocks):
-    flat, theirs = make(blocks), new_bins(CPU)
-    reference(theirs, flat)
-    assert torch.equal(bins_of(flat), theirs)
+def test_reference_gives_the_same_bits(blocks):
+    flat, expected = make(blocks), new_bins(CPU)
+    reference(expected, flat)
+    assert torch.equal(bins_of(flat), expected)
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_counted(value):
-    flat, theirs = make(70), new_bins(CPU)
+def test_non_finite_values_are_counted(value):
+    flat, expected = make(70), new_bins(CPU)
     flat[33] = value
     flat[2000] = value
-    reference(theirs, flat)
+    reference(expected, flat)
     ours = bins_of(flat)
-    assert torch.equal(ours, theirs) and ours[-1] == 2
+    assert torch.equal(ours, expected) and ours[-1] == 2
     assert math.isnan(total_of(ours))
 
 
 @pytest.mark.usefixtures("compiled")
-def test_cuts_and_threads_change_no_bit():
+def test_slices_and_threads_change_no_bit():
     flat, threads = make(5000), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         whole = bins_of(flat)
         torch.set_num_threads(1)
-        pieces = flat.split([BLOCK, 3 * BLOCK, 1000 * BLOCK, 3996 * BLOCK])
-        assert torch.equal(bins_of(*reversed(pieces)), whole)
+        slices = flat.split([BLOCK, 3 * BLOCK, 1000 * BLOCK, 3996 * BLOCK])
+        assert torch.equal(bins_of(*reversed(slices)), whole)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_the_sum_is_right():
-    """Against exact fractions; only the 32 of a block are rounded, in fp64."""
+def test_sum_is_exact():
+    """Compare with exact fractions; only sums within a block of 32 are rounded, in fp64."""
     flat = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     exact = sum(Fraction(value) ** 2 for value in flat.tolist())
     assert abs(total_of(bins_of(flat)) / exact - 1) < 1e-15
@@ -84,18 +84,18 @@ def test_the_sum_is_right():
     assert total_of(bins_of(torch.zeros(BLOCK))) == 0
 
 
-def test_the_op_is_registered_as_it_behaves():
+def test_op_passes_opcheck():
     torch.library.opcheck(torch.ops.optimus.square_bins_.default, (new_bins(CPU), make(3)))
 
 
 @pytest.mark.parametrize(
-    ("flat", "error", "words"),
+    ("flat", "error", "message"),
     [
         (torch.zeros(31), ValueError, r"\[31\] a multiple of 32"),
         (torch.zeros(64, dtype=torch.bfloat16), TypeError, "bfloat16"),
         (torch.zeros(128)[::2], ValueError, "contiguous"),
     ],
 )
-def test_wrong_tensors_are_refused(flat, error, words):
-    with pytest.raises(error, match=words):
+def test_invalid_tensors_are_refused(flat, error, message):
+    with pytest.raises(error, match=message):
         square_bins_(new_bins(CPU), flat)

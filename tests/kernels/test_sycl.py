@@ -1,4 +1,5 @@
-"""The SYCL kernels on Intel's CPU device: real DPC++, real sub-groups, against the twins."""
+"""The SYCL kernels on Intel's CPU device: compiled by DPC++, run in real sub-groups, compared with
+the references."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
 @pytest.fixture(scope="module")
 def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
-    """The launchers with their functors built, which takes half a minute."""
+    """Return the launchers with their functors compiled, which takes half a minute."""
     proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
     proof.build(proof.source)
     return proof
@@ -30,41 +31,41 @@ def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
 
 @pytest.fixture(params=sycl_cpu.LANES)
 def lanes(request, sycl, monkeypatch) -> Iterator[int]:
-    """Every op runs csrc/sycl, in sub-groups of this many lanes."""
+    """Run all ops with csrc/sycl, in sub-groups of this number of lanes."""
     sycl.use(sycl.source, request.param)
     monkeypatch.setattr(library, "native", lambda tensor, **_: sycl)
     return request.param
 
 
-def test_the_device_is_a_cpu_and_every_functor_is_there(sycl):
+def test_device_is_a_cpu_and_all_functors_are_compiled(sycl):
     # 3 dtypes, 2 widths: gather, swiglu and reduce, forward and backward; 3 kernels of route.
     assert sycl.num_functors == 3 * 2 * 5 + 3 + 3 * 2 * 2
     assert "Intel(R) OpenCL" in sycl.device  # on processors of any maker
 
 
-@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda one: one.name)
+@pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda routing: routing.name)
 def test_route(lanes, routing):
     checks.check_route(routing, "cpu")
 
 
-def test_route_leaves_numbers_from_elsewhere_alone(lanes):
+def test_route_ignores_numbers_out_of_range(lanes):
     checks.check_numbers_from_elsewhere("cpu")
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 @pytest.mark.parametrize("size", checks.SIZES)
-def test_rows_of_every_size(lanes, size, dtype):
+def test_rows_of_all_sizes(lanes, size, dtype):
     for routing in SMALL:
         checks.check_rows(routing, size, dtype, "cpu")
     for rows in (0, 1, 131):
         checks.check_swiglu(rows, size, dtype, "cpu")
 
 
-def test_what_is_not_finite(lanes):
+def test_non_finite_values(lanes):
     checks.check_what_is_not_finite("cpu")
 
 
-def test_sizes_that_cannot_be_are_refused(lanes, sycl):
+def test_invalid_sizes_are_refused(lanes, sycl):
     with pytest.raises(RuntimeError, match="-2"):
         sycl.call("gather", None, 0, None, None, -1, 4, None)
     with pytest.raises(RuntimeError, match="-1"):
@@ -73,13 +74,13 @@ def test_sizes_that_cannot_be_are_refused(lanes, sycl):
         sycl.call("route", None, None, 2**30, 2, 0, 4, *[None] * 5, 2**40)
 
 
-@pytest.mark.parametrize("more", [(), ("-DOPTIMUS_SYCL_ESIMD",)], ids=["plain", "esimd"])
-def test_the_file_compiles_as_it_stands(sycl, more):
-    sycl.compile(sycl.source, more)
+@pytest.mark.parametrize("options", [(), ("-DOPTIMUS_SYCL_ESIMD",)], ids=["plain", "esimd"])
+def test_file_compiles_without_changes(sycl, options):
+    sycl.compile(sycl.source, options)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
+def test_planted_bug_is_detected(sycl, monkeypatch, tmp_path, bug):
     monkeypatch.setattr(library, "native", lambda tensor, **_: sycl)
     sycl.use(sycl.source, 16)
     bug.check(sycl)
@@ -91,7 +92,7 @@ def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
 
 
 @pytest.mark.parametrize(
-    ("new", "words"),
+    ("new", "message"),
     [
         ("throw 1;", "exception"),
         ("outside();", "outside"),
@@ -99,8 +100,8 @@ def test_a_planted_bug_is_found(sycl, monkeypatch, tmp_path, bug):
     ],
     ids=["an exception", "an unknown call", "a variable of the host"],
 )
-def test_code_that_no_device_can_run_is_refused(sycl, tmp_path, new, words):
+def test_code_that_a_device_cannot_run_is_refused(sycl, tmp_path, new, message):
     old = "const int64_t pieces = route_pieces(slots);"
     bug = Bug("", "include/gpu/route.h", old, f"{old} {new}", "", lambda native: None)
-    with pytest.raises(sycl_cpu.DeviceCodeError, match=words):
+    with pytest.raises(sycl_cpu.DeviceCodeError, match=message):
         sycl.compile(bug.plant(tmp_path) / "sycl/kernels.sycl")

@@ -74,7 +74,7 @@ def products(request, monkeypatch):
     """With our bf16 kernel where this machine has it, and as on one that has not."""
     if not request.param:
         for module in ("product", "experts_loop"):
-            monkeypatch.setattr(f"optimus_kernels.{module}.own", lambda like: None)
+            monkeypatch.setattr(f"optimus_kernels.{module}.amx_kernel", lambda like: None)
 
 
 def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-// bf16 products on Intel's AMX, where compiler, system and processor have it.
+// bf16 products on Intel's AMX, if compiler, system and processor support it.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace optimus_cpu {
 
-// C [m, n] = A [m, k] B [k, n], or that much more; dense, row-major, bf16 as bits. With `sums` C is
-// not written: its values, rounded to bf16, are added there.
+// C [m, n] = A [m, k] B [k, n], or C += A B with `add`; contiguous, row-major, bf16 as bits. With
+// `sums` C is not written: the product, rounded to bf16, is added to `sums`.
 struct Gemm {
   const uint16_t* a;
   bool a_transposed;  // stored as [k, m]
@@ -19,7 +19,7 @@ struct Gemm {
   int64_t m, n, k;
 };
 
-// Whether this process may use it; asks the system for permission at the first call.
+// Returns whether this process may use AMX; the first call asks the system for permission.
 bool has_amx();
 void amx_gemm(const Gemm& gemm);
 

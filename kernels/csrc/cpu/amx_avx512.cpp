@@ -1,9 +1,9 @@
 // Products of bf16 matrices on AMX tiles, for the sizes that an expert has.
 //
-// oneDNN compiles for every number of rows and reaches half of this on a few hundred of them. Both
-// operands are first laid out as tiles (16 rows of 64 bytes): all of A's block, and of B a panel of
-// 32 columns at a time. Sums run over k in one order in fp32, so results depend neither on the
-// number of threads nor on the number of other rows.
+// oneDNN compiles a kernel for every number of rows, and has half this speed for a few hundred
+// rows. Both operands are first copied to tiles (16 rows of 64 bytes): a block of A, and panels of
+// 32 columns of B. Sums over k are computed in fp32 in a fixed order, so results depend neither on
+// the number of threads nor on the number of other rows.
 
 #include "amx.h"
 
@@ -29,14 +29,14 @@ namespace {
 
 constexpr int64_t kTile = kTileRows * kTileDepth;
 constexpr int64_t kPanel = 32;             // columns of C at a time: two tiles
-constexpr int64_t kBytesOfA = 1 << 20;     // of A's tiles, and of B's, so that both fit in the
-constexpr int64_t kBytesOfB = 1 << 19;     // second-level cache (2 MiB) with what C needs
-constexpr int64_t kStreamed = 1 << 20;     // bytes of C from which it is written past the caches
+constexpr int64_t kBytesOfA = 1 << 20;     // bytes of A's and of B's tiles: both must fit in the
+constexpr int64_t kBytesOfB = 1 << 19;     // L2 cache (2 MiB) together with the rows of C
+constexpr int64_t kStreamed = 1 << 20;     // bytes of C from which stores bypass the caches
 constexpr int64_t kGrain = 1 << 20;        // multiply-adds below which one thread is faster
 
 int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// A thread's memory for tiles, which grows as needed.
+// Memory of a thread for tiles, which grows as needed.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
@@ -61,7 +61,8 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// The eight tiles as ours, and back as they were: other libraries keep theirs between calls.
+// Configures the eight tile registers and restores the previous configuration at the end, because
+// other libraries keep theirs between calls.
 class Tiles {
  public:
   OPTIMUS_AMX Tiles() {
@@ -82,7 +83,7 @@ class Tiles {
   Config before_;
 };
 
-// A tile of A (16 rows, 32 deep), from rows of k (`along`) or from columns.
+// Copies a tile of A (16 rows, 32 values of k), from rows or, if A is transposed, from columns.
 OPTIMUS_AMX void tile_of_a(const optimus_cpu::Gemm& g, int64_t row, int64_t depth, Bits* to) {
   __m512i r[16];
   if (g.a_transposed) {
@@ -94,8 +95,9 @@ OPTIMUS_AMX void tile_of_a(const optimus_cpu::Gemm& g, int64_t row, int64_t dept
   put(r, to);
 }
 
-// The two tiles of a panel of B (32 deep, 32 columns): line i has the pairs of depths 2i, 2i+1, of
-// the even columns and of the odd ones, since these take no shuffle to separate.
+// Copies the two tiles of a panel of B (32 values of k, 32 columns). Line i has pairs of the values
+// for k = 2i, 2i+1; one tile has the even columns, the other the odd ones, because no shuffle is
+// needed to separate these.
 OPTIMUS_AMX void tiles_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column, Bits* to) {
   __m512i even[16], odd[16];
   const int64_t deep = g.k - depth, wide = g.n - column;
@@ -122,7 +124,7 @@ OPTIMUS_AMX void tiles_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t c
   put(odd, to + kTile);
 }
 
-// 16 rows of a whole panel of bf16, past the caches where C does not fit in them.
+// Writes 16 rows of a complete panel as bf16, with stores that bypass the caches if `stream`.
 OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int64_t row,
                              int64_t column, bool stream) {
   const int64_t rows = std::min(kTileRows, g.m - row);
@@ -139,7 +141,7 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   }
 }
 
-// Up to 16 elements of C, added to or replaced, or added to the sums.
+// Writes up to 16 elements: replaces those of C, adds to them, or adds to `sums`.
 OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
                                    int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
@@ -158,7 +160,7 @@ OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int
   _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
-// 16 rows and up to 32 columns of C from the sums of two tiles, of even and of odd columns.
+// Writes 16 rows and up to 32 columns of C from two tiles of sums, of even and of odd columns.
 OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t row, int64_t column,
                        bool stream) {
   if (!g.add && !g.sums && column + kPanel <= g.n)
@@ -174,7 +176,8 @@ OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t ro
   }
 }
 
-// Two by two tiles of C: rows row to row + 31, columns of the panel b. a: the strip's tiles.
+// Computes two by two tiles of C: rows row to row + 31, the columns of panel b; a has the tiles of
+// these rows.
 OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b, int64_t depths,
                        int64_t row, int64_t column, bool stream) {
   alignas(64) float sums[4][256];
@@ -204,7 +207,7 @@ OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b,
   write(g, sums[2], row + kTileRows, column, stream);
 }
 
-// Fetches the next tiles' 32 lines of B while these are laid out: rows are pages apart.
+// Prefetches the next 32 lines of B while the current tiles are copied: rows are pages apart.
 OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column) {
   const int64_t ahead = depth + (g.b_transposed ? 2 : 1) * kTileDepth;
   if (ahead + kTileDepth > g.k || column + kPanel > g.n) return;
@@ -214,7 +217,8 @@ OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, in
                  _MM_HINT_T0);
 }
 
-// Piece i of A's tiles of rows begin to end - 1: all of a depth or a row of tiles, along memory.
+// Copies share i of A's tiles of rows begin to end - 1: a row or a column of tiles, whichever is
+// contiguous in memory.
 OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* a) {
   const int64_t rows = tiles(end - begin, kTileRows);
@@ -224,7 +228,7 @@ OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t en
   }
 }
 
-// The same of B's panels from columns begin to end - 1.
+// Copies share i of B's panels of columns begin to end - 1 in the same way.
 OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* b) {
   const int64_t panels = tiles(end - begin, kPanel);
@@ -236,7 +240,7 @@ OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t en
   }
 }
 
-// C's rows row to row + 31 of columns begin to end - 1.
+// Computes rows row to row + 31 and columns begin to end - 1 of C.
 OPTIMUS_AMX void strips(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b, int64_t depths,
                         int64_t row, int64_t begin, int64_t end, bool stream) {
   Tiles configured;
@@ -265,7 +269,7 @@ bool has_amx() {
 void amx_gemm(const Gemm& g) {
   thread_local Scratch scratch_a, scratch_b;
   const int64_t depths = tiles(g.k, kTileDepth), deep = std::max<int64_t>(1, depths) * kTileDepth;
-  const auto most = [&](int64_t bytes, int64_t count) {  // rows or columns laid out at a time
+  const auto most = [&](int64_t bytes, int64_t count) {  // rows or columns copied at a time
     return std::min(std::max<int64_t>(1, bytes / (2 * deep * 32)), tiles(count, 32)) * 32;
   };
   const int64_t high = most(kBytesOfA, g.m), wide = most(kBytesOfB, g.n);

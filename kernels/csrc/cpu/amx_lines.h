@@ -1,4 +1,4 @@
-// The 16 lines of 64 bytes of an AMX tile: read from rows or from columns of a matrix, and written.
+// Loads and stores of an AMX tile: 16 lines of 64 bytes, from rows or columns of a matrix.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 using Bits = uint16_t;
 constexpr int64_t kTileRows = 16, kTileDepth = 32;
 
-// Rows of 16 words -> columns.
+// Transposes 16 rows of 16 words.
 OPTIMUS_AMX inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -40,7 +40,7 @@ OPTIMUS_AMX inline void transpose(__m512i (&r)[16]) {
   }
 }
 
-// 16 rows of up to 32 elements, zeros beyond `rows` and `columns`.
+// Loads 16 rows of up to 32 elements; zeros beyond `rows` and `columns`.
 OPTIMUS_AMX inline void load_lines(const Bits* from, int64_t stride, int64_t rows, int64_t columns,
                                    __m512i (&r)[16]) {
   const __mmask32 mask = columns >= 32 ? ~0u : (1u << columns) - 1;
@@ -48,7 +48,8 @@ OPTIMUS_AMX inline void load_lines(const Bits* from, int64_t stride, int64_t row
     r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, from + i * stride) : _mm512_setzero_si512();
 }
 
-// 32 rows of up to 16 elements as 16 lines of pairs: word j of line i is rows 2i, 2i+1 at column j.
+// Loads 32 rows of up to 16 elements as 16 lines of pairs: word j of line i has rows 2i and 2i+1 of
+// column j.
 OPTIMUS_AMX inline void load_pairs(const Bits* from, int64_t stride, int64_t rows, int64_t columns,
                                    __m512i (&r)[16]) {
   const __mmask16 mask = columns >= 16 ? 0xffff : (1u << columns) - 1;

@@ -1,9 +1,10 @@
-// The CPU's interface.h: checks sizes and calls the kernels of the best instruction set at hand.
+// Implementation of interface.h on CPUs: checks sizes and calls the kernels of the best instruction
+// set that the processor supports.
 //
-// This file is compiled for the plain architecture, *_avx2.cpp and *_avx512.cpp for x86-64 versions 3
-// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 asks for one by name (tests do). With
-// OPTIMUS_PORTABLE_ALONE the others were not compiled: on other processors, and by compilers that do
-// not know these versions.
+// This file is compiled for the base architecture, *_avx2.cpp and *_avx512.cpp for x86-64 levels 3
+// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 selects one by name (for tests).
+// OPTIMUS_PORTABLE_ALONE is defined if the others were not compiled: on other processors, and by
+// compilers without these levels.
 
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +17,8 @@ namespace {
 
 using optimus_cpu::Kernels;
 
-// Slots in a piece of route: few enough to share out, many enough to outweigh clearing E counts.
+// Slots per piece of route: few enough to distribute over threads, and many enough that the cost of
+// clearing E counts does not matter.
 constexpr int64_t kPieceSlots = 4096;
 
 const Kernels& choose() {
@@ -49,7 +51,7 @@ extern "C" {
 
 int optimus_kernels_abi(void) { return OPTIMUS_ABI; }
 
-// Of the CPU's library alone: the name of the instruction set in use.
+// Only in the CPU library: returns the name of the instruction set in use.
 OPTIMUS_API const char* optimus_cpu_isa(void) {
 #if !defined(OPTIMUS_PORTABLE_ALONE)
   if (&kernels() == &optimus_cpu::avx512_kernels) return "avx512";
@@ -58,7 +60,7 @@ OPTIMUS_API const char* optimus_cpu_isa(void) {
   return "portable";
 }
 
-// Whether optimus_cpu_gemm works here.
+// Returns whether optimus_cpu_gemm works on this machine.
 OPTIMUS_API int optimus_cpu_has_gemm(void) {
 #if !defined(OPTIMUS_PORTABLE_ALONE)
   return &kernels() == &optimus_cpu::avx512_kernels && optimus_cpu::has_amx();
@@ -67,10 +69,10 @@ OPTIMUS_API int optimus_cpu_has_gemm(void) {
 #endif
 }
 
-// Of the CPU's library alone: c [m, n] = a [m, k] b [k, n], all of bf16, or where `add` is 1, that
-// much more; where it is 2, c is fp32 and the product, rounded to bf16, is added. Transposed operands
-// are stored as [k, m] and [n, k]. Nonzero: this machine does not have what it takes, and nothing was
-// done.
+// Only in the CPU library: c [m, n] = a [m, k] b [k, n], all bf16. If `add` is 1, the product is
+// added to c; if it is 2, c is fp32 and the product, rounded to bf16, is added. Transposed operands
+// are stored as [k, m] and [n, k]. A nonzero result means that this machine lacks AMX and c is
+// unchanged.
 OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
                                  void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
@@ -84,8 +86,8 @@ OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b,
   return 0;
 }
 
-// Of the CPU's library alone: the squares of x [size], whose size is a multiple of 32, added to bins
-// [2 * 640 + 1] as squares.py says.
+// Only in the CPU library: adds the squares of x [size], with size a multiple of 32, to bins
+// [2 * 640 + 1], as squares.py defines.
 OPTIMUS_API int optimus_cpu_square_bins(const float* x, int64_t size, int64_t* bins) {
   if (negative(size)) return OPTIMUS_BAD_SIZE;
   kernels().square_bins(x, size / 32, bins);

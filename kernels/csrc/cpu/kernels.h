@@ -1,4 +1,4 @@
-// The CPU kernels of one instruction set, as a table that dispatch.cpp chooses from.
+// Table of the CPU kernels of one instruction set; dispatch.cpp chooses a table.
 
 #pragma once
 
@@ -30,7 +30,7 @@ struct Kernels {
   void (*square_bins)(const float* x, int64_t blocks, int64_t* bins);
 };
 
-// In files of their own: they are compiled with products and sums kept apart.
+// Defined in separate files, which are compiled without contraction of products and sums.
 Adamw portable_adamw, avx2_adamw, avx512_adamw;
 
 extern const Kernels portable_kernels;

@@ -1,5 +1,5 @@
-// The CUDA backend: how a functor of ../include/gpu runs on warps. nvcc compiles this file alone,
-// without any header of torch. `stream` is a cudaStream_t of the current device.
+// The CUDA backend: runs the functors of ../include/gpu on warps. nvcc compiles only this file,
+// without headers of torch. `stream` is a cudaStream_t of the current device.
 
 #include <cuda_runtime.h>
 

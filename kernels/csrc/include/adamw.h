@@ -1,11 +1,11 @@
 // AdamW on one element: the same roundings on every backend, in every position of a vector.
 //
-// torch's fused AdamW computes this on whole vectors of AVX2 and AVX-512 machines; its remainders
-// (the last elements of a tensor) round the second moment otherwise. Here every element takes the
-// form of the whole vectors, so that results do not depend on how a tensor is cut.
+// torch's fused AdamW rounds so in full vectors on AVX2 and AVX-512 machines; the last elements of
+// a tensor, which do not fill a vector, get another rounding of the second moment there. Here every
+// element is rounded as in full vectors, so that results do not depend on how a tensor is sliced.
 //
-// Each line rounds once where it says so: a compiler that fuses a product and a sum by itself would
-// give other bits. CPU files are compiled with -ffp-contract=off, CUDA gets its own functions.
+// Only `fused` contracts a product and a sum: a compiler that contracts others would give other
+// bits. CPU files are therefore compiled with -ffp-contract=off, and CUDA code uses intrinsics.
 
 #pragma once
 
@@ -36,7 +36,8 @@ OPTIMUS_FN float product(float a, float b) {
 OPTIMUS_FN float quotient(float a, float b) { return a / b; }
 #endif
 
-// master, m and v of one element, for a gradient g not yet scaled. NaN and infinity pass through.
+// Updates master, m and v of one element with the unscaled gradient g. NaN and infinity pass
+// through.
 OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, float& m, float& v) {
   // torch's lerp starts from the nearer end.
   const bool from_m = with.lerp < 0.5f;
@@ -48,13 +49,13 @@ OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, 
   master = product(master, with.decay) + quotient(product(with.minus_step, m), size);
 }
 
-// All elements of [begin, end), whose length is a multiple of Width, shared by the lanes. `param`
-// takes master rounded to its type; null, if not `Write`.
+// Updates the elements of [begin, end), whose length is a multiple of Width, distributed over the
+// lanes. `param` receives master rounded to its type; it may be null unless `Write`.
 template <int Width, bool Write, class Lanes, class G, class P>
 OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& numbers, int64_t begin, int64_t end,
                            const G* grad, float* master, float* exp_avg, float* exp_avg_sq,
                            P* param) {
-  const OptimusAdamw with = numbers;  // of its own, so that no store can change it
+  const OptimusAdamw with = numbers;  // a copy, which no store can alias
   OPTIMUS_SIMD
   for (int64_t i = begin + lanes.lane() * Width; i < end; i += lanes.lanes() * Width) {
     float g[Width], p[Width], m[Width], v[Width];

@@ -1,13 +1,14 @@
-// The kernels' bodies: what happens to one row, token or piece of the slots. Each backend supplies
-// the loop over rows and calls these; none of them allocates, synchronises or uses an atomic.
+// The bodies of the kernels: the computation for one row, token or piece of the slots. Each backend
+// has its loop over rows and calls these functions, which do not allocate, synchronize or use
+// atomics.
 //
-// T tokens, K experts a token, N = T*K slots (slot t*K + k), E experts held, R <= N rows held (a row
-// for each slot whose expert is held, by expert and then by slot), D hidden, F intermediate.
+// T tokens, K experts per token, N = T*K slots (slot t*K + k), E local experts, R <= N rows (one
+// for each slot of a local expert, ordered by expert and then by slot), D hidden, F intermediate.
 //
-// `Lanes` says how many lanes share a row: lane() is this one's number, lanes() how many there are,
-// sum(x) the sum over them, known to all (in an order that depends on lanes() alone). A CPU gives
-// `OneLane`; a GPU a warp or a sub-group of any size. `Width` elements are moved at once: above 1,
-// sizes and addresses must be multiples of it.
+// `Lanes` are the lanes that share a row: lane() is the number of this lane, lanes() their count,
+// and sum(x) the sum over them, which all lanes get (added in an order that depends only on
+// lanes()). CPUs use `OneLane`, GPUs a warp or a sub-group of any size. `Width` elements are loaded
+// or stored at once; above 1, sizes and addresses must be multiples of it.
 
 #pragma once
 
@@ -36,23 +37,23 @@ OPTIMUS_FN void store(const float (&from)[Width], T* to) {
 
 // ---- route: a stable counting sort of the slots by expert, in pieces of consecutive slots --------
 
-// The row of expert numbers held here, or -1: numbers from elsewhere and out of range are not held.
-OPTIMUS_FN int64_t held(int64_t expert, int64_t first_expert, int64_t num_experts) {
+// Returns the local number of an expert, or -1 for experts of other ranks and numbers out of range.
+OPTIMUS_FN int64_t local_expert(int64_t expert, int64_t first_expert, int64_t num_experts) {
   const uint64_t local = static_cast<uint64_t>(expert) - static_cast<uint64_t>(first_expert);
   return local < static_cast<uint64_t>(num_experts) ? static_cast<int64_t>(local) : -1;
 }
 
-// counts[e] = slots of expert e among slots begin to end - 1.
+// Sets counts[e] to the number of slots of expert e among slots begin to end - 1.
 OPTIMUS_FN void route_count(const int64_t* chosen, int64_t begin, int64_t end, int64_t first_expert,
                             int64_t num_experts, int32_t* counts) {
   for (int64_t e = 0; e < num_experts; ++e) counts[e] = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
-    const int64_t e = held(chosen[slot], first_expert, num_experts);
+    const int64_t e = local_expert(chosen[slot], first_expert, num_experts);
     if (e >= 0) ++counts[e];
   }
 }
 
-// counts [pieces, E] of slots -> the row at which each piece's slots of an expert begin; offsets.
+// Replaces counts [pieces, E] by the first row of each expert's slots of a piece, and sets offsets.
 OPTIMUS_FN void route_scan(int32_t* counts, int64_t pieces, int64_t num_experts, int32_t* offsets) {
   int32_t row = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -66,12 +67,13 @@ OPTIMUS_FN void route_scan(int32_t* counts, int64_t pieces, int64_t num_experts,
   offsets[num_experts] = row;
 }
 
-// Gives slots begin to end - 1 their rows; next [E] is this piece's line of route_scan, used up.
+// Assigns rows to slots begin to end - 1; next [E], a line of route_scan, has each expert's next
+// row.
 OPTIMUS_FN void route_scatter(const int64_t* chosen, int64_t begin, int64_t end, int64_t top_k,
                               int64_t first_expert, int64_t num_experts, int32_t* next,
                               int32_t* row_token, int32_t* row_slot, int32_t* slot_row) {
   for (int64_t slot = begin; slot < end; ++slot) {
-    const int64_t e = held(chosen[slot], first_expert, num_experts);
+    const int64_t e = local_expert(chosen[slot], first_expert, num_experts);
     const int32_t row = e >= 0 ? next[e]++ : -1;
     slot_row[slot] = row;
     if (row >= 0) {
@@ -83,7 +85,7 @@ OPTIMUS_FN void route_scatter(const int64_t* chosen, int64_t begin, int64_t end,
 
 // ---- gather --------------------------------------------------------------------------------------
 
-// out[D] = x[token]; zeros for token -1. x [T, D].
+// Sets out[D] to x[token], or to zeros for token -1; x [T, D].
 template <int Width, class Lanes, class T>
 OPTIMUS_FN void gather_row(Lanes lanes, const T* x, int32_t token, int64_t hidden, T* out) {
   using Bits = Pack<T, Width>;
@@ -99,7 +101,7 @@ OPTIMUS_FN void gather_row(Lanes lanes, const T* x, int32_t token, int64_t hidde
 
 // ---- SwiGLU --------------------------------------------------------------------------------------
 
-// a[F] = silu(g) * u with [g, u] = h[2F].
+// Sets a[F] to silu(g) * u with [g, u] = h[2F].
 template <int Width, class Lanes, class T>
 OPTIMUS_FN void swiglu_row(Lanes lanes, const T* h, int64_t inner, T* a) {
   OPTIMUS_SIMD
@@ -112,8 +114,8 @@ OPTIMUS_FN void swiglu_row(Lanes lanes, const T* h, int64_t inner, T* a) {
   }
 }
 
-// With a = silu(g) * u and da the gradient of the row's product before its weight w is applied:
-// dh[2F] = gradient of h under w * da, a_scaled[F] = w * a, and the return value <da, a> = dw.
+// With a = silu(g) * u, and da the gradient of a before the routing weight w is applied: sets
+// dh[2F] to the gradient of h for w * da, a_scaled[F] to w * a, and returns dw = <da, a>.
 template <int Width, class Lanes, class T>
 OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float w, int64_t inner,
                                      T* dh, T* a_scaled) {
@@ -143,7 +145,7 @@ OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float
 
 // ---- reduction -----------------------------------------------------------------------------------
 
-// Elements begin to begin + count - 1 of out = sum over k, in order, of w[k] * y[rows[k]].
+// Computes elements begin to begin + count - 1 of out = sum over k, in order, of w[k] * y[rows[k]].
 // count <= Width, and equal to it if `Whole`. weights may be null: all 1.
 template <int Width, bool Whole, class T>
 OPTIMUS_FN void reduce_part(const T* y, const T* weights, const int32_t* rows, int64_t top_k,
@@ -162,7 +164,7 @@ OPTIMUS_FN void reduce_part(const T* y, const T* weights, const int32_t* rows, i
   for (int64_t i = 0; i < end; ++i) out[begin + i] = from_float<T>(sum[i]);
 }
 
-// The CPU's form of one token: parts of Width elements stay in registers over all k.
+// Reduces one token on a CPU: blocks of Width elements are in registers for all k.
 template <int Width, class T>
 OPTIMUS_FN void reduce_token_by_parts(const T* y, const T* weights, const int32_t* rows,
                                       int64_t top_k, int64_t hidden, T* out) {
@@ -173,7 +175,7 @@ OPTIMUS_FN void reduce_token_by_parts(const T* y, const T* weights, const int32_
     reduce_part<Width, false>(y, weights, rows, top_k, hidden, begin, hidden - begin, out);
 }
 
-// The same with lanes side by side. y [R, D], weights [K] or null, rows [K] (-1: adds nothing).
+// Reduces one token with several lanes; y [R, D], weights [K] or null, rows [K] (-1 adds nothing).
 template <int Width, class Lanes, class T>
 OPTIMUS_FN void reduce_token(Lanes lanes, const T* y, const T* weights, const int32_t* rows,
                              int64_t top_k, int64_t hidden, T* out) {
@@ -190,7 +192,7 @@ OPTIMUS_FN void reduce_token(Lanes lanes, const T* y, const T* weights, const in
   }
 }
 
-// One row of the backward: dy[D] = w * dout[D] of its token; returns <dout, y> = dw of its slot.
+// Sets dy[D] of a row to w * dout[D] of its token, and returns dw = <dout, y> of its slot.
 template <int Width, class Lanes, class T>
 OPTIMUS_FN float reduce_backward_row(Lanes lanes, const T* dout, const T* y, float w,
                                      int64_t hidden, T* dy) {

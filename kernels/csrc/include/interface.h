@@ -1,13 +1,15 @@
-// The launchers that every backend (cpu, cuda, sycl) exports; optimus_kernels/library.py calls them.
+// The launchers that every backend (cpu, cuda, sycl) exports; optimus_kernels/library.py calls
+// them.
 //
-// dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers are memory of the backend's
-// device, tensors dense in row-major order. `stream`: nullptr on CPU, cudaStream_t, sycl::queue*;
-// launchers on a device return before their work is done. They return 0, or a code below, or the
-// backend's own positive code. Sizes may be 0. Results never depend on the number of threads.
+// dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers are to memory of the
+// backend's device; tensors are contiguous in row-major order. `stream` is nullptr on CPU, a
+// cudaStream_t, or a sycl::queue*; launchers on a device return before the work is done. They
+// return 0, a negative code defined below, or a positive code of the backend. Sizes may be 0.
+// Results do not depend on the number of threads.
 //
-// T tokens, K experts a token (top_k), E experts held (num_experts), rows: R, or all N = T*K places
-// where R is not known on the host. row_* entries from R on are -1; outputs of such rows are zero
-// (swiglu: undefined), and so are slots that have no row.
+// T tokens, K experts per token (top_k), E local experts (num_experts). rows is R, or N = T*K if R
+// is not known on the host. Elements of row_* from R on are -1; outputs of such rows are zero
+// (swiglu: undefined), and so are outputs of slots without a row.
 
 #pragma once
 
@@ -19,13 +21,13 @@
 #define OPTIMUS_API __attribute__((visibility("default")))
 #endif
 
-#define OPTIMUS_ABI 2            // raised when a signature or a meaning changes
-#define OPTIMUS_BAD_DTYPE (-1)   // dtype is none of the three
+#define OPTIMUS_ABI 2            // incremented when a signature or its semantics change
+#define OPTIMUS_BAD_DTYPE (-1)   // dtype is not 0, 1 or 2
 #define OPTIMUS_BAD_SIZE (-2)    // a size is negative, or T*K or the scratch does not fit
 
-// The numbers of an AdamW update, each rounded to fp32 from fp64 once.
+// Coefficients of an AdamW update, each rounded once from fp64 to fp32.
 struct OptimusAdamw {
-  float grad_scale;        // the gradient is first multiplied by this
+  float grad_scale;        // factor of the gradient, applied first
   float decay;             // 1 - lr * weight_decay
   float lerp;              // 1 - beta1
   float beta2;
@@ -39,11 +41,12 @@ extern "C" {
 
 OPTIMUS_API int optimus_kernels_abi(void);
 
-// Words of int32 scratch for optimus_route.
+// Returns the number of int32 scratch elements that optimus_route needs.
 OPTIMUS_API int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts);
 
-// chosen [T, K] -> offsets [E+1], row_token [N], row_slot [N], slot_row [T, K]: experts first_expert
-// to first_expert + E - 1 are held; any other number has no row. Rows are by expert, then by slot.
+// From chosen [T, K] computes offsets [E+1], row_token [N], row_slot [N], slot_row [T, K]. Experts
+// first_expert to first_expert + E - 1 are local; slots of other numbers get no row. Rows are
+// ordered by expert, then by slot.
 OPTIMUS_API int optimus_route(const int64_t* chosen, int64_t tokens, int64_t top_k,
                               int64_t first_expert, int64_t num_experts, int32_t* offsets,
                               int32_t* row_token, int32_t* row_slot, int32_t* slot_row,
@@ -57,29 +60,31 @@ OPTIMUS_API int optimus_gather(int dtype, const void* x, const int32_t* row_toke
 OPTIMUS_API int optimus_swiglu(int dtype, const void* h, int64_t rows, int64_t inner, void* a,
                                void* stream);
 
-// da [rows, inner]: gradient of a before weights [T, K] are applied. dh [rows, 2 inner] = gradient of
-// h under w * da; a_scaled [rows, inner] = w * a; dweights fp32 [T, K], at row_slot: <da, a>. The
-// caller has zeroed dweights where a slot may have no row. a_scaled may be da.
+// da [rows, inner]: gradient of a before weights [T, K] are applied. dh [rows, 2 inner] = gradient
+// of h for w * da; a_scaled [rows, inner] = w * a; dweights fp32 [T, K], at row_slot: <da, a>. The
+// caller must zero dweights if a slot may have no row. a_scaled may be da.
 OPTIMUS_API int optimus_swiglu_backward(int dtype, const void* h, const void* da,
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t inner, void* dh, void* a_scaled, float* dweights,
                                         void* stream);
 
-// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]; weights null: 1.
+// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]; weights null:
+// 1.
 OPTIMUS_API int optimus_reduce(int dtype, const void* y, const void* weights,
                                const int32_t* slot_row, int64_t tokens, int64_t top_k,
                                int64_t hidden, void* out, void* stream);
 
-// dy [rows, hidden] = weights[slot] * dout[token]; dweights fp32 [T, K], at row_slot: <dout, y>. The
-// caller has zeroed dweights where a slot may have no row.
+// dy [rows, hidden] = weights[slot] * dout[token]; dweights fp32 [T, K], at row_slot: <dout, y>.
+// The caller must zero dweights if a slot may have no row.
 OPTIMUS_API int optimus_reduce_backward(int dtype, const void* dout, const void* y,
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t top_k, int64_t hidden, void* dy, float* dweights,
                                         void* stream);
 
 // One update of AdamW in place: master, exp_avg, exp_avg_sq fp32 [size], grad [size] of grad_dtype;
-// param [size] of param_dtype (bf16 or fp16) takes master rounded to it, or is null (param_dtype is
-// then 0). `with` is the host's memory, read before the launcher returns. adamw.h says how it rounds.
+// param [size] of param_dtype (bf16 or fp16) receives master rounded to it, or is null with
+// param_dtype 0. `with` is in host memory and is read before the launcher returns. adamw.h defines
+// the rounding.
 OPTIMUS_API int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with,
                               int64_t size, const void* grad, float* master, float* exp_avg,
                               float* exp_avg_sq, void* param, void* stream);

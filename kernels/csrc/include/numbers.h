@@ -1,7 +1,7 @@
-// Numbers as the kernels see them: fp32 arithmetic on fp32, bf16 and fp16 elements.
+// Element types and their arithmetic: fp32 arithmetic on fp32, bf16 and fp16 elements.
 //
-// bf16 and fp16 are held as bits, so that g++, nvcc and DPC++ compile the same source without the
-// headers of any library. Everything here is free of branches, so that compilers vectorise it.
+// bf16 and fp16 are stored as bits, so that g++, nvcc and DPC++ compile the same source without
+// headers of a library. The functions have no branches, so that compilers vectorize them.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 #define OPTIMUS_FN inline __attribute__((always_inline))
 #endif
 
-// The CPU has one lane a row and vectorises inside it; elsewhere lanes are the vector.
+// A CPU has one lane per row and vectorizes within it; on GPUs the lanes are the vector.
 #if defined(__CUDACC__) || defined(SYCL_LANGUAGE_VERSION) || defined(OPTIMUS_NO_SIMD)
 #define OPTIMUS_SIMD
 #define OPTIMUS_SIMD_SUM(name)
@@ -51,7 +51,7 @@ OPTIMUS_FN float to_float(BFloat16 value) {
 OPTIMUS_FN float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t rest = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  // Exponents differ by 112: the product makes subnormals of fp16 normal, too.
+  // Exponents differ by 112; the product also turns subnormal fp16 numbers into normal ones.
   const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(rest) * 0x1p112f);
   return bit_cast<float>(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
 }
@@ -64,7 +64,7 @@ OPTIMUS_FN float from_float<float>(float value) {
   return value;
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 template <>
 OPTIMUS_FN BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
@@ -91,8 +91,8 @@ OPTIMUS_FN Half from_float<Half>(float value) {
 OPTIMUS_FN float exp_float(float x) { return expf(x); }
 #else
 // e^x with an error below 1 unit in the last place (tests/kernels measures it): x = n ln 2 + r with
-// |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two factors so that results reach from
-// subnormal numbers to infinity. NaN gives NaN: both comparisons are false for it.
+// |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two factors so that results cover subnormal
+// numbers and infinity. NaN gives NaN: both comparisons are false for it.
 OPTIMUS_FN float exp_float(float x) {
   x = x > 89.0f ? 89.0f : x;
   x = x < -104.0f ? -104.0f : x;
@@ -116,8 +116,8 @@ OPTIMUS_FN float exp_float(float x) {
 
 OPTIMUS_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 
-// `Width` elements that are next to each other. Widths above 1 need an address that is a multiple of
-// their bytes: they become one load or store of up to 16 bytes on a GPU.
+// `Width` consecutive elements. For widths above 1 the address must be a multiple of their size:
+// they become one load or store of up to 16 bytes on a GPU.
 template <class T, int Width>
 struct alignas(sizeof(T) * Width) Pack {
   T values[Width];

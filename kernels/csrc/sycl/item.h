@@ -1,4 +1,4 @@
-// Where a SYCL functor runs: `Item` of ../include/gpu/kernels.h, in a one-dimensional range.
+// `Item` of ../include/gpu/kernels.h, the position of a SYCL functor in a one-dimensional range.
 
 #pragma once
 
@@ -12,7 +12,8 @@ using Stream = sycl::queue*;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kGroup = 256;
 
-// Sub-groups of any size that divides kGroup. Sums add in one order for a size: lane and lane^step.
+// Sub-groups may have any size that divides kGroup. The order of a sum depends only on that size:
+// lane and lane^step are added.
 class Item {
  public:
   explicit Item(const sycl::nd_item<1>& at) : at_(at), lanes_(at.get_sub_group()) {}
@@ -47,7 +48,7 @@ class Item {
   sycl::sub_group lanes_;
 };
 
-// What a queue runs: a plain functor class over raw pointers.
+// The class that a queue runs: a functor with raw pointers only.
 template <class Kernel>
 struct Functor {
   Kernel kernel;

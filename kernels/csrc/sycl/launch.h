@@ -1,5 +1,5 @@
-// How a SYCL queue runs a functor. `stream` is a sycl::queue* whose commands run in order, as
-// torch.xpu.current_stream().sycl_queue is.
+// Launches a functor on a SYCL queue. `stream` is a sycl::queue* whose commands run in order, such
+// as torch.xpu.current_stream().sycl_queue.
 
 #pragma once
 

@@ -1,7 +1,8 @@
-// The output reduction in ESIMD, for bf16: a work-item is a hardware thread that moves kBlock
-// elements at once. Off unless OPTIMUS_SYCL_ESIMD is defined (launch.h).
+// The output reduction in ESIMD, for bf16: a work-item is a hardware thread that processes kBlock
+// elements at once. It is compiled only if OPTIMUS_SYCL_ESIMD is defined (launch.h).
 //
-// Compiled by DPC++ 2026.2 (the kernel_compiler extension); never run: ESIMD needs an Intel GPU.
+// DPC++ 2026.2 (the kernel_compiler extension) compiles it. It has not run: ESIMD needs an Intel
+// GPU.
 
 #pragma once
 
@@ -30,10 +31,10 @@ struct ReduceEsimd {
     const int64_t parts = hidden / kBlock;
     const int64_t items = at.get_global_range(0);
     for (int64_t unit = at.get_global_linear_id(); unit < tokens * parts; unit += items)
-      part(unit / parts, unit % parts * kBlock);
+      reduce_block(unit / parts, unit % parts * kBlock);
   }
 
-  void part(int64_t token, int64_t begin) const {
+  void reduce_block(int64_t token, int64_t begin) const {
     Floats sum = 0.0f;
     for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
       const int32_t row = slot_row[slot];
@@ -48,7 +49,7 @@ struct ReduceEsimd {
     rounded(sum).copy_to(out + token * hidden + begin);
   }
 
-  // As from_float<BFloat16>: to the nearest, ties to even; a NaN stays one.
+  // Rounds as from_float<BFloat16>: to nearest, ties to even; NaN stays NaN.
   static Elements rounded(Floats sum) {
     Words bits = sum.bit_cast_view<uint32_t>().read();
     const Words size = bits & 0x7fffffffu;
@@ -58,7 +59,8 @@ struct ReduceEsimd {
   }
 };
 
-// Replaces launch(Stream, groups, Reduce<T, Width>) for bf16 and whole blocks; else returns false.
+// Replaces launch(Stream, groups, Reduce<T, Width>) for bf16 and sizes in whole blocks; else
+// returns false.
 template <int Width>
 bool launch_esimd(Stream stream, int64_t groups, const Reduce<BFloat16, Width>& plain) {
   if (Width == 1 || plain.hidden % kBlock) return false;

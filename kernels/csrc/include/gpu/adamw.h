@@ -1,4 +1,5 @@
-// AdamW on a GPU: one pass over a chunk, an element a lane or a pack of them.
+// AdamW on a GPU: one pass over a chunk; each lane updates one element or a pack of elements at a
+// time.
 
 #pragma once
 

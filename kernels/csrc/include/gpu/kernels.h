@@ -1,12 +1,13 @@
-// The kernels of a GPU: functors that both CUDA and SYCL launch, over the bodies of ../bodies.h.
+// The GPU kernels: functors that both CUDA and SYCL launch, with the bodies of ../bodies.h.
 //
-// `Item` is where a functor runs. Of the sub-group (a warp on CUDA, 16 or 32 lanes on Intel GPUs;
-// any size up to the work-group's): lane(), lanes(), sum(x), scan(x) (sum of the lanes up to this
-// one). Of the grid: team(), teams(): this sub-group's number and their count; item(), items(). Of
-// the work-group: team_in_group(), teams_in_group(), and barrier(), which orders memory, too.
+// `Item` is the position at which a functor runs. Sub-group (a warp on CUDA, 16 or 32 lanes on
+// Intel GPUs; any size up to the work-group's): lane(), lanes(), sum(x), scan(x) (sum of the lanes
+// up to this one). Grid: team(), teams(), the number of this sub-group and their count; item(),
+// items() for work-items. Work-group: team_in_group(), teams_in_group(), and barrier(), which also
+// orders memory.
 //
-// Work is taken in strides of the grid, so every grid gives the same bits: results depend on
-// lanes() alone. No functor needs local memory or an atomic.
+// Loops step by the size of the grid, so every grid gives the same bits: results depend only on
+// lanes(). No functor needs local memory or atomics.
 
 #pragma once
 
@@ -83,7 +84,7 @@ struct Reduce {
   }
 };
 
-// Rows without a slot (from R on) carry weight 0: their outputs are zero.
+// Outputs of rows without a slot (from R on) are zero.
 template <class T, int Width>
 struct SwigluBackward {
   const T* h;

@@ -1,10 +1,10 @@
-// The launchers of ../interface.h for a GPU. A backend includes its launch.h first, for
+// The launchers of ../interface.h for a GPU. A backend first includes its launch.h, which defines
 //
-//   using Stream;                                        what `void* stream` is
-//   constexpr int64_t kLanes;                            the fewest lanes of a sub-group
-//   int launch(Stream, int64_t groups, const Kernel&);   kGroup items a group; 0 or the error
+//   using Stream;                                        type of `void* stream`
+//   constexpr int64_t kLanes;                            smallest number of lanes of a sub-group
+//   int launch(Stream, int64_t groups, const Kernel&);   kGroup items per group; returns 0 or an error
 //
-// Launches on a stream run in their order.
+// Launches on a stream run in order.
 
 #pragma once
 
@@ -23,19 +23,20 @@ inline int64_t at_least_one_group(int64_t groups) {
   return groups < 1 ? 1 : groups > kMaxGroups ? kMaxGroups : groups;
 }
 
-// Work for `items` work-items, or for `teams` sub-groups.
+// Number of work-groups for `items` work-items, or for `teams` sub-groups.
 inline int64_t groups_of_items(int64_t items) {
   return at_least_one_group((items + kGroup - 1) / kGroup);
 }
 inline int64_t groups_of_teams(int64_t teams) { return groups_of_items(teams * kLanes); }
 
-// Sub-groups that share a row: each lane moves at least two packs, if the row has as many.
+// Number of sub-groups that share a row: each lane processes at least two packs if the row is long
+// enough.
 inline int64_t parts_of(int64_t size, int64_t width) {
   const int64_t parts = size / (2 * width * kLanes);
   return parts < 1 ? 1 : parts;
 }
 
-// body(T{}) with the element type of dtype.
+// Calls body(T{}) with the element type that `dtype` encodes.
 template <class Body>
 int with_type(int dtype, const Body& body) {
   switch (dtype) {
@@ -54,7 +55,8 @@ struct WidthTag {
   static constexpr int value = Width;
 };
 
-// body(WidthTag) with loads of 16 bytes where rows of `size` elements and all addresses allow them.
+// Calls body(WidthTag) with the width of 16-byte loads if rows of `size` elements and all addresses
+// are multiples of 16 bytes, else with width 1.
 template <class T, class Body>
 int with_width(int64_t size, std::initializer_list<const void*> pointers, const Body& body) {
   bool wide = size % kWide<T> == 0;
@@ -63,7 +65,7 @@ int with_width(int64_t size, std::initializer_list<const void*> pointers, const 
   return wide ? body(WidthTag<kWide<T>>{}) : body(WidthTag<1>{});
 }
 
-// body(WidthTag) with four elements at once where every address is a multiple of 16 bytes.
+// Calls body(WidthTag) with width 4 if every address is a multiple of 16 bytes, else with width 1.
 template <class Body>
 int with_four(std::initializer_list<const void*> pointers, const Body& body) {
   return with_width<float>(0, pointers, body);

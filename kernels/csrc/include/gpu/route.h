@@ -1,7 +1,7 @@
 // Routing on a GPU: a stable counting sort of the slots by expert, in pieces of kPiece slots.
 //
-// One work-item counts and places the slots of one expert in one piece. All items of a piece read
-// the same slots, which the hardware broadcasts, and no item shares a counter with another: the
+// One work-item counts the slots of one expert in one piece and assigns their rows. All items of a
+// piece read the same slots, which the hardware broadcasts, and each item has its own counter: the
 // order of slots is kept without atomics, and any grid gives the same bits.
 //
 // counts [E, pieces], in the scratch of optimus_route.
@@ -16,7 +16,7 @@ constexpr int64_t kPiece = 512;
 
 OPTIMUS_FN int64_t route_pieces(int64_t slots) { return (slots + kPiece - 1) / kPiece; }
 
-// counts[e, piece] = slots of the piece that chose expert e.
+// Sets counts[e, piece] to the number of slots of the piece that chose expert e.
 struct RouteCount {
   const int64_t* chosen;
   int64_t slots, first_expert, num_experts;
@@ -36,13 +36,14 @@ struct RouteCount {
   }
 };
 
-// In one work-group: counts[e, piece] -> slots of e in the pieces before; offsets.
+// Runs in one work-group. Replaces counts[e, piece] by the number of slots of e in earlier pieces,
+// and sets offsets.
 struct RouteScan {
   int64_t slots, num_experts;
   int32_t* counts;
   int32_t* offsets;
 
-  // line[i] -> sum of line[0] to line[i - 1 + inclusive]; returns the sum of all.
+  // Replaces line[i] by the sum of line[0] to line[i - 1 + inclusive]; returns the sum of all.
   template <class Item>
   OPTIMUS_KERNEL static int32_t scan(const Item& item, int64_t size, bool inclusive,
                                      int32_t* line) {
@@ -71,7 +72,7 @@ struct RouteScan {
   }
 };
 
-// Gives every slot its row, and -1 to slots and rows that have no partner.
+// Assigns rows to slots; slots without a row and rows without a slot get -1.
 struct RouteScatter {
   const int64_t* chosen;
   int64_t slots, top_k, first_expert, num_experts;
@@ -85,15 +86,15 @@ struct RouteScatter {
   OPTIMUS_KERNEL void operator()(const Item& item) const {
     const int64_t pieces = route_pieces(slots);
     for (int64_t i = item.item(); i < pieces * num_experts; i += item.items())
-      place(i % num_experts, i / num_experts, pieces);
+      assign(i % num_experts, i / num_experts, pieces);
     const int64_t rows = offsets[num_experts];
     for (int64_t i = item.item(); i < slots; i += item.items()) {
-      if (held(chosen[i], first_expert, num_experts) < 0) slot_row[i] = -1;
+      if (local_expert(chosen[i], first_expert, num_experts) < 0) slot_row[i] = -1;
       if (i >= rows) row_token[i] = row_slot[i] = -1;
     }
   }
 
-  OPTIMUS_KERNEL void place(int64_t e, int64_t piece, int64_t pieces) const {
+  OPTIMUS_KERNEL void assign(int64_t e, int64_t piece, int64_t pieces) const {
     const int64_t end = (piece + 1) * kPiece < slots ? (piece + 1) * kPiece : slots;
     int32_t row = offsets[e] + counts[e * pieces + piece];
     for (int64_t slot = piece * kPiece; slot < end; ++slot) {
