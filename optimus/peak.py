@@ -1,7 +1,8 @@
-"""The peak that MFU refers to: of a data sheet, or measured once on a device and kept.
+"""The peak FLOP/s that MFU refers to: from a data sheet, or measured once on a device and cached.
 
-A measured peak is kept in a file of the user's cache directory, one for each kind of device, dtype,
-library, torch and number of threads; a run keeps the one it began with in its own directory.
+Measured peaks are cached in files of the user's cache directory, one for each kind of device,
+dtype, library, torch version and number of threads. A run records its peak in its directory and
+keeps it when it is resumed.
 """
 
 from __future__ import annotations
@@ -34,24 +35,28 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""By annotation, the types of values in a file."""
+"""Types of values in a file, by annotation."""
 _BUDGET_S = 0.8
-_FEWEST_RUNS = 3
-_SPREAD_KEPT = 0.1
-"""A measurement whose best runs differ by more is used by one run and not kept."""
-_SHARE_GIVEN = 0.9
-"""Of the processor time that all threads could have had: a run with less was interrupted."""
+_MIN_RUNS = 3
+_MAX_SPREAD = 0.1
+"""Largest spread of a measurement that is cached; others are used by one run only."""
+_MIN_CPU_SHARE = 0.9
+"""Least share of all threads' possible processor time; a run with less was interrupted."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a measured peak depends on."""
+    """The conditions of a measurement."""
 
     device: str
+    """Device type."""
     name: str
+    """Name of the processor or accelerator."""
     dtype: str
     library: str
+    """Library that computes the products."""
     torch: str
+    """Version of torch."""
     threads: int
 
     @property
@@ -62,23 +67,23 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peak:
-    """A peak in FLOP/s of one rank, and where it comes from."""
+    """Peak of one rank in FLOP/s, and its source."""
 
     setup: Setup
     flops: float
     spread: float
-    """Relative distance of the best run from the third best or the best tenth."""
+    """Relative difference between the best run and the third best or, of many, the best tenth."""
     method: str
     measured_at: str
-    """UTC; empty of a data sheet."""
+    """UTC; empty for a data sheet."""
 
     @property
     def is_reliable(self) -> bool:
-        return self.spread <= _SPREAD_KEPT
+        return self.spread <= _MAX_SPREAD
 
     def __str__(self) -> str:
         setup = self.setup
-        text = f"{self.flops / 1e12:.3g} TFLOP/s a device ({self.method}"
+        text = f"{self.flops / 1e12:.3g} TFLOP/s per device ({self.method}"
         if self.measured_at:
             threads = f", {counted(setup.threads, 'thread')}"
             text += f", {setup.dtype}, {setup.library}{threads if setup.device == 'cpu' else ''}"
@@ -87,72 +92,79 @@ class Peak:
 
 
 def find_peak(
-    device: torch.device, dtype: torch.dtype, library: str, say: Callable[[str], None]
+    device: torch.device, dtype: torch.dtype, library: str, log: Callable[[str], None]
 ) -> Peak:
-    """Return the peak of a device for products in `dtype`: the data sheet's, or that of the cache,
-    or one measured now, which takes about a second and is kept if it is reliable.
+    """Return the peak of a device for matrix products.
+
+    The peak is that of the data sheet, that of the cache, or measured now. A measurement takes
+    about a second and is cached if it is reliable.
 
     Args:
-        device: of this rank; on a CPU the peak is that of its intra-op threads.
+        device: of this rank; the peak of a CPU is that of its intra-op threads.
         dtype: of the products.
-        library: that computes them; the caller has chosen it.
-        say: takes a line for the log.
+        library: name of the library that computes the products.
+        log: receives lines for the log.
+
+    Returns:
+        The peak in FLOP/s of one rank.
     """
     setup = setup_of(device, dtype, library)
     if device.type != "cpu" and dtype is torch.bfloat16:
-        for part, flops in _BF16_PEAKS.items():
-            if part in setup.name:
-                return Peak(setup, flops, 0.0, f"{part} data sheet", "")
-    if (kept := _read(setup, say)) is not None:
-        return kept
+        for model, flops in _BF16_PEAKS.items():
+            if model in setup.name:
+                return Peak(setup, flops, 0.0, f"{model} data sheet", "")
+    if (cached := _read(setup, log)) is not None:
+        return cached
     peak = measure(device, dtype, setup)
     if peak.is_reliable:
-        _keep(peak, say)
+        _cache(peak, log)
     else:
-        say(
-            f"the peak of MFU was measured with a spread of {peak.spread:.0%}, for the machine is "
-            "busy; it is not kept, and the next run measures again"
+        log(
+            f"the peak of MFU was measured with a spread of {peak.spread:.0%} because the machine "
+            "is busy; it is not cached, and the next run measures again"
         )
     return peak
 
 
 def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
+    """Return the conditions of a measurement on this rank."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    kind = str(dtype).removeprefix("torch.")
-    return Setup(device.type, device_name(device), kind, library, torch.__version__, threads)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return Setup(device.type, device_name(device), dtype_name, library, torch.__version__, threads)
 
 
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
-    """Time many short products of this rank's threads and take the best.
+    """Time many short products on this rank's threads and return the rate of the fastest.
 
-    On a CPU a product counts only if its threads had the processor: one thread is timed by its
-    processor time; several by the clock, if they were given nine tenths of it. Where that never
-    happened, the rate of one thread times their number stands in, with a spread of 1. Another
-    clock would measure the other programs of a busy machine: at a load of 18 on two cores,
-    products of 1024^3 took 20 times as long by the clock as by processor time.
+    On a CPU a product counts only if its threads had the processor. One thread is timed by its
+    processor time. Several threads are timed by the wall clock, and a product counts if they got
+    nine tenths of the processor time. If none did, the peak is the rate of one thread times their
+    number, with a spread of 1. Wall-clock time alone would measure other programs on a busy
+    machine: at a load of 18 on two cores, products of 1024^3 took 20 times as long by the wall
+    clock as by processor time.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
-        # fp16 where a CPU has no instructions for it takes 2 s for 1024^3.
+        # On a CPU without fp16 instructions, 1024^3 in fp16 takes 2 s.
         size = 512 if min(_thread_times(256, dtype, 0.0)) < 0.004 else 256
     method = f"measured {size}^3 matmul"
     if device.type != "cpu":
-        taken = _device_times(size, dtype, device)
+        times_s = _device_times(size, dtype, device)
     elif threads == 1:
-        taken = _thread_times(size, dtype, _BUDGET_S)
+        times_s = _thread_times(size, dtype, _BUDGET_S)
     else:
-        taken = _clean_times(size, dtype, threads)
-        if len(taken) < _FEWEST_RUNS:
+        times_s = _uninterrupted_times(size, dtype, threads)
+        if len(times_s) < _MIN_RUNS:
             torch.set_num_threads(1)
             try:
-                alone = min(_thread_times(size, dtype, _BUDGET_S / 4))
+                one_thread_s = min(_thread_times(size, dtype, _BUDGET_S / 4))
             finally:
                 torch.set_num_threads(threads)
             method += f" of one thread, times {threads}"
-            return Peak(setup, threads * 2 * size**3 / alone, 1.0, method, _now())
-    taken = sorted(taken)
-    confirming = taken[min(len(taken) - 1, max(2, len(taken) // 10))]
-    return Peak(setup, 2 * size**3 / taken[0], 1 - taken[0] / confirming, method, _now())
+            return Peak(setup, threads * 2 * size**3 / one_thread_s, 1.0, method, _now())
+    times_s = sorted(times_s)
+    confirming_s = times_s[min(len(times_s) - 1, max(2, len(times_s) // 10))]
+    return Peak(setup, 2 * size**3 / times_s[0], 1 - times_s[0] / confirming_s, method, _now())
 
 
 def _now() -> str:
@@ -162,7 +174,7 @@ def _now() -> str:
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     a = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
     out = torch.empty_like(a)
-    torch.mm(a, a, out=out)  # what is made once for a shape does not count
+    torch.mm(a, a, out=out)  # the first product of a shape may compile a kernel
     return lambda: torch.mm(a, a, out=out)
 
 
@@ -173,47 +185,49 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Processor seconds of products by this thread alone."""
+    """Return processor seconds of products on this thread."""
     run = _product(size, dtype, torch.device("cpu"))
-    taken: list[float] = []
+    times_s: list[float] = []
     end = time.perf_counter() + budget_s
-    while len(taken) < _FEWEST_RUNS or time.perf_counter() < end:
-        taken.append(max(_timed(run, time.thread_time), 1e-9))
-    return taken
+    while len(times_s) < _MIN_RUNS or time.perf_counter() < end:
+        times_s.append(max(_timed(run, time.thread_time), 1e-9))
+    return times_s
 
 
-def _clean_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Seconds of products during which all threads had the processor; there may be none."""
-    run, taken = _product(size, dtype, torch.device("cpu")), []
+def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
+    """Return seconds of products during which all threads had the processor; the list may be
+    empty."""
+    run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
-        given = time.process_time()
-        wall = _timed(run, time.perf_counter)
-        if time.process_time() - given >= _SHARE_GIVEN * threads * wall:
-            taken.append(wall)
-    return taken
+        cpu_start_s = time.process_time()
+        wall_s = _timed(run, time.perf_counter)
+        if time.process_time() - cpu_start_s >= _MIN_CPU_SHARE * threads * wall_s:
+            times_s.append(wall_s)
+    return times_s
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Seconds of products on another device than a CPU."""
+    """Return seconds of products on a device other than a CPU."""
     run = _product(size, dtype, device)
-    taken: list[float] = []
+    times_s: list[float] = []
 
-    def finished() -> None:
+    def run_to_end() -> None:
         run()
         synchronize(device)
 
     synchronize(device)
     end = time.perf_counter() + _BUDGET_S
-    while len(taken) < _FEWEST_RUNS or time.perf_counter() < end:
-        taken.append(_timed(finished, time.perf_counter))
-    return taken
+    while len(times_s) < _MIN_RUNS or time.perf_counter() < end:
+        times_s.append(_timed(run_to_end, time.perf_counter))
+    return times_s
 
 
 def cache_dir() -> Path | None:
-    """OPTIMUS_PEAK_CACHE, or optimus/peaks in the user's cache directory; None without a home."""
-    if named := os.environ.get("OPTIMUS_PEAK_CACHE"):
-        return Path(named)
+    """Return OPTIMUS_PEAK_CACHE, or optimus/peaks in the user's cache directory; None without a
+    home directory."""
+    if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
+        return Path(setting)
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -222,42 +236,50 @@ def cache_dir() -> Path | None:
 
 
 def kept_peaks() -> list[tuple[Path, Peak]]:
-    """The usable peaks of the cache with their files."""
+    """Return the usable peaks of the cache with their files."""
     directory = cache_dir()
     paths = sorted(directory.glob("*.json")) if directory is not None else []
-    found = ((path, read_peak(path)) for path in paths)
-    return [(path, peak) for path, peak in found if isinstance(peak, Peak)]
+    peaks = ((path, read_peak(path)) for path in paths)
+    return [(path, peak) for path, peak in peaks if isinstance(peak, Peak)]
 
 
-def _read(setup: Setup, say: Callable[[str], None]) -> Peak | None:
+def _read(setup: Setup, log: Callable[[str], None]) -> Peak | None:
     if (directory := cache_dir()) is None:
         return None
-    found = read_peak(directory / f"{setup.key}.json")
-    if isinstance(found, str):
-        say(f"{found}; it is ignored, and the peak of MFU is measured again")
+    cached = read_peak(directory / f"{setup.key}.json")
+    if isinstance(cached, str):
+        log(f"{cached}; it is ignored, and the peak of MFU is measured again")
         return None
-    return found if found is not None and found.setup == setup else None
+    return cached if cached is not None and cached.setup == setup else None
 
 
 def read_peak(path: Path, private: bool = True) -> Peak | str | None:
-    """The peak in a file; None where there is none, and why a file is not to be used. `private`: a
-    file or a folder that others own or may write is not."""
+    """Read a file that `write_peak` wrote.
+
+    Args:
+        path: the file.
+        private: refuse a file or folder that another user owns or may write.
+
+    Returns:
+        The peak, None if the file does not exist, or the reason why it is not used.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         return f"{path}: {error.strerror}"
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         return f"{path}: is not a file"
     with os.fdopen(fd, "rb") as file:
-        for what, where in ((about, path), (path.parent.stat(), path.parent)) if private else ():
-            if what.st_uid != os.geteuid():
-                return f"{where}: belongs to another user"
-            if what.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return f"{where}: can be written by others; chmod go-w makes it usable"
+        checked = ((path, status), (path.parent, path.parent.stat())) if private else ()
+        for name, owner_and_mode in checked:
+            if owner_and_mode.st_uid != os.geteuid():
+                return f"{name}: belongs to another user"
+            if owner_and_mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return f"{name}: can be written by others; run chmod go-w on it to use it"
         try:
             return _parse(file.read(1 << 16))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -265,50 +287,51 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
 
 def _parse(data: bytes) -> Peak:
-    """Return the peak that `write_peak` wrote. Raises one of several exceptions for other bytes."""
+    """Return the peak that `write_peak` wrote. Raises one of several exceptions for other
+    content."""
     tree = files.parse_checked_json(data)
     is_peak = tree.pop("format") == _FORMAT
     del tree["self_xxh3"]
     peak = Peak(**tree | {"setup": Setup(**tree["setup"])})
-    for part in (peak, peak.setup):
-        fields = dataclasses.fields(part)
-        kinds: dict[str, Any] = {one.name: _KINDS.get(str(one.type), Setup) for one in fields}
-        values = {key: getattr(part, key) for key in kinds}
+    for section in (peak, peak.setup):
+        fields = dataclasses.fields(section)
+        kinds: dict[str, Any] = {field.name: _KINDS.get(str(field.type), Setup) for field in fields}
+        values = {key: getattr(section, key) for key in kinds}
         is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
         texts = (text for text in values.values() if isinstance(text, str))
         is_peak = is_peak and all(map(str.isprintable, texts))  # they are printed
     if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= peak.spread < math.inf:
-        raise ValueError("holds no peak")
+        raise ValueError("not a peak")
     return peak
 
 
-def _keep(peak: Peak, say: Callable[[str], None]) -> None:
-    """Put a peak into the cache, if that can be written."""
+def _cache(peak: Peak, log: Callable[[str], None]) -> None:
+    """Write a peak to the cache; log a line if that fails."""
     if (directory := cache_dir()) is None:
         return
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{peak.setup.key}.json"
         write_peak(path, peak)
-        path.chmod(0o600)  # under umask 002 it would not be used again
+        path.chmod(0o600)  # under umask 002 the group could write it, and it would be refused
     except OSError as error:
-        say(
-            f"the peak of MFU is not kept: {error.filename or directory}: {error.strerror}; set "
+        log(
+            f"the peak of MFU is not cached: {error.filename or directory}: {error.strerror}; set "
             "OPTIMUS_PEAK_CACHE to a writable directory"
         )
 
 
 def write_peak(path: Path, peak: Peak) -> None:
-    """Atomically write a peak, as `read_peak` reads it. Raises OSError."""
+    """Write a peak atomically, for `read_peak`. Raises OSError."""
     files.write_bytes(path, files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
 
 
 class RunPeak:
-    """The peak of one run: what it began with, also where it is resumed.
+    """The peak of one run, which stays the same when the run is resumed.
 
-    Of several ranks the first has it, for its own threads, measured while the others wait or
-    prepare: a figure that is kept must not depend on how many ranks shared the machine. So what
-    ranks lose to each other shows in MFU.
+    Only the first rank has it, for its threads, measured while the other ranks wait or prepare: a
+    peak that is cached must not depend on the number of ranks on the machine. What ranks lose to
+    each other therefore lowers MFU.
     """
 
     def __init__(
@@ -318,39 +341,45 @@ class RunPeak:
         device: torch.device,
         dtype: torch.dtype,
         library: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """Other arguments as for `find_peak`; `say` is told which peak it is."""
-        self._path, self._say, self._was_wrong = run_dir / "peak.json", say, False
+        """Use the recorded peak of a resumed run, or find one and record it.
+
+        Args:
+            run_dir: directory of the run.
+            resumed: the run was started before.
+            device, dtype, library, log: as for `find_peak`; `log` also receives the peak in use.
+        """
+        self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False
         setup = setup_of(device, dtype, library)
         recorded = read_peak(self._path, private=False) if resumed else None
         if isinstance(recorded, Peak) and recorded.setup == setup:
             self.peak = recorded
-            say(f"MFU refers to {recorded}, as before in this run")
+            log(f"MFU refers to {recorded}, as before in this run")
             return
-        self.peak = find_peak(device, dtype, library, say)
-        before = f"; until now it was {recorded}" if isinstance(recorded, Peak) else ""
-        say(f"MFU refers to {self.peak}{before}")
+        self.peak = find_peak(device, dtype, library, log)
+        change = f"; before it was {recorded}" if isinstance(recorded, Peak) else ""
+        log(f"MFU refers to {self.peak}{change}")
         self._record()
 
     def mfu(self, flops: float) -> float | None:
-        """Return the share of the peak that `flops` a second are. A greater rate shows that the
-        peak was too low: it becomes the peak, and None is returned."""
+        """Return `flops` per second as a share of the peak. A rate above the peak shows that the
+        peak was too low: the rate becomes the peak, and None is returned."""
         if flops <= self.peak.flops:
             return flops / self.peak.flops
-        if not self._was_wrong:
-            self._say(
+        if not self._was_too_low:
+            self._log(
                 f"the peak of MFU was too low: a step reached {flops / 1e12:.3g} TFLOP/s, which is "
                 "the peak from now on; the step's mfu is null"
             )
             if (directory := cache_dir()) is not None:
                 with contextlib.suppress(OSError):
                     (directory / f"{self.peak.setup.key}.json").unlink()
-        self._was_wrong = True
+        self._was_too_low = True
         self.peak = dataclasses.replace(self.peak, flops=flops, method="reached by a step")
         self._record()
         return None
 
     def _record(self) -> None:
-        with contextlib.suppress(OSError):  # metrics, which share the disk, tell of it
+        with contextlib.suppress(OSError):  # the metrics, on the same disk, report its errors
             write_peak(self._path, self.peak)

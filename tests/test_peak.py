@@ -1,4 +1,5 @@
-"""The peak of MFU: measured well or not kept, kept once, the same on resume, never exceeded."""
+"""The peak of MFU: measured reliably or not cached, cached once, unchanged on resume, never
+exceeded."""
 
 from __future__ import annotations
 
@@ -35,15 +36,16 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Every measurement gives 1 TFLOP/s more than the one before; what was measured."""
-    found: list[Peak] = []
+    """Replace the measurement: each gives 1 TFLOP/s more than the one before. Return the measured
+    peaks."""
+    peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
-        found.append(Peak(setup, (len(found) + 1) * 1e12, 0.02, "measured", "2026-01-01T00:00:00Z"))
-        return found[-1]
+        peaks.append(Peak(setup, (len(peaks) + 1) * 1e12, 0.02, "measured", "2026-01-01T00:00:00Z"))
+        return peaks[-1]
 
     monkeypatch.setattr(peak, "measure", measure)
-    return found
+    return peaks
 
 
 def unexpected(line: str) -> None:
@@ -52,21 +54,21 @@ def unexpected(line: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_measurement_keeps_the_threads_and_is_positive(dtype, threads):
+def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         setup = setup_of(CPU, dtype, "x")
-        found = peak.measure(CPU, dtype, setup)
+        result = peak.measure(CPU, dtype, setup)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    assert setup.threads == threads and found.flops > 1e8 and 0 <= found.spread <= 1
-    assert found.is_reliable == (found.spread <= 0.1)
+    assert setup.threads == threads and result.flops > 1e8 and 0 <= result.spread <= 1
+    assert result.is_reliable == (result.spread <= 0.1)
 
 
-def test_time_that_other_programs_had_does_not_count(monkeypatch):
-    """Ten times as long by the clock, as where others have the processor meanwhile."""
+def test_time_of_other_programs_does_not_count(monkeypatch):
+    """The wall clock shows ten times as much, as if other programs had the processor meanwhile."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
@@ -75,15 +77,15 @@ def test_time_that_other_programs_had_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """Of several threads the clock is used, and only where they had the processor."""
-    monkeypatch.setattr(peak, "_clean_times", lambda *_: [])
+    """Several threads are timed by the wall clock, and only while they have the processor."""
+    monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
-    found = peak.measure(*FP32[:2], setup)
-    assert not found.is_reliable and "of one thread, times 2" in found.method
+    result = peak.measure(*FP32[:2], setup)
+    assert not result.is_reliable and "of one thread, times 2" in result.method
 
 
-def test_it_is_measured_once_for_each_setup(measured, cache):
-    before = os.umask(0o002)  # a group may write new files then, but not this one
+def test_peak_is_measured_once_for_each_setup(measured, cache):
+    before = os.umask(0o002)  # the group may write new files, but not a cached peak
     try:
         first = find_peak(*FP32, unexpected)
     finally:
@@ -99,12 +101,12 @@ def test_it_is_measured_once_for_each_setup(measured, cache):
     assert len(measured) == 4
 
 
-def test_a_poor_measurement_is_used_and_not_kept(monkeypatch, cache):
+def test_unreliable_measurement_is_used_and_not_cached(monkeypatch, cache):
     poor = Peak(setup_of(*FP32), 1e12, 0.3, "measured", "2026-01-01T00:00:00Z")
     monkeypatch.setattr(peak, "measure", lambda *_: poor)
     lines: list[str] = []
     assert find_peak(*FP32, lines.append) == poor and not cache.exists()
-    assert len(lines) == 1 and "spread of 30%" in lines[0] and "not kept" in lines[0]
+    assert len(lines) == 1 and "spread of 30%" in lines[0] and "not cached" in lines[0]
 
 
 def spoil(path: Path) -> None:
@@ -113,7 +115,7 @@ def spoil(path: Path) -> None:
 
 
 def rewrite(path: Path, **fields: Any) -> None:
-    """Replace fields in a file, and its hash."""
+    """Replace fields of a file, and update its hash."""
     tree = json.loads(path.read_bytes())
     del tree["self_xxh3"]
     setup = tree["setup"] | fields.pop("setup", {})
@@ -137,46 +139,46 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_file_that_cannot_be_trusted_is_ignored_with_a_line(measured, cache, how):
+@pytest.mark.parametrize("damage", BROKEN)
+def test_untrusted_file_is_ignored_with_a_log_line(measured, cache, damage):
     find_peak(*FP32, unexpected)
     (path,) = cache.iterdir()
-    spoil_it, word = BROKEN[how]
-    spoil_it(path)
+    apply, word = BROKEN[damage]
+    apply(path)
     lines: list[str] = []
     assert find_peak(*FP32, lines.append).flops == 2e12
     assert str(cache) in lines[0] and word in lines[0] and "is ignored" in lines[0]
 
 
-def test_a_file_of_another_user_is_ignored(measured, cache, monkeypatch):
+def test_file_of_another_user_is_ignored(measured, cache, monkeypatch):
     find_peak(*FP32, unexpected)
-    own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     lines: list[str] = []
     assert find_peak(*FP32, lines.append).flops == 2e12
     assert "belongs to another user" in lines[0]
 
 
-def test_a_cache_that_cannot_be_written_costs_a_line(measured, tmp_path, monkeypatch):
+def test_unwritable_cache_gives_a_log_line(measured, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path / "file" / "peaks"))
     lines: list[str] = []
     find_peak(*FP32, lines.append)
-    assert "is not kept" in lines[-1] and "set OPTIMUS_PEAK_CACHE" in lines[-1]
+    assert "is not cached" in lines[-1] and "set OPTIMUS_PEAK_CACHE" in lines[-1]
 
 
-def test_without_a_home_nothing_is_kept(measured, homeless, monkeypatch):
+def test_without_a_home_directory_no_peak_is_cached(measured, homeless, monkeypatch):
     monkeypatch.delenv("OPTIMUS_PEAK_CACHE")
     assert find_peak(*FP32, unexpected).flops == 1e12 and peak.kept_peaks() == []
 
 
-def test_a_data_sheet_is_not_measured(measured, monkeypatch):
+def test_peak_of_a_data_sheet_is_not_measured(measured, monkeypatch):
     monkeypatch.setattr(peak, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    found = find_peak(torch.device("cuda", 0), torch.bfloat16, "cuda", unexpected)
-    assert found.flops == 989e12 and "data sheet" in str(found) and not measured
+    result = find_peak(torch.device("cuda", 0), torch.bfloat16, "cuda", unexpected)
+    assert result.flops == 989e12 and "data sheet" in str(result) and not measured
 
 
-def test_a_resumed_run_keeps_its_peak(measured, cache, tmp_path):
+def test_resumed_run_keeps_its_peak(measured, cache, tmp_path):
     lines: list[str] = []
     first = RunPeak(tmp_path, False, *FP32, lines.append)
     next(cache.iterdir()).unlink()
@@ -185,10 +187,10 @@ def test_a_resumed_run_keeps_its_peak(measured, cache, tmp_path):
     assert RunPeak(tmp_path, False, *FP32, lines.append).peak.flops == 2e12
     changed = RunPeak(tmp_path, True, CPU, torch.float32, "oneDNN", lines.append)
     assert changed.peak.flops == 3e12
-    assert "MFU refers to 3 TFLOP/s" in lines[-1] and "until now it was 2 TFLOP/s" in lines[-1]
+    assert "MFU refers to 3 TFLOP/s" in lines[-1] and "before it was 2 TFLOP/s" in lines[-1]
 
 
-def test_a_rate_above_the_peak_raises_it_and_is_said_once(measured, cache, tmp_path):
+def test_rate_above_the_peak_raises_it_and_is_logged_once(measured, cache, tmp_path):
     lines: list[str] = []
     run = RunPeak(tmp_path, False, *FP32, lines.append)
     assert run.mfu(5e11) == 0.5 and run.mfu(1e12) == 1.0 and len(lines) == 1
@@ -198,19 +200,19 @@ def test_a_rate_above_the_peak_raises_it_and_is_said_once(measured, cache, tmp_p
     assert RunPeak(tmp_path, True, *FP32, lines.append).peak.flops == 5e12
 
 
-def test_a_run_writes_null_rather_than_more_than_one(tiny_data, tmp_path, cache, monkeypatch):
+def test_run_writes_null_for_an_mfu_above_unity(tiny_data, tmp_path, cache, monkeypatch):
     setup = setup_of(*FP32)
     low = Peak(setup, 1.0, 0.0, "measured", "2026-01-01T00:00:00Z")
     monkeypatch.setattr(peak, "measure", lambda device, dtype, setup: replace(low, setup=setup))
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
-    told = told_by(tree)
-    assert told.count("MFU refers to 1e-12 TFLOP/s a device (measured, float32, ") == 1
-    assert told.count("the peak of MFU was too low") == 1
+    log = told_by(tree)
+    assert log.count("MFU refers to 1e-12 TFLOP/s per device (measured, float32, ") == 1
+    assert log.count("the peak of MFU was too low") == 1
     values = [line["mfu"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert values[0] is None and all(value is None or value <= 1 for value in values)
 
 
-def test_a_resumed_run_says_the_same_figure(tiny_data, tmp_path):
+def test_resumed_run_logs_the_same_peak(tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     tree["train"]["stop_at_step"] = 2
     run_tree(tree)
@@ -220,16 +222,16 @@ def test_a_resumed_run_says_the_same_figure(tiny_data, tmp_path):
     assert (tmp_path / "run" / "peak.json").read_bytes() == recorded
 
 
-def test_doctor_shows_what_is_kept(measured, cache):
-    kept = find_peak(*FP32, unexpected)
-    found = examine()["peaks"]
+def test_doctor_reports_cached_peaks(measured, cache):
+    cached = find_peak(*FP32, unexpected)
+    reported = examine()["peaks"]
     (path,) = cache.iterdir()
-    assert found == {str(path): f"{kept}; {kept.setup.name}"}
-    assert "spread 2.0%, 2026-01-01" in format_examination({"peaks": found})
-    json.dumps(found)
+    assert reported == {str(path): f"{cached}; {cached.setup.name}"}
+    assert "spread 2.0%, 2026-01-01" in format_examination({"peaks": reported})
+    json.dumps(reported)
 
 
-def test_what_is_written_is_read_again(tmp_path):
-    found = Peak(setup_of(*FP32), 1.5e12, 0.01, "measured", "2026-01-01T00:00:00Z")
-    write_peak(tmp_path / "p.json", found)
-    assert read_peak(tmp_path / "p.json", private=False) == found
+def test_written_peak_is_read_again(tmp_path):
+    written = Peak(setup_of(*FP32), 1.5e12, 0.01, "measured", "2026-01-01T00:00:00Z")
+    write_peak(tmp_path / "p.json", written)
+    assert read_peak(tmp_path / "p.json", private=False) == written

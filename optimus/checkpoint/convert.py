@@ -97,7 +97,7 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
             for line in complete_hf(directory, config):
                 logger.warning(line)
 
-        write_hf(out, config, weights.stretches(), dtypes, beside=add_files)
+        write_hf(out, config, weights.stretches(), dtypes, add_files=add_files)
 
 
 def _copy_kept(source: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.transfer import Readers, Want
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError
-from optimus.hf import is_hf_directory, places
+from optimus.hf import hf_tensors, is_hf_directory
 from optimus.io import files
 from optimus.io.safetensors import DTYPES, TensorFiles, as_bytes
 from optimus.io.tensor_file import TensorFile
@@ -71,7 +71,7 @@ class FileWeights(Weights):
         own = ((name, name, parameter) for name, parameter in model.named_parameters())
         found = []
         for theirs, ours, part in (
-            places(config, self._files.names()) if is_hf_directory(path) else own
+            hf_tensors(config, self._files.names()) if is_hf_directory(path) else own
         ):
             file, stored = self._files.find(theirs)
             begun = int(part.storage_offset())

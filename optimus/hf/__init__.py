@@ -1,9 +1,9 @@
-"""Directories of OlmoForCausalLM and OlmoeForCausalLM, and FastSparseMoE inside models of
-transformers."""
+"""Hugging Face: directories of OlmoForCausalLM and OlmoeForCausalLM, and FastSparseMoE inside
+models of transformers."""
 
 from optimus.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
 from optimus.hf.drop_in import FastExperts, use_fast_moe
-from optimus.hf.names import check_hf_weights, places
+from optimus.hf.names import check_hf_weights, hf_tensors
 from optimus.hf.write import plan_hf, write_hf, write_hf_json
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "check_hf_weights",
     "config_from_hf",
     "config_to_hf",
+    "hf_tensors",
     "is_hf_directory",
-    "places",
     "plan_hf",
     "read_hf_config",
     "use_fast_moe",

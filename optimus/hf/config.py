@@ -1,7 +1,7 @@
-"""`config.json` to `ModelConfig` and back.
+"""Conversion between `config.json` and `ModelConfig`.
 
 Every field that changes logits or loss in transformers' OlmoForCausalLM and OlmoeForCausalLM is
-honoured or refused by name. Both spellings of the rotary embedding are read: `rope_theta` with
+converted or refused by name. Both spellings of the rotary embedding are read: `rope_theta` with
 `rope_scaling` (version 4) and `rope_parameters` (version 5).
 """
 
@@ -26,17 +26,17 @@ from optimus.io.tensor_file import INDEX, MODEL
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20
-"""Largest config.json that is read; real ones have some kilobytes."""
+"""Largest config.json that is read; real files have a few kilobytes."""
 _NUMBERED = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp\.experts\.([0-9]+)\.)?")
 _MERGED_EXPERTS = ".mlp.experts.down_proj"
-_OLMO_EPS = 1e-5  # a constant of transformers' OlmoLayerNorm, whatever config.json says
+_OLMO_EPS = 1e-5  # a constant in transformers' OlmoLayerNorm, not a field of config.json
 
-# Fields of a stretched rotary embedding that transformers derives where they are absent.
+# Fields of a scaled rotary embedding that transformers derives if they are absent.
 _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
 
 class _Fields(BaseModel):
-    """What transformers reads of config.json, with its defaults where the file is silent."""
+    """Fields of config.json that transformers reads, with its defaults."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -91,7 +91,7 @@ class _Olmoe(_Fields):
 
 
 def is_hf_directory(path: str | os.PathLike) -> bool:
-    """Whether `path` is a directory with a config.json that names a model type."""
+    """Return whether `path` is a directory with a config.json that has a model type."""
     try:
         content = json.loads(read_regular(Path(path) / "config.json", _CONFIG_BYTES))
         return "model_type" in content
@@ -102,26 +102,31 @@ def is_hf_directory(path: str | os.PathLike) -> bool:
 def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> ModelConfig:
     """Return the `[model]` section that a Hugging Face directory describes.
 
-    Raises CheckpointError if config.json cannot be read or, with `compare_counts`, has more layers
-    or experts than the weights next to it; ConfigError if it asks for something that this model
-    does not compute.
+    Args:
+        path: the directory.
+        compare_counts: check the numbers of layers and experts against the weights in the
+            directory.
+
+    Raises:
+        CheckpointError: config.json cannot be read, or has more layers or experts than the weights.
+        ConfigError: config.json has a feature that our model does not compute.
     """
     file = Path(path) / "config.json"
     try:
         content = json.loads(read_regular(file, _CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        what = getattr(error, "strerror", None) or one_line(error)
-        raise CheckpointError(f"{file}: not readable as JSON: {what}") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise CheckpointError(f"{file}: not readable as JSON: {reason}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: holds no JSON object")
+        raise CheckpointError(f"{file}: is not a JSON object")
     if compare_counts:
         _check_counts(content, file)
     return config_from_hf(content, source=str(file))
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Compare the numbers of layers and experts with the header of the weights, if there are any,
-    before a model of that size takes memory. Raises CheckpointError."""
+    """Compare the numbers of layers and experts with the header of the weights, if there are
+    weights, before memory for a model of that size is allocated. Raises CheckpointError."""
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
     weights = TensorFiles(file.parent)
@@ -132,38 +137,49 @@ def _check_counts(content: Mapping[str, Any], file: Path) -> None:
             experts = max(experts, *weights.find(merged)[1].shape[:1])
     finally:
         weights.close()
-    for key, there, noun in (
+    for key, stored, noun in (
         ("num_hidden_layers", layers, "layer"),
         ("num_experts", experts, "expert"),
         ("num_local_experts", experts, "expert"),
     ):
-        if type(number := content.get(key)) is int and number > there:
+        if type(number := content.get(key)) is int and number > stored:
             if noun == "expert" and content.get("model_type") != "olmoe":
                 continue
             raise CheckpointError(
-                f"{file}: {key} = {number}, but the weights next to it have {counted(there, noun)}"
+                f"{file}: {key} = {number}, but the weights next to it have {counted(stored, noun)}"
             )
 
 
 def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """A ModelConfig from config.json's content; ConfigError where a field cannot be honoured."""
-    kind = _architecture(content, source)
+    """Convert the content of config.json.
+
+    Args:
+        content: the JSON object.
+        source: name for error messages.
+
+    Returns:
+        The `[model]` section.
+
+    Raises:
+        ConfigError: a field has a value that our model does not support.
+    """
+    architecture = _architecture(content, source)
     content = dict(content)
     if "num_local_experts" in content:  # transformers' alias
         content.setdefault("num_experts", content["num_local_experts"])
     try:
-        fields = (_Olmoe if kind == "olmoe" else _Olmo).model_validate(content)
+        fields = (_Olmoe if architecture == "olmoe" else _Olmo).model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error)}") from None
-    usual_head_dim = fields.hidden_size // fields.num_attention_heads
-    _refuse(fields, usual_head_dim, source)
+    default_head_dim = fields.hidden_size // fields.num_attention_heads
+    _refuse(fields, default_head_dim, source)
     model = {
-        "architecture": kind,
+        "architecture": architecture,
         "num_layers": fields.num_hidden_layers,
         "hidden_size": fields.hidden_size,
         "num_attention_heads": fields.num_attention_heads,
         "num_key_value_heads": _derived(fields.num_key_value_heads, fields.num_attention_heads),
-        "head_dim": _derived(fields.head_dim, usual_head_dim),
+        "head_dim": _derived(fields.head_dim, default_head_dim),
         "intermediate_size": fields.intermediate_size,
         "vocab_size": fields.vocab_size,
         "tie_embeddings": fields.tie_word_embeddings,
@@ -187,16 +203,21 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json's content for tensors of `dtype` (torch's name, such as "bfloat16").
+    """Return the content of config.json for a model, in the spelling of version 4, which version 5
+    reads too.
 
-    Written in version 4's spelling, which version 5 reads too. Raises ConfigError for a model that
-    transformers cannot express.
+    Args:
+        config: the model.
+        dtype: torch's name of the tensors' dtype, such as "bfloat16".
+
+    Raises:
+        ConfigError: transformers does not support the model.
     """
-    kind, heads = config.architecture, config.num_attention_heads
-    _expressible(config)
+    architecture, heads = config.architecture, config.num_attention_heads
+    _check_supported(config)
     fields: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -220,7 +241,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if config.head_size * heads != config.hidden_size:
         fields["head_dim"] = config.head_size
-    if kind == "olmoe":
+    if architecture == "olmoe":
         fields |= {
             "rms_norm_eps": config.norm_eps,
             "num_experts": config.uniform_experts,
@@ -233,7 +254,8 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any], source: str) -> str:
-    """`olmo` or `olmoe`; any other model type or head is refused by name."""
+    """Return `olmo` or `olmoe`. Raises ConfigError with the name of any other model type or
+    class."""
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -246,8 +268,8 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
     return kind
 
 
-def _refuse(fields: _Fields, usual_head_dim: int, source: str) -> None:
-    """Fields with a meaning in transformers' model that ours does not have."""
+def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
+    """Raise ConfigError for a field that has an effect in transformers' model and none in ours."""
     refusals = {
         "hidden_act": fields.hidden_act not in ("silu", "swish"),
         "attention_dropout": fields.attention_dropout != 0,
@@ -257,8 +279,8 @@ def _refuse(fields: _Fields, usual_head_dim: int, source: str) -> None:
         "quantization_config": fields.quantization_config is not None,
         "per_layer_config": bool(fields.per_layer_config),
         "partial_rotary_factor": fields.partial_rotary_factor not in (None, 1),
-        # OLMoE's q_norm is as wide as hidden_size.
-        "head_dim": isinstance(fields, _Olmoe) and fields.head_dim not in (None, usual_head_dim),
+        # OLMoE's q_norm has hidden_size elements.
+        "head_dim": isinstance(fields, _Olmoe) and fields.head_dim not in (None, default_head_dim),
     }
     for key, refused in refusals.items():
         if refused:
@@ -268,7 +290,8 @@ def _refuse(fields: _Fields, usual_head_dim: int, source: str) -> None:
             )
 
 
-def _expressible(config: ModelConfig) -> None:
+def _check_supported(config: ModelConfig) -> None:
+    """Raise ConfigError if transformers does not support the model."""
     heads, head_dim = config.num_attention_heads, config.head_size
     if config.uniform_experts is None:
         raise ConfigError(
@@ -294,8 +317,9 @@ def _expressible(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """transformers adds its auxiliary loss only if `output_router_logits`; otherwise the
-    coefficient is kept for OLMo's form, in which these models were trained."""
+    """Return the fields of an MoE model. transformers adds its auxiliary loss only if
+    `output_router_logits` is set; otherwise the coefficient applies to OLMo's form, with which
+    these models were trained."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
@@ -307,21 +331,21 @@ def _mixture(fields: _Olmoe) -> dict[str, Any]:
 
 
 def _rope(fields: _Fields, source: str) -> dict[str, Any]:
-    given = fields.rope_scaling or fields.rope_parameters or {}
-    rope = {key: value for key, value in given.items() if value is not None}
+    spelled = fields.rope_scaling or fields.rope_parameters or {}
+    rope = {key: value for key, value in spelled.items() if value is not None}
     theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(f"{source}: rope_parameters = {given!r} by layer type is not supported")
+        raise ConfigError(f"{source}: rope_parameters = {spelled!r} by layer type is not supported")
     if kind != "default" and (type(kind) is not str or kind not in ROPE_FIELDS):
         known = ", ".join(repr(name) for name in ("default", *ROPE_FIELDS))
         raise ConfigError(
-            f"{source}: rope scaling of type {kind!r} is not supported; known are {known}"
+            f"{source}: rope scaling of type {kind!r} is not supported; use one of {known}"
         )
     if rope.get("partial_rotary_factor", 1) != 1 or rope.get("attention_factor", 1) == 0:
         raise ConfigError(
             f"{source}: partial_rotary_factor other than 1 and attention_factor = 0 are not "
-            f"supported, as in rope_parameters = {given!r}"
+            f"supported, as in rope_parameters = {spelled!r}"
         )
     if kind == "default":
         return {"rope_theta": theta}
@@ -342,18 +366,19 @@ def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _padding(fields: _Fields, source: str) -> int:
-    """torch.nn.Embedding counts a negative padding index from the end of the table."""
+    """Return the padding token. As in torch.nn.Embedding, a negative one counts from the end of the
+    table."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
     if not -size <= token < size:
-        raise ConfigError(f"{source}: pad_token_id = {token} lies outside the vocabulary of {size}")
+        raise ConfigError(f"{source}: pad_token_id = {token} is outside the vocabulary of {size}")
     return token % size
 
 
-def _derived(value: int | None, usual: int) -> int:
-    """0, for "derived", where a field holds its usual value."""
-    return 0 if value is None or value == usual else value
+def _derived(value: int | None, default: int) -> int:
+    """Return 0, which means "derived", if a field has its default value."""
+    return 0 if value is None or value == default else value
 
 
 def _as_tuple(field: int | list[int] | None) -> tuple[int, ...]:

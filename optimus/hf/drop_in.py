@@ -1,11 +1,13 @@
-"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` and the model stays what it was.
+"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` replaces the computation of its
+experts.
 
-transformers has laid experts out in two ways. From version 5 on they are merged: `experts` holds
-gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are taken over as they are. Before, `experts`
-was a list of modules, one an expert: their weights are copied into merged parameters, and state
-dicts keep the names of old.
+transformers has two layouts of experts. Since version 5 they are merged: `experts` has gate_up_proj
+[E, 2F, D] and down_proj [E, D, F], which are used without a copy. Before, `experts` was a list with
+one module per expert: their weights are copied into merged parameters, and state dicts keep the old
+names.
 
-Nothing here imports transformers; classes are known by their names and looked at before a change.
+Nothing here imports transformers. Classes are recognized by name and checked before anything
+changes.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -23,8 +25,8 @@ import optimus_kernels as kernels
 from optimus.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_Theirs = Any
-"""A module of transformers or of its user: what it has is looked at before a change."""
+_HfModule = Any
+"""A module of transformers or of its user, whose attributes are checked before a change."""
 
 MERGED = (
     "OlmoeExperts",
@@ -33,9 +35,9 @@ MERGED = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
 )
-"""Classes of merged experts that are computed as ours are; each of them is tested."""
+"""Classes of merged experts whose computation equals ours; tests cover each of them."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
-"""Blocks whose experts may be modules of their own."""
+"""Classes of blocks whose experts may be separate modules."""
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -46,21 +48,31 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def use_fast_moe(model: _Model) -> _Model:
-    """Let every MoE block of a transformers model compute by FastSparseMoE; returns `model`.
+    """Replace the computation of all MoE blocks of a transformers model by FastSparseMoE, in place.
 
-    The model is changed in place, wholly or, on an error, not at all. Names and values of its state
-    dict stay, and so does what the router gives (logits, auxiliary loss). Call it after loading
-    weights and before making an optimizer: experts that were modules of their own become two merged
-    parameters a layer, gate_up_proj and down_proj. A second call changes nothing.
+    Names and values of the state dict and the router's outputs (logits, auxiliary loss) stay the
+    same. Call this after loading weights and before creating an optimizer: experts that were
+    separate modules become two merged parameters per layer, gate_up_proj and down_proj. A second
+    call changes nothing.
 
-    Raises ConfigError for experts of another kind, quantised, offloaded, divided over devices
-    or with hooks, and for a block itself whose experts are modules of their own.
+    Args:
+        model: changed completely or, if an error is raised, not at all.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ConfigError: the model has no MoE block, or its experts are of an unsupported class,
+            quantized, offloaded, sharded or have hooks, or `model` itself is a block with separate
+            experts.
     """
-    found = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
-    blocks: list[_Theirs] = [block for block in found if not isinstance(block.experts, FastExperts)]
-    if not found:
+    all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
+    blocks: list[_HfModule] = [
+        block for block in all_blocks if not isinstance(block.experts, FastExperts)
+    ]
+    if not all_blocks:
         raise ConfigError(
-            f"{type(model).__name__} has no MoE block; use_fast_moe takes "
+            f"{type(model).__name__} has no MoE block; use_fast_moe supports "
             f"{', '.join(BY_MODULE)} and blocks with {', '.join(MERGED)}"
         )
     for block in blocks:
@@ -68,8 +80,8 @@ def use_fast_moe(model: _Model) -> _Model:
         _check_hooks(block)
         if block is model and isinstance(block.experts, nn.ModuleList):
             raise ConfigError(
-                f"{type(model).__name__} is itself the block to be replaced; give use_fast_moe the "
-                "model that holds it"
+                f"{type(model).__name__} is itself the block to be replaced; call use_fast_moe "
+                "with the model that contains it"
             )
     for block in blocks:
         if not isinstance(block.experts, nn.ModuleList):
@@ -90,11 +102,17 @@ class FastExperts(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, D], int64 [T, K], [T, K] -> [T, D] of hidden_states' dtype.
+        """Compute the experts of each token.
 
-        Products are in the parameters' dtype; under autocast in autocast's, as for a linear layer.
-        With OPTIMUS_KERNELS_DEBUG=1 numbers that no expert has are a ValueError; otherwise they add
-        nothing.
+        Args:
+            hidden_states: [T, D].
+            top_k_index: int64 [T, K]. With OPTIMUS_KERNELS_DEBUG=1 a number that no expert has is a
+                ValueError; otherwise it adds nothing.
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, D] of hidden_states' dtype. Products are in the parameters' dtype; under autocast in
+            autocast's, as for a linear layer.
         """
         rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
         merged = (self.gate_up_proj, self.down_proj)
@@ -106,15 +124,16 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """The same, with the state dict of one module an expert: `0.gate_proj.weight` and so on."""
+    """Merged experts with the state dict of one module per expert: `0.gate_proj.weight` and so
+    on."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
-        """Views of the merged tensors by the names that state dicts have for them."""
+        """Return views of the merged tensors by their names in state dicts."""
         inner, views = self.intermediate_dim, {}
         for expert in range(self.num_experts):
-            parts = (gate_up[expert, :inner], gate_up[expert, inner:], down[expert])
-            for projection, part in zip(_PROJECTIONS, parts, strict=True):
-                views[f"{prefix}{expert}.{projection}.weight"] = part
+            weights = (gate_up[expert, :inner], gate_up[expert, inner:], down[expert])
+            for projection, weight in zip(_PROJECTIONS, weights, strict=True):
+                views[f"{prefix}{expert}.{projection}.weight"] = weight
         return views
 
     def _save_to_state_dict(
@@ -137,7 +156,7 @@ class FastExpertsByModule(FastExperts):
         error_msgs: list[str],
     ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            self._become_as(state_dict, prefix)
+            self._adopt_dtype_and_device(state_dict, prefix)
         views = self._slices(self.gate_up_proj.detach(), self.down_proj.detach(), prefix)
         for name, view in views.items():
             if name not in state_dict:
@@ -154,9 +173,9 @@ class FastExpertsByModule(FastExperts):
                 key for key in state_dict if key.startswith(prefix) and key not in views
             )
 
-    def _become_as(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Parameters where and of the dtype that the first tensor to come is, as assigned ones
-        are."""
+    def _adopt_dtype_and_device(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Convert the parameters to dtype and device of the first tensor in `state_dict`, as an
+        assignment would."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
         if like is None:
             return
@@ -171,9 +190,9 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """The OlmoeSparseMoeBlock of transformers 4: its router, and its experts merged."""
+    """The OlmoeSparseMoeBlock of transformers 4 with its router and merged experts."""
 
-    def __init__(self, block: _Theirs) -> None:
+    def __init__(self, block: _HfModule) -> None:
         super().__init__()
         self.num_experts, self.top_k = block.num_experts, block.top_k
         self.norm_topk_prob = block.norm_topk_prob
@@ -181,7 +200,7 @@ class FastBlock(nn.Module):
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., D] -> the same shape, and the router's logits [T, E]."""
+        """Return the output, of the input's shape [..., D], and the router's logits [T, E]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router_logits = self.gate(x)
         weights, chosen = F.softmax(router_logits, dim=1, dtype=torch.float).topk(self.top_k)
@@ -195,48 +214,54 @@ def _experts(module: nn.Module) -> object:
     return module._modules.get("experts")
 
 
-def _check(block: _Theirs) -> None:
-    """ConfigError, naming the class, for a block that ours does not compute exactly."""
+def _check(block: _HfModule) -> None:
+    """Raise ConfigError, naming the class, if our computation of a block would differ from its
+    own."""
     experts, name = block.experts, type(block).__name__
     if isinstance(experts, nn.ModuleList):
         if name not in BY_MODULE:
             raise ConfigError(
-                f"use_fast_moe does not know {name} with a module an expert, only "
+                f"use_fast_moe does not know {name} with one module per expert, only "
                 f"{', '.join(BY_MODULE)}; newer versions of transformers merge experts"
             )
         for expert in experts:
             _check_modules(name, expert)
         activations = {type(getattr(expert, "act_fn", None)).__name__ for expert in experts}
     else:
-        kind = type(experts).__name__
-        if kind not in MERGED:
+        class_name = type(experts).__name__
+        if class_name not in MERGED:
             raise ConfigError(
-                f"use_fast_moe does not know {kind} (in {name}); it takes {', '.join(MERGED)}"
+                f"use_fast_moe does not know {class_name} (in {name}); it supports "
+                f"{', '.join(MERGED)}"
             )
         if getattr(experts, "_is_expert_parallel", False):
-            raise ConfigError(f"{kind} is divided over devices; use_fast_moe takes whole experts")
+            raise ConfigError(
+                f"{class_name} is sharded over devices; use_fast_moe needs complete experts"
+            )
         activations = {type(getattr(experts, "act_fn", None)).__name__}
     if not activations <= {"SiLU", "SiLUActivation"}:
-        raise ConfigError(f"{name} has the activation {', '.join(activations)}; only SiLU is known")
+        raise ConfigError(
+            f"{name} has the activation {', '.join(activations)}; use_fast_moe supports SiLU"
+        )
     parameters = list(experts.parameters())
     kinds = {(p.dtype, p.device, p.requires_grad) for p in parameters}
     if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
         raise ConfigError(
             f"the experts of {name} have parameters of (dtype, device, requires_grad) "
-            f"{sorted(map(str, kinds))}; use_fast_moe wants one kind, floating point, not on meta"
+            f"{sorted(map(str, kinds))}; all must have the same, floating point and not on meta"
         )
 
 
-def _check_hooks(block: _Theirs) -> None:
-    """ConfigError if something hangs on a module, or on a parameter, that is to go."""
-    gone = list(block.experts.modules())
+def _check_hooks(block: _HfModule) -> None:
+    """Raise ConfigError if a module or parameter that will be removed has hooks."""
+    removed = list(block.experts.modules())
     if isinstance(block.experts, nn.ModuleList):
-        gone.append(block)
-        gone += block.experts.parameters()
-    if any(getattr(one, kind, None) for one in gone for kind in _HOOKS):
+        removed.append(block)
+        removed += block.experts.parameters()
+    if any(getattr(owner, kind, None) for owner in removed for kind in _HOOKS):
         raise ConfigError(
-            f"the experts of {type(block).__name__} have hooks, which use_fast_moe would lose; "
-            "register them afterwards"
+            f"the experts of {type(block).__name__} have hooks, which would be lost; "
+            "register them after use_fast_moe"
         )
 
 
@@ -245,21 +270,21 @@ def _check_modules(name: str, expert: nn.Module) -> None:
     children.pop("act_fn", None)
     plain = all(type(c) is nn.Linear and c.bias is None for c in children.values())
     if tuple(children) != _PROJECTIONS or not plain:
-        found = ", ".join(f"{key}: {type(child).__name__}" for key, child in children.items())
+        modules = ", ".join(f"{key}: {type(child).__name__}" for key, child in children.items())
         raise ConfigError(
-            f"an expert of {name} has {found}; use_fast_moe wants plain linear layers "
+            f"an expert of {name} has {modules}; use_fast_moe supports only linear layers "
             f"{', '.join(_PROJECTIONS)} without bias"
         )
 
 
-def _merged(experts: _Theirs) -> FastExperts:
+def _merged(experts: _HfModule) -> FastExperts:
     fast = FastExperts(experts.gate_up_proj, experts.down_proj)
     return fast.train(experts.training)
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
-    """Copies; an expert's own weights are let go as soon as its copy is made."""
-    first: _Theirs = experts[0]
+    """Merge separate experts into new parameters."""
+    first: _HfModule = experts[0]
     weight: nn.Parameter = first.gate_proj.weight
     inner, hidden = weight.shape
     like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}

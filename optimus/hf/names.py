@@ -1,8 +1,8 @@
-"""One table between our parameters and transformers' tensors.
+"""The mapping between names of our parameters and of transformers' tensors.
 
-On disk an expert is three tensors; in our model (and in a loaded transformers 5 model) a layer's
-experts are two. `pieces` gives the on-disk names of a parameter with views into it, which serve to
-copy in as well as out.
+On disk an expert has three tensors. In our model, and in a model that transformers 5 has loaded,
+all experts of a layer have two. `pieces` yields the on-disk names of a parameter with views into
+it, which serve both for loading and for saving.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optimus.errors import CheckpointError
 from optimus.io.safetensors import TensorFiles, check_shapes
 from optimus.model.transformer import Transformer
 
-# Endings within a block, ours and theirs; the rest of a name is common to both.
+# Prefixes of names within a block: our name, transformers' name. The rest of a name is the same.
 _IN_BLOCK = {
     "attention_norm.": "input_layernorm.",
     "mlp_norm.": "post_attention_layernorm.",
@@ -33,30 +33,32 @@ _OUTSIDE = {
 }
 _GATE_UP = "mlp.experts.gate_up"
 _DOWN = "mlp.experts.down"
-_ANGLES = "rotary_emb.inv_freq"  # which version 4 once saved
+_ANGLES = "rotary_emb.inv_freq"  # which early releases of version 4 saved
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter of ours holds a layer's experts."""
+    """Return whether one of our parameters contains the experts of a layer."""
     return name.endswith((_GATE_UP, _DOWN))
 
 
 def hf_name(name: str) -> str:
-    """transformers' name of a parameter of ours; the merged one (version 5) for experts."""
+    """Return transformers' name of one of our parameters; for experts, that of the merged tensor
+    (version 5)."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
     if is_expert(name):
         return f"model.layers.{layer}.{rest}_proj"
-    for ours, theirs in _IN_BLOCK.items():
-        if rest.startswith(ours):
-            rest = theirs + rest.removeprefix(ours)
+    for prefix, hf_prefix in _IN_BLOCK.items():
+        if rest.startswith(prefix):
+            rest = hf_prefix + rest.removeprefix(prefix)
             break
     return f"model.layers.{layer}.{rest}"
 
 
 def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """transformers' on-disk tensors of one parameter: their names, and views into `tensor`."""
+    """Yield the on-disk tensors of one of our parameters: transformers' name and a view into
+    `tensor`."""
     if not is_expert(name):
         yield hf_name(name), tensor
         return
@@ -71,26 +73,42 @@ def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
-    """Refuse, from headers alone, a directory that holds something else than the weights of this
-    model: CheckpointError if a tensor is missing, of another shape, not a floating-point one, or
-    without a place in the model, or a file cannot be read or is not complete."""
+    """Check the weights of a directory from file headers alone.
+
+    Args:
+        config: the model that the weights must fit.
+        path: Hugging Face directory.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, of another shape or not floating-point,
+            or a file is incomplete or cannot be read.
+    """
     files = TensorFiles(Path(path))
     try:
-        expected = {theirs: tuple(view.shape) for theirs, _, view in places(config, files)}
+        expected = {theirs: tuple(view.shape) for theirs, _, view in hf_tensors(config, files)}
     except (RuntimeError, TypeError, OverflowError):
         raise CheckpointError(
             f"{path}: config.json describes a tensor of more elements than torch can count"
         ) from None
     names = set(files.names())
-    idle = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}  # if tied
-    found = {name: files.find(name)[1].shape for name in names - (idle - expected.keys())}
+    # Unused: saved angles, and the head of a model with tied embeddings.
+    unused = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}
+    shapes = {name: files.find(name)[1].shape for name in names - (unused - expected.keys())}
     files.close()
-    check_shapes(path, found, expected)
+    check_shapes(path, shapes, expected)
 
 
-def places(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """(name there, our parameter, a view on meta of the part of it that it is) of every tensor that
-    a directory of tensors with these names has for the model: experts may be merged there."""
+def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors of a model in a Hugging Face directory.
+
+    Args:
+        config: the model.
+        names: names of the tensors in the directory, which may have merged or separate experts.
+
+    Yields:
+        Name in the directory, name of our parameter, and the view of that parameter (on meta) that
+        the tensor holds.
+    """
     with torch.device("meta"):
         model = Transformer(config)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Our weights as a Hugging Face directory that transformers loads."""
+"""Export of our weights as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from optimus.config import ModelConfig
 from optimus.errors import CheckpointError, ConfigError, OptimusError, counted
 from optimus.hf.config import config_to_hf
-from optimus.hf.names import places
+from optimus.hf.names import hf_tensors
 from optimus.io.files import commit, temporary_name, write_json
 from optimus.io.safetensors_writer import (
     FilePlan,
@@ -30,17 +30,29 @@ FILE_BYTES = 5_000_000_000
 def plan_hf(
     config: ModelConfig, dtypes: Mapping[str, torch.dtype], file_bytes: int = FILE_BYTES
 ) -> FilePlan:
-    """The files of a model whose parameters are written in these dtypes, an expert a tensor."""
+    """Return the files of an exported model.
+
+    Args:
+        config: the model.
+        dtypes: dtype of each of our parameters in the files.
+        file_bytes: largest size of a file, unless a single tensor is larger.
+
+    Returns:
+        The plan: tensors with their files and positions, one tensor per projection of an expert.
+    """
     tensors = (
         PlannedTensor(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
-        for theirs, name, view in places(config, ())
+        for theirs, name, view in hf_tensors(config, ())
     )
     return plan_files(tensors, file_bytes, {"format": "pt"})
 
 
 def write_hf_json(directory: Path, config: ModelConfig, plan: FilePlan) -> None:
-    """What a directory holds besides the files of its plan: config.json and, of several files, the
-    index. Raises ConfigError if transformers cannot express the model."""
+    """Write config.json and, for several safetensors files, the index.
+
+    Raises:
+        ConfigError: transformers does not support the model.
+    """
     if len(plan.sizes) > 1:
         total = sum(size - len(plan.headers[file]) for file, size in plan.sizes.items())
         index = {"metadata": {"total_size": total}, "weight_map": plan.file_of}
@@ -55,23 +67,27 @@ def write_hf(
     weights: Iterable[tuple[str, int, Tensor]],
     dtypes: Mapping[str, torch.dtype],
     file_bytes: int = FILE_BYTES,
-    beside: Callable[[Path], None] = lambda directory: None,
+    add_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write config.json and safetensors, an expert a tensor, each parameter in its one of `dtypes`;
-    `beside` puts further files into the directory.
+    """Write config.json and safetensors files, which appear complete or not at all.
 
-    `weights` are (our name, first element, values) of stretches of flattened parameters, in any
-    order, which come as they are needed: one is in memory at a time. Files hold at most
-    `file_bytes` (more only where one tensor is larger). The directory appears complete or not at
-    all.
+    Args:
+        directory: must not exist.
+        config: the model.
+        weights: (our name, first element, values) of consecutive elements of flattened parameters,
+            in any order; one is in memory at a time.
+        dtypes: dtype of each of our parameters in the files.
+        file_bytes: largest size of a file, unless a single tensor is larger.
+        add_files: adds further files to the directory.
 
-    Raises ConfigError if the directory is there or transformers cannot express the
-    model, CheckpointError if elements of a tensor are missing or superfluous, OptimusError if files
-    cannot be written, and what `weights` raises.
+    Raises:
+        ConfigError: the directory exists, or transformers does not support the model.
+        CheckpointError: elements of a tensor are missing or superfluous.
+        OptimusError: a file cannot be written. Errors of `weights` are passed on.
     """
     directory = Path(directory)
     if directory.exists():
-        raise ConfigError(f"{directory} exists already; remove it or choose another place")
+        raise ConfigError(f"{directory} exists already; remove it or choose another directory")
     plan = plan_hf(config, dtypes, file_bytes)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(directory)
@@ -79,7 +95,7 @@ def write_hf(
     try:
         write_hf_json(temporary, config, plan)
         write_all(temporary, plan, weights)
-        beside(temporary)
+        add_files(temporary)
         commit(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -87,8 +103,8 @@ def write_hf(
 
 
 def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write the files of a plan from stretches of all parameters, and make them durable; raises as
-    `write_hf` does."""
+    """Write the files of a plan from slices of all parameters and make them durable. Raises as
+    `write_hf`."""
     missing = {
         name: sum(row.stop - row.start for row in rows) for name, rows in plan.slices.items()
     }
@@ -97,9 +113,7 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
             create_files(directory, plan)
             for name, start, values in weights:
                 if name not in missing:
-                    raise CheckpointError(
-                        f"weights to write: tensor {name} has no place in the model"
-                    )
+                    raise CheckpointError(f"weights to write: the model has no tensor {name}")
                 missing[name] -= values.numel()
                 if missing[name] < 0:
                     break
@@ -107,9 +121,9 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
             files.finish()
         except OSError as error:
             raise OptimusError(f"{directory}: weights not written: {error.strerror}") from None
-    for name, left in missing.items():
-        if left:
+    for name, num_missing in missing.items():
+        if num_missing:
             raise CheckpointError(
                 f"weights to write: tensor {name} is missing or of another size: "
-                f"{counted(left, 'element')}"
+                f"{counted(num_missing, 'element')}"
             )

@@ -1,3 +1,5 @@
+"""Conversion of config.json: both directions, both spellings, and refusals by name."""
+
 from __future__ import annotations
 
 import json
@@ -54,11 +56,11 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name, tmp_path):
+def test_round_trip_through_transformers_keeps_the_config(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(OURS[name], "bfloat16")))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert str(theirs.dtype) == "torch.bfloat16"
-    theirs.save_pretrained(tmp_path / "again")  # in version 5's spelling
+    hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert str(hf_config.dtype) == "torch.bfloat16"
+    hf_config.save_pretrained(tmp_path / "again")  # in version 5's spelling
     assert "rope_parameters" in json.loads((tmp_path / "again" / "config.json").read_text())
     assert read_hf_config(tmp_path / "again") == OURS[name]
     assert is_hf_directory(tmp_path) and not is_hf_directory(tmp_path / "nowhere")
@@ -66,11 +68,11 @@ def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name, tmp_p
 
 @pytest.mark.parametrize("kind", ["olmo", "olmoe"])
 def test_absent_fields_have_transformers_defaults(kind):
-    """An almost empty config.json means the same to both."""
+    """An almost empty config.json has the same meaning for transformers and for us."""
     sparse = {"OlmoConfig": "olmo", "OlmoeConfig": "olmoe"}
     name = next(key for key, value in sparse.items() if value == kind)
-    theirs = getattr(transformers, name)()
-    assert config_from_hf({"model_type": kind}) == config_from_hf(theirs.to_dict())
+    hf_config = getattr(transformers, name)()
+    assert config_from_hf({"model_type": kind}) == config_from_hf(hf_config.to_dict())
     assert config_from_hf({"model_type": kind}).pad_token_id == 1
     assert config_from_hf({"model_type": kind, "pad_token_id": None}).pad_token_id == -1
 
@@ -85,7 +87,7 @@ def test_version_4_spelling_of_scaling(spelling):
     assert config_from_hf(both).rope_scaling.factor == 2.0  # as transformers 5 decides
 
 
-def test_a_context_left_out_is_the_longest_one():
+def test_absent_original_context_is_the_longest_context():
     llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4}
     fields = {"model_type": "olmo", "max_position_embeddings": 777, "rope_scaling": llama3}
     assert config_from_hf(fields).rope_scaling.original_max_position_embeddings == 777
@@ -124,18 +126,18 @@ REFUSED = {
     "vocab_size": (None, "None"),
     "tie_word_embeddings": ("yes", "yes"),
 }
-ANOTHER_MODEL = list(REFUSED)[2:11]
+FIELDS_OF_OTHER_MODELS = list(REFUSED)[2:11]
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refused_by_name_in_one_line(key):
+def test_unsupported_field_is_refused_by_name_in_a_single_line(key):
     value, mentioned = REFUSED[key]
     with pytest.raises(ConfigError) as error:
         config_from_hf({"model_type": "olmoe", key: value}, source="DIR/config.json")
     message = str(error.value)
     assert message.startswith("DIR/config.json: ") and "\n" not in message
     assert key.removeprefix("rope_") in message and mentioned in message
-    if key in ANOTHER_MODEL:  # no other value would mean the same
+    if key in FIELDS_OF_OTHER_MODELS:  # no other value would give the same model
         assert message.endswith("convert a model without it")
 
 
@@ -153,7 +155,7 @@ def test_impossible_scaling_is_refused(fields):
         config_from_hf({"model_type": "olmo", "rope_scaling": fields})
 
 
-def test_what_transformers_cannot_express_is_not_written():
+def test_model_that_transformers_does_not_support_is_refused():
     with pytest.raises(ConfigError, match="norm_eps"):
         config_to_hf(small_config("olmo", norm_eps=1e-6), "float32")
     with pytest.raises(ConfigError, match="head_dim"):

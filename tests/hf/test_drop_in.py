@@ -1,7 +1,7 @@
-"""`optimus.hf.use_fast_moe` on real transformers models, in the layout of the version installed.
+"""`optimus.hf.use_fast_moe` on real transformers models, in the layout of the installed version.
 
-Version 5 has merged experts and more families, version 4 a module an expert and OLMoE only; the
-tests of the other layout are skipped. Both have been run: 4.57.6 and 5.23.0.
+Version 5 has merged experts and more families; version 4 has one module per expert, and only OLMoE
+is supported. Tests of the other layout are skipped. Both have been run: 4.57.6 and 5.23.0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.model.small import relative
 
 transformers = pytest.importorskip("transformers")
 V5 = int(transformers.__version__.split(".")[0]) >= 5
-needs_v5 = pytest.mark.skipif(not V5, reason="experts are merged from transformers 5 on")
-needs_v4 = pytest.mark.skipif(V5, reason="transformers 4 has a module an expert")
+needs_v5 = pytest.mark.skipif(not V5, reason="transformers 4 has no merged experts")
+needs_v4 = pytest.mark.skipif(V5, reason="transformers 5 has no module per expert")
 
 SIZES = {
     "vocab_size": 61,
@@ -46,7 +46,7 @@ def olmoe(dtype: torch.dtype = torch.float32, **fields) -> nn.Module:
     return transformers.OlmoeForCausalLM(config).to(dtype)
 
 
-def twins(*args, **fields) -> tuple[nn.Module, nn.Module]:
+def make_pair(*args, **fields) -> tuple[nn.Module, nn.Module]:
     model = olmoe(*args, **fields)
     return model, use_fast_moe(copy.deepcopy(model))
 
@@ -61,57 +61,58 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of the state dict, whatever the layout of the parameters."""
+    """Return gradients by the names of the state dict, for either layout of the parameters."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
-        for mine, given in zip(shadow.parameters(), model.parameters(), strict=True):
-            assert given.grad is not None
-            mine.copy_(given.grad)
+        for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
+            assert parameter.grad is not None
+            target.copy_(parameter.grad)
     return shadow.state_dict()
 
 
-def assert_close_twins(theirs: nn.Module, ours: nn.Module, limit: float, **inputs) -> None:
+def assert_close_models(theirs: nn.Module, ours: nn.Module, limit: float, **inputs) -> None:
     a, b = theirs(**inputs), ours(**inputs)
     assert relative(b.logits, a.logits) < limit
     assert relative(b.loss, a.loss) < limit
     a.loss.backward()
     b.loss.backward()
-    expected, found = named_grads(theirs), named_grads(ours)
-    assert list(expected) == list(found)
+    expected, grads = named_grads(theirs), named_grads(ours)
+    assert list(expected) == list(grads)
     for name, gradient in expected.items():
         assert gradient.norm() > 0, name
-        assert relative(found[name], gradient) < limit, name
+        assert relative(grads[name], gradient) < limit, name
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_outputs_and_gradients_are_theirs(norm_topk_prob, padded, tied):
-    theirs, ours = twins(norm_topk_prob=norm_topk_prob, tie_word_embeddings=tied)
+def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padded, tied):
+    theirs, ours = make_pair(norm_topk_prob=norm_topk_prob, tie_word_embeddings=tied)
     replaced = [module for module in ours.modules() if isinstance(module, FastExperts)]
     assert len(replaced) == 2 and not any(isinstance(m, FastExperts) for m in theirs.modules())
-    assert_close_twins(theirs, ours, 1e-5, **batch(padded), output_router_logits=True)
+    assert_close_models(theirs, ours, 1e-5, **batch(padded), output_router_logits=True)
 
 
-def test_bf16_blocks_are_theirs():
-    """One block at a time: over a whole model a near-tie in routing would be compared instead."""
-    theirs, ours = twins(torch.bfloat16)
+def test_bf16_blocks_equal_those_of_transformers():
+    """Compare block by block: in a whole model a near-tie in routing would dominate the
+    difference."""
+    theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     for layer in range(2):
         results = []
         for model in (theirs, ours):
-            block, given = model.model.layers[layer].mlp, x.clone().requires_grad_()
-            out = block(given)
+            block, inputs = model.model.layers[layer].mlp, x.clone().requires_grad_()
+            out = block(inputs)
             out = out[0] if isinstance(out, tuple) else out
             out.square().sum().backward()
-            results.append({"out": out, "x": given.grad, **named_grads(block)})
-        expected, found = results
-        assert list(expected) == list(found)
+            results.append({"out": out, "x": inputs.grad, **named_grads(block)})
+        expected, results_of_ours = results
+        assert list(expected) == list(results_of_ours)
         for name, value in expected.items():
-            assert relative(found[name].float(), value.float()) < 1e-2, name
+            assert relative(results_of_ours[name].float(), value.float()) < 1e-2, name
 
 
-def test_state_dict_goes_both_ways(tmp_path):
+def test_state_dicts_are_interchangeable(tmp_path):
     theirs = olmoe()
     before = copy.deepcopy(theirs.state_dict())
     ours = use_fast_moe(theirs)
@@ -128,9 +129,10 @@ def test_state_dict_goes_both_ways(tmp_path):
     assert torch.equal(ours(**batch()).logits, use_fast_moe(olmoe())(**batch()).logits)
 
 
-def test_assigned_weights_bring_their_dtype():
-    """As in torch: load_state_dict(assign=True) takes tensors as they are, into frozen ones too."""
-    theirs, ours = twins()
+def test_assigned_weights_keep_their_dtype():
+    """As in torch, load_state_dict(assign=True) keeps the tensors' dtype, also for frozen
+    parameters."""
+    theirs, ours = make_pair()
     for parameter in ours.parameters():
         parameter.requires_grad_(False)
     low = {name: value.bfloat16() for name, value in theirs.state_dict().items()}
@@ -141,7 +143,7 @@ def test_assigned_weights_bring_their_dtype():
     assert ours(input_ids=batch()["input_ids"]).logits.dtype is torch.bfloat16
 
 
-def test_a_state_dict_with_something_missing_is_refused():
+def test_incomplete_state_dict_is_refused():
     ours = use_fast_moe(olmoe())
     state = ours.state_dict()
     expert = next(name for name in state if "experts" in name)
@@ -152,32 +154,32 @@ def test_a_state_dict_with_something_missing_is_refused():
     with pytest.raises(RuntimeError, match="size mismatch.*experts"):
         ours.load_state_dict({**state, expert: value[..., :3]})
     with pytest.raises(RuntimeError, match="Unexpected key.*experts"):
-        strange = expert.replace("experts", "experts.x")
-        ours.load_state_dict({**state, expert: value, strange: value})
+        superfluous = expert.replace("experts", "experts.x")
+        ours.load_state_dict({**state, expert: value, superfluous: value})
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant):
-    theirs, ours = twins()
+    theirs, ours = make_pair()
     for model in (theirs, ours):
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
-    assert_close_twins(theirs, ours, 1e-5, **batch())
+    assert_close_models(theirs, ours, 1e-5, **batch())
 
 
 def test_generate_with_cache():
-    theirs, ours = twins()
+    theirs, ours = make_pair()
     prompt = batch()["input_ids"][:, :5]
     options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True}
     mask = torch.ones_like(prompt)
     expected = theirs.eval().generate(prompt, attention_mask=mask, **options)
-    found = ours.eval().generate(prompt, attention_mask=mask, **options)
-    assert expected.shape[1] == 17 and torch.equal(found, expected)
+    generated = ours.eval().generate(prompt, attention_mask=mask, **options)
+    assert expected.shape[1] == 17 and torch.equal(generated, expected)
 
 
 def test_autocast_computes_in_bf16():
-    theirs, ours = twins()
+    theirs, ours = make_pair()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         a, b = theirs(**batch()), ours(**batch())
     assert relative(b.logits.float(), a.logits.float()) < 1e-2
@@ -192,7 +194,7 @@ def test_autocast_computes_in_bf16():
     assert torch.equal(out, fast.bfloat16()(x.bfloat16(), chosen, weights.bfloat16()).float())
 
 
-def test_hidden_states_of_another_dtype_than_the_experts_keep_theirs():
+def test_output_has_the_dtype_of_the_hidden_states():
     fast = next(
         m for m in use_fast_moe(olmoe(torch.bfloat16)).modules() if isinstance(m, FastExperts)
     )
@@ -203,16 +205,16 @@ def test_hidden_states_of_another_dtype_than_the_experts_keep_theirs():
     assert torch.equal(out, fast(x.bfloat16(), chosen, weights.bfloat16()).float())
 
 
-def test_numbers_that_no_expert_has_are_refused_in_debug_mode(monkeypatch):
+def test_expert_numbers_out_of_range_are_refused_in_debug_mode(monkeypatch):
     fast = next(m for m in use_fast_moe(olmoe()).modules() if isinstance(m, FastExperts))
-    wild = (torch.randn(2, 32), torch.tensor([[0, 99], [-1, 0]]), torch.rand(2, 2))
-    assert fast(*wild).isfinite().all()
+    out_of_range = (torch.randn(2, 32), torch.tensor([[0, 99], [-1, 0]]), torch.rand(2, 2))
+    assert fast(*out_of_range).isfinite().all()
     monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
-    with pytest.raises(ValueError, match="2 numbers that none of the 6 experts has, the first 99"):
-        fast(*wild)
+    with pytest.raises(ValueError, match="2 numbers outside 0 to 5, the first 99"):
+        fast(*out_of_range)
 
 
-def test_hooks_on_what_is_replaced_are_refused():
+def test_hooks_on_replaced_modules_are_refused():
     model = olmoe()
     block = model.model.layers[1].mlp
     handle = block.experts.register_forward_hook(lambda *_: None)
@@ -232,7 +234,7 @@ class Expert(nn.Module):
 
 
 class OlmoeSparseMoeBlock(nn.Module):
-    """As transformers 4 lays it out, whichever version is here."""
+    """A block in the layout of transformers 4, for any installed version."""
 
     num_experts, top_k, norm_topk_prob = 3, 2, False
 
@@ -242,7 +244,7 @@ class OlmoeSparseMoeBlock(nn.Module):
         self.experts = nn.ModuleList(Expert() for _ in range(3))
 
 
-def test_a_block_of_modules_cannot_be_replaced_in_itself():
+def test_block_with_separate_experts_is_refused_as_the_model():
     block = OlmoeSparseMoeBlock()
     with pytest.raises(ConfigError, match="OlmoeSparseMoeBlock is itself the block"):
         use_fast_moe(block)
@@ -250,16 +252,16 @@ def test_a_block_of_modules_cannot_be_replaced_in_itself():
     assert isinstance(use_fast_moe(nn.Sequential(block))[0].experts, FastExperts)
 
 
-def test_hooks_on_experts_that_are_copied_are_refused():
+def test_hooks_on_copied_experts_are_refused():
     model = nn.Sequential(OlmoeSparseMoeBlock())
     model[0].experts[1].down_proj.weight.register_hook(lambda grad: None)
     with pytest.raises(ConfigError, match="have hooks"):
         use_fast_moe(model)
 
 
-def test_trainer_takes_the_same_steps(tmp_path):
+def test_trainer_gives_the_same_losses(tmp_path):
     pytest.importorskip("accelerate")
-    theirs, ours = twins()
+    theirs, ours = make_pair()
     rows = [{key: value[0] for key, value in batch().items()} for _ in range(8)]
     losses = []
     for model in (theirs, ours):
@@ -282,20 +284,20 @@ def test_trainer_takes_the_same_steps(tmp_path):
     assert relative(saved(**batch()).logits, ours(**batch()).logits) < 1e-5
 
 
-def test_compiled_block_agrees_without_a_break():
-    theirs, ours = twins()
+def test_block_compiles_without_a_graph_break():
+    theirs, ours = make_pair()
     x, outs, grads = torch.randn(2, 8, 32), [], []
     block = torch.compile(ours.model.layers[0].mlp, fullgraph=True, backend="aot_eager")
-    for one in (theirs.model.layers[0].mlp, block):
-        given = x.clone().requires_grad_()
-        out = one(given)
+    for module in (theirs.model.layers[0].mlp, block):
+        inputs = x.clone().requires_grad_()
+        out = module(inputs)
         outs.append(out if V5 else out[0])
         outs[-1].square().sum().backward()
-        grads.append(given.grad)
+        grads.append(inputs.grad)
     assert relative(outs[1], outs[0]) < 1e-5 and relative(grads[1], grads[0]) < 1e-5
 
 
-def test_twice_is_once_and_pickles(tmp_path):
+def test_second_call_changes_nothing_and_the_model_pickles(tmp_path):
     ours = use_fast_moe(olmoe())
     experts = [module for module in ours.modules() if isinstance(module, FastExperts)]
     assert use_fast_moe(ours) is ours
@@ -318,7 +320,7 @@ def test_modes_and_frozen_experts_are_kept():
 
 
 @needs_v5
-def test_merged_parameters_are_taken_over():
+def test_merged_parameters_are_used_without_a_copy():
     model = olmoe()
     before = dict(model.named_parameters())
     after = dict(use_fast_moe(model).named_parameters())
@@ -346,10 +348,10 @@ def test_other_families_with_merged_experts(family):
     theirs = getattr(transformers, model_name)(config)
     ours = use_fast_moe(copy.deepcopy(theirs))
     assert sum(isinstance(module, FastExperts) for module in ours.modules()) == 2
-    assert_close_twins(theirs, ours, 1e-5, **batch(padded=True), output_router_logits=True)
+    assert_close_models(theirs, ours, 1e-5, **batch(padded=True), output_router_logits=True)
 
 
-def test_what_cannot_be_replaced_is_named():
+def test_unsupported_model_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="Linear has no MoE block"):
         use_fast_moe(nn.Linear(2, 2))
     model = olmoe(hidden_act="gelu")
@@ -365,7 +367,7 @@ def test_what_cannot_be_replaced_is_named():
 
 
 @needs_v5
-def test_an_unknown_family_is_named():
+def test_unknown_family_is_named():
     config = transformers.GptOssConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=4, head_dim=8
     )
@@ -376,7 +378,7 @@ def test_an_unknown_family_is_named():
 
 
 @needs_v4
-def test_an_unknown_block_of_modules_is_named():
+def test_unknown_block_with_separate_experts_is_named():
     config = transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4})
     model = transformers.MixtralForCausalLM(config)
     with pytest.raises(ConfigError, match="does not know MixtralSparseMoeBlock"):
@@ -384,7 +386,7 @@ def test_an_unknown_block_of_modules_is_named():
 
 
 @needs_v4
-def test_changed_linear_layers_are_named():
+def test_changed_linear_layer_is_named():
     model = olmoe()
     model.model.layers[1].mlp.experts[3].up_proj = nn.Linear(32, 24)
     with pytest.raises(ConfigError, match="without bias"):
@@ -392,7 +394,7 @@ def test_changed_linear_layers_are_named():
     assert not any(isinstance(module, FastExperts) for module in model.modules())
 
 
-def test_importing_it_brings_no_transformers():
+def test_import_of_optimus_hf_does_not_import_transformers():
     assert optimus.hf.use_fast_moe is use_fast_moe
     code = "import sys, optimus; optimus.hf.use_fast_moe; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

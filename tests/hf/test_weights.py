@@ -1,3 +1,5 @@
+"""Weights in Hugging Face directories: round trips, sizes of files, damage and refusals."""
+
 from __future__ import annotations
 
 import itertools
@@ -15,7 +17,7 @@ from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError, OptimusError
 from optimus.evaluate.load_model import load_model, load_resolved
 from optimus.hf import is_hf_directory, read_hf_config
-from optimus.hf import write_hf as write_stretches
+from optimus.hf import write_hf as write_slices
 from optimus.hf.names import pieces
 from optimus.io.tensor_file import INDEX, MODEL, TensorFile
 from optimus.model.transformer import Transformer
@@ -26,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 LIMIT = 20_000
 
 
-def their_directory(path, kind="olmoe", dtype=torch.float32, limit="5GB", **fields):
+def save_with_transformers(path, kind="olmoe", dtype=torch.float32, limit="5GB", **fields):
     sizes = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -47,20 +49,20 @@ def their_directory(path, kind="olmoe", dtype=torch.float32, limit="5GB", **fiel
 
 
 def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
-    wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     names = Transformer(config).state_dict()
     weights = ((name, 0, tensor.reshape(-1)) for name, tensor in state.items())
-    write_stretches(path, config, weights, dict.fromkeys(names, wide), file_bytes)
+    write_slices(path, config, weights, dict.fromkeys(names, torch_dtype), file_bytes)
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """In `dtype`, or each parameter in its own."""
+    """Load a model in `dtype`, or each parameter in its stored dtype."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
-        for name, own in weights.dtypes().items():
+        for name, stored in weights.dtypes().items():
             parameter = model.get_parameter(name)
-            parameter.data = parameter.data.to(dtype or own)
+            parameter.data = parameter.data.to(dtype or stored)
     load_weights(model, path)
     return model
 
@@ -72,10 +74,10 @@ def on_disk(path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_same_tensors(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+def assert_same_tensors(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, value in tensors.items():
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("limit", ["5GB", "20KB"])
@@ -85,18 +87,18 @@ def assert_same_tensors(one, other):
     [("olmo", {}), ("olmo", {"tie_word_embeddings": True}), ("olmoe", {"attention_bias": True})],
 )
 def test_round_trip_is_bit_identical(kind, fields, dtype, limit, tmp_path):
-    wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    theirs = their_directory(tmp_path / "theirs", kind, wide, limit, **fields)
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    hf_model = save_with_transformers(tmp_path / "theirs", kind, torch_dtype, limit, **fields)
     assert (len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1) == (limit == "20KB")
     ours = load_hf_model(tmp_path / "theirs")
-    assert {p.dtype for p in ours.parameters()} == {wide}
+    assert {p.dtype for p in ours.parameters()} == {torch_dtype}
     shard_bytes = LIMIT if limit == "20KB" else 1 << 40
     write_hf(tmp_path / "ours", ours.config, ours.state_dict(), dtype, shard_bytes)
 
     assert_same_tensors(on_disk(tmp_path / "ours"), on_disk(tmp_path / "theirs"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert_same_tensors(loaded.state_dict(), theirs.state_dict())
-    assert loaded.config.eos_token_id == 0 and loaded.dtype == wide
+    assert_same_tensors(loaded.state_dict(), hf_model.state_dict())
+    assert loaded.config.eos_token_id == 0 and loaded.dtype == torch_dtype
     torch.testing.assert_close(
         ours(some_tokens()),
         loaded(some_tokens()).logits,
@@ -105,7 +107,7 @@ def test_round_trip_is_bit_identical(kind, fields, dtype, limit, tmp_path):
     )
 
 
-def test_shards_keep_to_their_size_and_are_indexed(tmp_path):
+def test_files_are_within_the_limit_and_indexed(tmp_path):
     model = small_model()
     write_hf(tmp_path / "out", model.config, model.state_dict(), "fp32", LIMIT)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -124,32 +126,33 @@ def test_shards_keep_to_their_size_and_are_indexed(tmp_path):
 
 
 def test_experts_may_be_merged_on_disk(tmp_path):
-    theirs = their_directory(tmp_path)
+    hf_model = save_with_transformers(tmp_path)
     separate = load_hf_model(tmp_path).state_dict()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in theirs.state_dict()
-    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in hf_model.state_dict()
+    save_file(hf_model.state_dict(), tmp_path / "model.safetensors")
     assert_same_tensors(load_hf_model(tmp_path).state_dict(), separate)
 
 
-def test_files_are_those_of_the_library_in_whatever_order_they_are_written(tmp_path):
-    """Stretches of every length, the last first, of several types; bit for bit."""
+def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
+    """Slices of random lengths, written last first, in several dtypes, give the bytes of the
+    safetensors library."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
-    types = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    dtypes = {name: types[number % 4] for number, name in enumerate(state)}
+    file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    dtypes = {name: file_dtypes[number % 4] for number, name in enumerate(state)}
     dtypes |= {name: torch.bfloat16 for name in state if "experts" in name}
-    stretches = []
+    slices = []
     for name, tensor in state.items():
         flat = tensor.reshape(-1)
-        cuts = sorted(generator.sample(range(1, len(flat)), 3))
-        for low, high in itertools.pairwise([0, *cuts, len(flat)]):
-            stretches.append((name, low, flat[low:high]))
-    stretches.reverse()
-    write_stretches(tmp_path / "out", model.config, iter(stretches), dtypes)
+        bounds = sorted(generator.sample(range(1, len(flat)), 3))
+        for low, high in itertools.pairwise([0, *bounds, len(flat)]):
+            slices.append((name, low, flat[low:high]))
+    slices.reverse()
+    write_slices(tmp_path / "out", model.config, iter(slices), dtypes)
     named = {}
     for name, tensor in state.items():
-        for theirs, view in pieces(name, tensor.to(dtypes[name])):
-            named[theirs] = view.contiguous()
+        for hf_name, view in pieces(name, tensor.to(dtypes[name])):
+            named[hf_name] = view.contiguous()
     save_file(named, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     ours = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert ours == (tmp_path / "theirs.safetensors").read_bytes()
@@ -166,7 +169,7 @@ DAMAGE = {
     "missing": (lambda t: t.pop(GATE), GATE),
     "shape": (lambda t: t.update({GATE: torch.zeros(3, 3)}), r"\[3, 3\]"),
     "type": (lambda t: t.update({GATE: t[GATE].to(torch.int8)}), "I8"),
-    "stranger": (
+    "superfluous": (
         lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
         r"q_proj\.bias",
     ),
@@ -176,8 +179,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_wrong_tensors_are_named(damage, tmp_path):
-    their_directory(tmp_path)
+def test_damaged_tensor_is_named(damage, tmp_path):
+    save_with_transformers(tmp_path)
     change, mentioned = DAMAGE[damage]
     corrupt(tmp_path, change)
     with pytest.raises(CheckpointError, match=mentioned) as error:
@@ -185,17 +188,17 @@ def test_wrong_tensors_are_named(damage, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_tensors_without_meaning_are_passed_over(tmp_path):
-    """Angles that old versions saved, and a head that is tied anyway."""
-    theirs = their_directory(tmp_path, "olmo", tie_word_embeddings=True)
+def test_unused_tensors_are_ignored(tmp_path):
+    """Rotary angles that old versions saved, and a head of a model with tied embeddings."""
+    hf_model = save_with_transformers(tmp_path, "olmo", tie_word_embeddings=True)
     angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    head = {"lm_head.weight": theirs.state_dict()["lm_head.weight"].clone()}
+    head = {"lm_head.weight": hf_model.state_dict()["lm_head.weight"].clone()}
     corrupt(tmp_path, lambda t: t.update({angles: torch.zeros(4), **head}))
     load_hf_model(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers = 1000000000, but .* have 2 layers"),
         ("num_experts", 2**40, "num_experts = 1099511627776, but .* have 5 experts"),
@@ -208,19 +211,19 @@ def test_tensors_without_meaning_are_passed_over(tmp_path):
         ("rope_scaling", {"type": []}, "rope scaling of type"),
     ],
 )
-def test_a_config_that_the_weights_contradict_takes_no_memory(tmp_path, field, value, told):
-    """Each is refused before a model of that size is made."""
+def test_config_that_contradicts_the_weights_allocates_no_memory(tmp_path, field, value, message):
+    """Each config is refused before memory for a model of that size is allocated."""
     model = small_model()
     write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
     file = tmp_path / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
-    with pytest.raises(OptimusError, match=told) as error:
+    with pytest.raises(OptimusError, match=message) as error:
         load_model(tmp_path / "m")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("layers", [3, 4096, 10**9])
-def test_a_checkpoint_of_more_layers_than_weights_is_refused(tmp_path, layers):
+def test_checkpoint_with_more_layers_than_weights_is_refused(tmp_path, layers):
     model = small_model()
     write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
     from_hf(tmp_path / "m", tmp_path / "c")
@@ -230,7 +233,7 @@ def test_a_checkpoint_of_more_layers_than_weights_is_refused(tmp_path, layers):
         load_resolved(tmp_path / "c")
 
 
-def test_a_config_that_is_a_fifo_or_nested_is_refused(tmp_path):
+def test_config_that_is_a_fifo_or_deeply_nested_is_refused(tmp_path):
     file = tmp_path / "config.json"
     file.write_bytes(b'{"model_type": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
@@ -243,12 +246,12 @@ def test_a_config_that_is_a_fifo_or_nested_is_refused(tmp_path):
     assert not is_hf_directory(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "part.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "weights.safetensors"])
 def test_weights_that_are_a_fifo_are_refused(tmp_path, name):
     model = small_model()
     write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
-    tensors = dict.fromkeys(TensorFile(tmp_path / "m" / MODEL).tensors, "part.safetensors")
-    (tmp_path / "m" / MODEL).rename(tmp_path / "m" / "part.safetensors")
+    tensors = dict.fromkeys(TensorFile(tmp_path / "m" / MODEL).tensors, "weights.safetensors")
+    (tmp_path / "m" / MODEL).rename(tmp_path / "m" / "weights.safetensors")
     (tmp_path / "m" / INDEX).write_text(json.dumps({"weight_map": tensors}))
     (tmp_path / "m" / name).unlink()
     os.mkfifo(tmp_path / "m" / name)
@@ -257,7 +260,7 @@ def test_weights_that_are_a_fifo_are_refused(tmp_path, name):
 
 
 def test_damaged_and_missing_files(tmp_path):
-    their_directory(tmp_path, limit="20KB")
+    save_with_transformers(tmp_path, limit="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-100])
@@ -271,17 +274,17 @@ def test_damaged_and_missing_files(tmp_path):
         load_hf_model(tmp_path)
 
 
-def test_another_model_is_refused_by_its_field(tmp_path):
+def test_weights_of_another_model_are_refused_with_the_field(tmp_path):
     model = small_model()
     write_hf(tmp_path / "out", model.config, model.state_dict(), "fp32")
     for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
         with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
             load_weights(small_model(**{key: value}), tmp_path / "out")
-    # What does not change logits, or says the same in other words, may differ.
+    # Fields may differ that do not change logits, or that spell the same value differently.
     load_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
 
 
-def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path):
+def test_refused_export_overwrites_and_leaves_no_file(tmp_path):
     model = small_model()
     state = model.state_dict()
     (tmp_path / "full").mkdir()
@@ -294,12 +297,12 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path):
     wrong = {**state, "head.weight": torch.zeros(1, 32)}
     with pytest.raises(CheckpointError, match=r"head\.weight is .* of another size: 1,920 elem"):
         write_hf(tmp_path / "out", model.config, wrong, "fp32", LIMIT)
-    with pytest.raises(CheckpointError, match="extra has no place"):
+    with pytest.raises(CheckpointError, match="the model has no tensor extra"):
         write_hf(tmp_path / "out", model.config, {**state, "extra": torch.zeros(1)}, "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def test_training_dtype_may_differ_from_the_stored_one(tmp_path):
+def test_training_dtype_may_differ_from_the_stored_dtype(tmp_path):
     model = small_model()
     write_hf(tmp_path / "out", model.config, model.state_dict(), "bf16")
     wide = Transformer(model.config)
