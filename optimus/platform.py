@@ -24,14 +24,19 @@ _IPEX = "intel_extension_for_pytorch"
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype for a `train.dtype`."""
+    """Return torch's dtype for a value of `train.dtype`."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
-    """This rank's device: xpu before cuda before cpu, or the kind that `train.device` names.
+    """Select the device of this rank.
 
-    Raises ConfigError if the kind is absent or has fewer devices than local ranks.
+    Args:
+        local_rank: number of this rank on its node.
+        wanted: device type, or "auto": xpu before cuda before cpu.
+
+    Raises:
+        ConfigError: torch finds no device of that type, or fewer than local ranks.
     """
     kinds = ("xpu", "cuda", "cpu") if wanted == "auto" else (wanted,)
     for kind in kinds:
@@ -53,7 +58,11 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
 
 
 def collective_backend(device: torch.device) -> str:
-    """The torch.distributed backend for a device: xccl or legacy ccl, nccl, gloo."""
+    """Return the torch.distributed backend for a device: xccl, ccl, nccl or gloo.
+
+    Raises:
+        ConfigError: there is no backend for this xpu device.
+    """
     if device.type == "cuda":
         return "nccl"
     if device.type == "xpu":
@@ -61,7 +70,7 @@ def collective_backend(device: torch.device) -> str:
         if getattr(distributed, "is_xccl_available", lambda: False)():
             return "xccl"
         if importlib.util.find_spec("oneccl_bindings_for_pytorch"):
-            try:  # its import makes the backend known to torch
+            try:  # the import registers the backend
                 importlib.import_module("oneccl_bindings_for_pytorch")
             except (ImportError, OSError) as error:
                 raise ConfigError(
@@ -77,7 +86,8 @@ def collective_backend(device: torch.device) -> str:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return where a backend's collectives take tensors: on this process's device, or the CPU."""
+    """Return the device of tensors for a backend's collectives: this process's accelerator or the
+    CPU."""
     kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
     return torch.device(kinds.get(backend, "cpu"))
 
@@ -108,12 +118,14 @@ def check_compile(compile_blocks: bool) -> None:
 
 
 def use_private_compile_cache() -> None:
-    """Let torch.compile keep its libraries where no other user can put some: in a folder of the
-    temporary directory with mode 0700, unless TORCHINDUCTOR_CACHE_DIR names one.
+    """Make torch.compile store its libraries in a folder that no other user can write: one of mode
+    0700 in the temporary directory, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch's default has a predictable name there and takes what it finds; precompiled headers have
-    no other place, so there are none. Raises ConfigError where others can rename folders of the
-    temporary directory.
+    torch's default folder has a predictable name, and torch loads the files it finds there.
+    Precompiled headers are always stored there, so they are switched off.
+
+    Raises:
+        ConfigError: other users can rename folders of the temporary directory.
     """
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
@@ -124,9 +136,9 @@ def use_private_compile_cache() -> None:
 
 def _private_folder() -> Path:
     parent = Path(tempfile.gettempdir())
-    about = parent.stat()
-    is_shared = bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    if about.st_uid not in (0, os.geteuid()) or (is_shared and not about.st_mode & stat.S_ISVTX):
+    status = parent.stat()
+    is_shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if status.st_uid not in (0, os.geteuid()) or (is_shared and not status.st_mode & stat.S_ISVTX):
         raise ConfigError(
             f"train.compile = true: other users can replace folders in {parent}; set TMPDIR, or "
             "TORCHINDUCTOR_CACHE_DIR, to a directory that only you can write"
@@ -134,17 +146,23 @@ def _private_folder() -> Path:
     path = parent / f"optimus-compile-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    about = path.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))  # another user made it first
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))  # another user created it first
     return path
 
 
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
-    """Set the intra-op threads of this rank and return their number.
+    """Set the intra-op threads of this rank.
 
-    `threads` (`train.threads`) counts first, then 1 if deterministic, then OMP_NUM_THREADS, then
-    the share of cores of one of `local_world_size` ranks.
+    Args:
+        threads: `train.threads`; 0 selects 1 in deterministic mode, else OMP_NUM_THREADS, else this
+            rank's share of the cores.
+        deterministic: `train.deterministic`.
+        local_world_size: ranks on this node.
+
+    Returns:
+        The number of threads.
     """
     if threads == 0 and deterministic:
         threads = 1
@@ -157,13 +175,14 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all work given to it."""
+    """Wait until the device has finished all submitted work."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes allocated on the device so far; on a CPU, the process's largest resident set."""
+    """Return the largest number of bytes allocated on the device so far; on a CPU, the largest
+    resident set of the process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -171,7 +190,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or the processor's."""
+    """Return the name of the accelerator or processor."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
     cores = Path("/proc/cpuinfo")

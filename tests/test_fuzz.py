@@ -1,4 +1,4 @@
-"""A minute of the drill of random runs, and how it makes a failure simpler."""
+"""A minute of the drill of random runs, and the reduction of a failing case to a simpler one."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from tests.helpers.programs import python
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "fuzz.py"
 
 
-def test_random_runs_keep_every_promise():
-    """More of it: scripts/drills/fuzz.py --minutes M."""
+def test_random_runs_keep_all_promises():
+    """For longer drills run scripts/drills/fuzz.py --minutes M."""
     drill = [sys.executable, str(DRILL), "--minutes", "0.9", "--seed", "8", "--out", "-"]
-    done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "failed: 0" in done.stdout
+    result = subprocess.run(drill, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    assert "failed: 0" in result.stdout
 
 
-def test_a_case_given_by_hand_is_run_alone():
+def test_case_of_the_command_line_is_run():
     case = '{"model": "dense", "second.dp": 2, "end": "stop", "end_step": 2}'
-    done = python(str(DRILL), "--case", case)
-    assert done.returncode == 0, done.stderr
-    done = python(str(DRILL), "--case", '{"end": "last", "first.pp": 8}')
-    assert done.returncode == 2 and "the case is refused as it stands" in done.stderr
+    result = python(str(DRILL), "--case", case)
+    assert result.returncode == 0, result.stderr
+    result = python(str(DRILL), "--case", '{"end": "last", "first.pp": 8}')
+    assert result.returncode == 2 and "the case is not a legal run" in result.stderr
 
 
-def test_a_failure_is_made_as_simple_as_can_be():
-    """No choice can be simpler without the failure going away."""
+def test_failing_case_is_reduced_to_the_simplest():
+    """No choice of the reduced case can be simpler if it is still to fail."""
 
     def judge(case):
         failed = case["second.pp"] > 1 and case["second.async_save"]
         return "broken" if failed else ""
 
     numbers = (random.Random(f"shrink {number}") for number in range(1000))
-    case = next(one for one in map(draw, numbers) if judge(one))
+    case = next(drawn for drawn in map(draw, numbers) if judge(drawn))
     least = shrink(judge, case, limit_s=60)
-    assert judge(least) and not any(judge(one) for one in simpler(least))
-    given = {axis for axis, choices in axes().items() if least[axis] != choices[0]}
-    assert {"second.pp", "second.async_save"} <= given and len(given) <= 5
+    assert judge(least) and not any(judge(smaller) for smaller in simpler(least))
+    changed_axes = {axis for axis, choices in axes().items() if least[axis] != choices[0]}
+    assert {"second.pp", "second.async_save"} <= changed_axes and len(changed_axes) <= 5
 
 
-def test_what_is_drawn_is_legal_and_meets_every_choice():
+def test_drawn_cases_are_legal_and_cover_all_choices():
     cases = [draw(random.Random(f"axes {number}")) for number in range(150)]
     assert all(is_legal(case) for case in cases[:20])
     for axis, choices in axes().items():
-        met = [choice for choice in choices if any(case[axis] == choice for case in cases)]
-        assert met == list(choices), axis
+        drawn = [choice for choice in choices if any(case[axis] == choice for case in cases)]
+        assert drawn == list(choices), axis

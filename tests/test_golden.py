@@ -1,7 +1,8 @@
-"""What released versions wrote, under tests/golden: this version loads, verifies and continues it.
+"""Files of released versions, in tests/golden: this version loads and verifies them and continues
+the runs.
 
-Each directory there is the work of one version, whose `expected.json` says what that version read
-from it and how it went on. Tests work on copies.
+Each directory was written by one version. Its `expected.json` records what that version read from
+the files and the metrics and states after it had continued each run. Tests work on copies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EXPECTED = {
     path.parent.name: json.loads(path.read_text())
     for path in sorted(GOLDEN.glob("*/expected.json"))
 }
-"""By version."""
+"""The content of each expected.json, by version."""
 RUNS = [(version, name) for version, facts in EXPECTED.items() for name in facts["runs"]]
 MODELS = [(version, name) for version, name in RUNS if "model" in EXPECTED[version]["runs"][name]]
 DATA = [(version, name) for version, facts in EXPECTED.items() for name in facts["data"]]
@@ -50,29 +51,30 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "dense-bf16-tp": (2, [*ALONE, "parallel.dp=2", "optim.sharding=so"], False),
     "dense-fp32-pp-tied": (1, ALONE, True),
 }
-"""Ranks and settings under which a run is continued as well, and whether bits are promised for it
-(CONTRACT.md: for other dp and pp, in the deterministic mode)."""
+"""Ranks and settings with which a run is also continued, and whether CONTRACT.md promises the same
+bits for them (other dp and pp, in deterministic mode)."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions whose sums were added up in another order on purpose, at any time since."""
+"""Versions after which the order of sums was changed on purpose."""
 
-# For processors and layouts whose matrix products add in another order. fp32: that of CONTRACT.md
-# for tp and ep.
+# Tolerances for processors and layouts whose matrix products add in another order. That of fp32 is
+# the one of CONTRACT.md for tp and ep.
 LOSS_WITHIN = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 NORM_WITHIN = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative."""
+"""Relative tolerances."""
 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory) -> Path:
-    """A copy of the whole corpus, which tests only read."""
+    """Return a copy of the whole corpus, which tests only read."""
     return Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "all"))
 
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """`corpus(version, *changed) -> its expected.json`: makes a copy the working directory, as its
-    files name each other by relative paths. Paths `changed` may be written to."""
+    """Return `corpus(version, *changed)`, which makes a copy the working directory, because files
+    refer to each other by relative paths, and returns its expected.json. Only the paths `changed`
+    may be written to."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -85,116 +87,117 @@ def corpus(copies, tmp_path, monkeypatch):
 
 
 def link_missing(source: Path, folder: Path) -> None:
-    """Complete a copy of parts of `source` by links to the others."""
+    """Complete a partial copy of `source` with links to the other files."""
     for path in source.iterdir():
-        here = folder / path.name
-        if not here.exists():
-            here.symlink_to(path)
-        elif here.is_dir():
-            link_missing(path, here)
+        target = folder / path.name
+        if not target.exists():
+            target.symlink_to(path)
+        elif target.is_dir():
+            link_missing(path, target)
 
 
 def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
-    """Go on with a run; the hash of each state as it was loaded, on the first rank."""
+    """Continue a run; return the hash of each loaded state on the first rank."""
     hashes: dict[str, str] = {}
     go = loop.Run.go
 
-    def look(run: loop.Run) -> None:
+    def hash_and_go(run: loop.Run) -> None:
         whole = WholeModel(run.config, run.rank_model.layout, run.groups)
         for state in STATES:
             if tensors := whole.gather(run.states, state):
                 hashes[state] = golden.hash_tensors(tensors)
         go(run)
 
-    loop.Run.go = look
+    loop.Run.go = hash_and_go
     loop.train(load_config(path, overrides), read_launch_env())
     return hashes
 
 
 def same_bits(version: str) -> bool:
-    """Whether this machine and version add up as those that made the corpus did."""
+    """Return whether this machine and version add numbers in the same order as those that wrote the
+    corpus."""
     return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
-def assert_near(found: list[dict], expected: list[dict], dtype: str) -> None:
-    """Lines of metrics whose sums were added up in another order."""
-    for line, there in zip(found, expected, strict=True):
-        assert line.keys() >= there.keys()
+def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> None:
+    """Compare lines of metrics whose sums were added in another order."""
+    for line, expected in zip(lines, expected_lines, strict=True):
+        assert line.keys() >= expected.keys()
         exact = ("step", "lr", "tokens", "loss_scale", "skipped_steps")
-        assert all(line[key] == there[key] for key in exact if key in there)
+        assert all(line[key] == expected[key] for key in exact if key in expected)
         for key in ("loss", "aux_loss", "z_loss"):
-            assert line.get(key) == pytest.approx(there.get(key), abs=LOSS_WITHIN[dtype]), key
-        assert line["grad_norm"] == pytest.approx(there["grad_norm"], rel=NORM_WITHIN[dtype])
+            assert line.get(key) == pytest.approx(expected.get(key), abs=LOSS_WITHIN[dtype]), key
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=NORM_WITHIN[dtype])
 
 
-def assert_same(found: list[dict], expected: list[dict]) -> None:
-    """Lines of metrics to the bit; a later version may have added keys."""
-    there = [{key: line[key] for key in old} for line, old in zip(found, expected, strict=True)]
-    assert there == expected
+def assert_same(lines: list[dict], expected: list[dict]) -> None:
+    """Compare lines of metrics to the bit; a later version may have added keys."""
+    known = [{key: line[key] for key in old} for line, old in zip(lines, expected, strict=True)]
+    assert known == expected
 
 
 def continued(run_dir: Path) -> list[dict]:
     return [line for line in metrics_of(run_dir) if line["step"] > STEP]
 
 
-def test_there_is_a_corpus():
+def test_corpus_is_complete():
     assert "v1" in EXPECTED and len(RUNS) >= 8 and len(DATA) >= 7
 
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["its-layout", "another-layout"])
-def test_a_run_is_continued(ranks, corpus, version, name, elsewhere):
-    """States are loaded to the bit everywhere. Updates are those of the old version to the bit
-    where that is promised, and on its kind of machine; otherwise they are near."""
+@pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
+def test_run_is_continued(ranks, corpus, version, name, other_layout):
+    """States are loaded to the bit on any layout. Updates equal those of the old version to the bit
+    where that is promised and on the same kind of machine; otherwise they are near."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
-    size, layout, bits = OTHER_LAYOUTS[name] if elsewhere else (expected["ranks"], [], True)
+    size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
     config = str(run_dir / "config.toml")
     overrides = ["train.stop_at_step=0", *layout]
     hashes = ranks(size, hash_and_train, config, overrides, start_world=False)[0]
     assert hashes == expected["states"]
     before = read_json_lines(GOLDEN / version / run_dir / "metrics.jsonl")
     assert read_json_lines(run_dir / "metrics.jsonl")[:STEP] == before
-    there, dtype = expected["continued"], load_config(config).train.dtype
+    reference, dtype = expected["continued"], load_config(config).train.dtype
     held_out = read_json_lines(run_dir / "eval.jsonl")[-1]
     if bits and same_bits(version):
-        assert_same(continued(run_dir), there["metrics"])
-        assert_same([held_out], [there["eval"]])
-        assert golden.hash_states(run_dir) == there["states"]
+        assert_same(continued(run_dir), reference["metrics"])
+        assert_same([held_out], [reference["eval"]])
+        assert golden.hash_states(run_dir) == reference["states"]
     else:
-        assert_near(continued(run_dir), there["metrics"], dtype)
-        assert held_out["loss"] == pytest.approx(there["eval"]["loss"], abs=LOSS_WITHIN[dtype])
+        assert_near(continued(run_dir), reference["metrics"], dtype)
+        assert held_out["loss"] == pytest.approx(reference["eval"]["loss"], abs=LOSS_WITHIN[dtype])
 
 
 @pytest.mark.parametrize(("version", "name"), MODELS)
-def test_a_run_begins_from_a_model_alone(ranks, corpus, version, name):
+def test_run_starts_from_a_model_only_checkpoint(ranks, corpus, version, name):
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     overrides = ["train.stop_at_step=0", f"checkpoint.load=model@{STEP}"]
     config = str(run_dir / "config.toml")
     ranks(expected["ranks"], hash_and_train, config, overrides, start_world=False)
-    there = expected["model"]["metrics"]
+    reference = expected["model"]["metrics"]
     if same_bits(version):
-        assert_same(continued(run_dir), there)
+        assert_same(continued(run_dir), reference)
     else:
-        assert_near(continued(run_dir), there, load_config(config).train.dtype)
+        assert_near(continued(run_dir), reference, load_config(config).train.dtype)
 
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
-def test_checkpoints_are_valid_and_shown(corpus, capsys, version, name):
+def test_checkpoints_are_valid_and_listed(corpus, capsys, version, name):
     expected = corpus(version)["runs"][name]
     assert optimus(["checkpoint", "verify", f"runs/{name}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [one["name"].split("-")[0] for one in found] == (
+    checkpoints = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [checkpoint["name"].split("-")[0] for checkpoint in checkpoints] == (
         ["model", "step"] if "model" in expected else ["step"]
     )
     assert optimus(["checkpoint", "list", f"runs/{name}", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed["next_start"] == f"step-{STEP:08d}"
-    assert {one["state"] for one in listed["checkpoints"]} == {"valid"}
-    for one in found:
-        where = f"runs/{name}/checkpoints/{one['name']}"
-        assert optimus(["checkpoint", "show", where, "--json"]) == 0
+    assert {checkpoint["state"] for checkpoint in listed["checkpoints"]} == {"valid"}
+    for checkpoint in checkpoints:
+        path = f"runs/{name}/checkpoints/{checkpoint['name']}"
+        assert optimus(["checkpoint", "show", path, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["step"] == STEP
 
 
@@ -203,13 +206,13 @@ def test_checkpoints_are_exported_and_evaluated(corpus, capsys, tmp_path, versio
     expected = corpus(version)["runs"][name]
     dtype = load_config(f"runs/{name}/config.toml").train.dtype
     checkpoints = {"step": expected} | ({"model": expected["model"]} if "model" in expected else {})
-    for kind, there in checkpoints.items():
+    for kind, reference in checkpoints.items():
         path = f"runs/{name}/checkpoints/{kind}-{STEP:08d}"
         capsys.readouterr()
         assert optimus(["eval", path, "data/more", "--instances", "8", "--json"]) == 0
         loss = json.loads(capsys.readouterr().out)["loss"]
         within = LOSS_WITHIN["fp32" if kind == "step" else "bf16"]
-        assert loss == pytest.approx(there["loss"], abs=within), (kind, dtype)
+        assert loss == pytest.approx(reference["loss"], abs=within), (kind, dtype)
     exported = tmp_path / "exported"
     path = f"runs/{name}/checkpoints/step-{STEP:08d}"
     assert optimus(["checkpoint", "export", path, str(exported), "--dtype", "fp32"]) == 0
@@ -220,10 +223,10 @@ def test_checkpoints_are_exported_and_evaluated(corpus, capsys, tmp_path, versio
 
 
 @pytest.mark.parametrize("version", EXPECTED)
-def test_a_run_is_drawn_and_continues_a_text(corpus, capsys, version):
+def test_run_is_plotted_and_continues_a_text(corpus, capsys, version):
     corpus(version, "runs/moe-fp32")
-    picture, _ = write_report(Path("runs/moe-fp32"))
-    assert picture.stat().st_size
+    plot, _ = write_report(Path("runs/moe-fp32"))
+    assert plot.stat().st_size
     for kind in ("step", "model"):
         path = f"runs/moe-fp32/checkpoints/{kind}-{STEP:08d}"
         assert optimus(["generate", path, "--prompt", "ba ke", "--tokens", "3"]) == 0
@@ -232,25 +235,26 @@ def test_a_run_is_drawn_and_continues_a_text(corpus, capsys, version):
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
 def test_configurations_are_loaded(corpus, version, name):
-    """Written by hand with `base` and overrides, and as a run resolved them: the same values."""
+    """The configuration with `base` and overrides has the same values as the one that the run
+    resolved."""
     expected = corpus(version)["runs"][name]
     _, config, *overrides = expected["command"]
-    by_hand, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
-    assert isinstance(by_hand, Config)
+    written, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
+    assert isinstance(written, Config)
     values = resolved.model_dump(mode="json")
     for section, table in read_tree(Path(f"runs/{name}/config.toml")).items():
         for key, value in table.items():
             assert values[section][key] == value, f"{section}.{key}"
-    settled = {"ep_dispatch", "backend", "grouped_gemm", "threads", "chunk_length"}
-    for section, table in by_hand.model_dump(mode="json").items():
+    measured = {"ep_dispatch", "backend", "grouped_gemm", "threads", "chunk_length"}
+    for section, table in written.model_dump(mode="json").items():
         for key, value in (table or {}).items():
-            assert key in settled or values[section][key] == value, f"{section}.{key}"
-    own = load_config(f"runs/{name}/checkpoints/step-{STEP:08d}/config.toml")
-    assert own == resolved
+            assert key in measured or values[section][key] == value, f"{section}.{key}"
+    of_checkpoint = load_config(f"runs/{name}/checkpoints/step-{STEP:08d}/config.toml")
+    assert of_checkpoint == resolved
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
-def test_data_sets_are_valid_and_read(corpus, capsys, version, name):
+def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
     expected = corpus(version)["data"][name]
     assert optimus_data(["verify", f"data/{name}"]) == 0, capsys.readouterr().out
     assert optimus_data(["stats", f"data/{name}", "--json"]) == 0
@@ -261,38 +265,44 @@ def test_data_sets_are_valid_and_read(corpus, capsys, version, name):
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
-    """Token arrays, documents, ids and shards: what may never change. JSON may gain keys."""
+    """Return the hashes of token arrays, documents, ids and shards, which must never change. JSON
+    may gain keys."""
     return {name: value for name, value in hashes.items() if name.endswith(".npy")}
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
-def test_data_sets_are_made_again_or_left_alone(corpus, version, name, tmp_path):
-    """The same command finds a data set whole; elsewhere it makes the same one."""
-    facts = corpus(version, "data")["data"][name]  # all: paths are compared without links
+def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
+    """The same command changes nothing in a complete data set, and writes an equal one
+    elsewhere."""
+    facts = corpus(version, "data")["data"][
+        name
+    ]  # the whole folder: paths are compared without links
     folder = Path("data", name)
-    again = ["shard", str(folder), "--workers", "1"]
+    shard_again = ["shard", str(folder), "--workers", "1"]
     assert optimus_data(facts["command"]) == 0
     if name == "again":
-        assert optimus_data(again) == 0
+        assert optimus_data(shard_again) == 0
     assert golden.hash_files(folder) == facts["files"]
     shutil.rmtree(folder)
     assert optimus_data(facts["command"]) == 0
     if name == "again":
-        assert optimus_data(again) == 0
+        assert optimus_data(shard_again) == 0
     assert arrays(golden.hash_files(folder)) == arrays(facts["files"])
 
 
 @pytest.mark.parametrize(("version", "name"), KILLED)
-def test_an_interrupted_directory_is_finished(corpus, version, name, monkeypatch):
-    """From what it holds: neither a finished unit nor what the checkpoints of another hold is
-    encoded again."""
+def test_interrupted_directory_is_finished_without_repeated_work(
+    corpus, version, name, monkeypatch
+):
+    """Neither a finished unit nor documents in the checkpoints of an unfinished one are encoded
+    again."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
-    (begun,) = folder.glob("tokens/unit-*.part-0001")
+    (started,) = folder.glob("tokens/unit-*.part-0001")
     stored = [
         *texts_of(folder, int(finished.stem[-5:])),
-        texts_of(folder, int(begun.stem[-5:]))[0],
+        texts_of(folder, int(started.stem[-5:]))[0],
     ]
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(
@@ -304,13 +314,13 @@ def test_an_interrupted_directory_is_finished(corpus, version, name, monkeypatch
 
 
 def texts_of(folder: Path, unit: int) -> list[str]:
-    """The documents of a unit."""
+    """Return the documents of a unit."""
     plan = json.loads((folder / "tokens" / "plan.json").read_text())
     names = [plan["inputs"][number]["name"] for number in range(*plan["units"][unit])]
-    found = documents(Path(names[0]).parent)
-    return [text for name, _, text in found if name in names]
+    all_documents = documents(Path(names[0]).parent)
+    return [text for name, _, text in all_documents if name in names]
 
 
-def test_the_corpus_was_left_alone(copies):
-    """Last in this file: no test wrote to what others read."""
+def test_corpus_was_not_changed(copies):
+    """The last test of this file: no test wrote to files that other tests read."""
     assert golden.hash_files(copies) == golden.hash_files(GOLDEN)

@@ -1,4 +1,4 @@
-"""Sampling continuations."""
+"""Sampling of continuations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PROMPT_TOKENS = 16
 _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
-"""tokens int64 [1, n] -> logits [1, m, V], the last of which are those of the next token; None on a
-rank whose stages compute no logits."""
+"""Function from tokens int64 [1, n] to logits [1, m, V], the last of which are those of the next
+token; None on a rank whose stages compute no logits."""
 
 
 @torch.no_grad()
@@ -34,12 +34,22 @@ def generate(
     group: Group = ALONE,
     source: int = 0,
 ) -> Tensor:
-    """Continue `prompt` (int64 [n], n >= 1) by `new_tokens`, or up to the first of `stop_tokens`;
-    returns the new tokens alone.
+    """Sample tokens after `prompt`; a collective of `group`.
 
-    Temperature 0 takes the likeliest token; `top_k` 0 samples from the whole vocabulary. The model
-    sees at most the last `context` tokens. The draw depends on `seed` alone. A collective of the
-    `group`: its rank `source`, which must have logits, draws each token for all.
+    Args:
+        model: computes logits; it is called on all ranks of the group.
+        prompt: int64 [n], n >= 1.
+        new_tokens: largest number of tokens to sample.
+        context: largest number of last tokens that the model receives.
+        temperature: 0 selects the likeliest token.
+        top_k: number of likeliest tokens to sample from; 0: all.
+        seed: the only input of the random draws apart from the logits.
+        stop_tokens: tokens after which sampling ends.
+        group: ranks that compute the model together.
+        source: rank of the group that has logits and draws the tokens.
+
+    Returns:
+        The new tokens, int64, without the prompt; the same on all ranks.
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +76,7 @@ def sample_text(
     stop_tokens: Collection[int] = (),
     **options: Any,
 ) -> str:
-    """The beginning of the first instance of `dataset` and its continuation, up to the end of a
+    """Return the start of the first instance of `dataset` and its continuation, up to the end of a
     document or one of `stop_tokens`; the same on all ranks. `options` are those of `generate`."""
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}

@@ -26,8 +26,8 @@ class HeldOutLoss:
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Runs microbatches forward; returns their cross-entropy sums (fp32 scalars, nats), or [] on a rank
-whose stages compute no loss. All ranks of a pipeline make the same calls."""
+"""Function that runs microbatches forward and returns their cross-entropy sums (fp32 scalars,
+nats), or [] on a rank whose stages compute no loss. All ranks of a pipeline make the same calls."""
 
 
 def held_out_loss(
@@ -40,14 +40,25 @@ def held_out_loss(
     max_instances: int = 0,
     document_mask: bool = False,
 ) -> HeldOutLoss:
-    """Evaluate the first `max_instances` instances (0: all), batch j on data rank j mod the number
-    of data ranks; a collective of the whole `group`.
+    """Evaluate the first instances of a data set; a collective of `group`.
 
     Batches are the same on every layout, and their sums are added exactly. Batches of a round have
-    the same size on all data ranks, since expert parallelism requires it: first the whole batches,
-    then the remaining instances in batches of one. A data rank that has no batch left in a round
-    runs the first batch of the round again and does not count it. `document_mask`: attention stays
-    within documents, as in a run with `data.document_mask`.
+    the same size on all data ranks, because expert parallelism requires it: first the complete
+    batches, then the remaining instances in batches of one. A data rank without a batch in a round
+    runs the first batch of the round and does not count it.
+
+    Args:
+        cross_entropies: computes the sums of microbatches.
+        dataset: the instances.
+        batch_size: instances per batch.
+        group: all ranks that take part.
+        data_rank: this rank's number among `num_data_ranks`; batch j belongs to data rank j mod
+            num_data_ranks.
+        max_instances: number of instances to evaluate; 0: all.
+        document_mask: limit attention to documents, as `data.document_mask` does in a run.
+
+    Returns:
+        The mean loss and the number of tokens; the same on all ranks.
     """
     count = min(max_instances or dataset.num_instances, dataset.num_instances)
     whole = count - count % batch_size
@@ -73,7 +84,7 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return the function for a whole model on one device."""
+    """Return the function that computes `CrossEntropies` with a whole model on one device."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A model from a directory, ready to be called."""
+"""Loading of a model from a directory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,19 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """The model at `path`: a Hugging Face directory, a checkpoint, or a run's newest valid one.
+    """Load the model at `path`.
 
-    `model(tokens[B, S]) -> logits[B, S, V]`, tokens int64, logits in `dtype`. Raises
-    CheckpointError if there is no usable model.
+    Args:
+        path: a Hugging Face directory, a checkpoint, or a run directory (its newest valid
+            checkpoint).
+        dtype: of the parameters and logits.
+        device: of the model.
+
+    Returns:
+        The model: `model(tokens)` with int64 [B, S] returns logits [B, S, V].
+
+    Raises:
+        CheckpointError: `path` has no usable model.
     """
     return load_resolved(manager.resolve(path), dtype, device)
 

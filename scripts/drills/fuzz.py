@@ -64,7 +64,7 @@ def _case(text: str) -> Case:
         raise argparse.ArgumentTypeError(f"no axes of a case: {', '.join(sorted(unknown))}")
     case |= {axis: tuple(c) if isinstance(c, list) else c for axis, c in given.items()}
     if not is_legal(case):
-        raise argparse.ArgumentTypeError("the case is refused as it stands")
+        raise argparse.ArgumentTypeError("the case is not a legal run")
     return case
 
 

@@ -1,8 +1,8 @@
 """Write a golden corpus with the code of this checkout: `python tests/golden/make.py v1 COMMIT`.
 
-The directory tests/golden/v1 must not exist. Everything in it is written by the commands that users
-have, with relative paths, and `expected.json` records what this code reads from it and how its runs
-continue. README.md beside this file says when to add one.
+The directory tests/golden/v1 must not exist. All files in it are written by commands for users,
+with relative paths, and `expected.json` records what this code reads from them and how its runs
+continue. README.md in this folder says when to add a directory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EOS = "<|endoftext|>"
 CONTEXT = 16
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "nu", "pa", "re") for b in ("", *"abcdefgh")][:61]
 WIDE = 70_000
-"""Size of a vocabulary whose ids need uint32; nearly all of its ids belong to no word."""
+"""Size of a vocabulary whose ids need uint32; nearly all of its ids have no word."""
 
 RUNS = {
     "moe-fp32": 1,
@@ -50,9 +50,9 @@ RUNS = {
     "dense-bf16-tp": 2,
     "dense-fp32-pp-tied": 2,
 }
-"""Ranks of each run by its name, which is that of its configuration."""
+"""Ranks of each run, by the name of the run and its configuration."""
 WITH_MODELS = ("moe-fp32", "moe-bf16-ep-epso", "dense-bf16-tp", "dense-fp32-pp-tied")
-"""Runs that write model-only checkpoints too."""
+"""Runs that also write model-only checkpoints."""
 
 MOE = """
 [model]
@@ -187,11 +187,12 @@ TOKENIZE = {
     "wide": ("two", "wide.json"),
     "bytes": ("three", "bytes.json", "--on-error", "quarantine"),
 }
-"""Folder of text, tokenizer and further options of each data set."""
+"""Folder of texts, tokenizer and further options of each data set."""
 BLEND = ("--source", "data/words=0.7", "data/more=0.3", "--shard-size", "1024", "--workers", "1")
 AGAIN = ("--context", "7", "--seed", "3", "--carry-tails", "--shard-size", "1024")
 KILLED_AFTER = 18
-"""Files that `optimus-data` commits before it is killed: a unit and two checkpoints of the next."""
+"""Files that `optimus-data` commits before it is killed: a unit and two checkpoints of the next
+unit."""
 
 
 def main() -> None:
@@ -224,14 +225,14 @@ def _command(module: str, *words: object) -> str:
 
 
 def write_text() -> None:
-    """Texts of made-up words in which a word says something of the next."""
+    """Write texts of made-up words, in which a word partly determines the next one."""
     rng = random.Random(17)
 
     def document() -> str:
-        at, words = rng.randrange(len(WORDS)), []
+        index, words = rng.randrange(len(WORDS)), []
         for _ in range(rng.randint(10, 40)):
-            words.append(WORDS[at])
-            at = (at * 3 + rng.choice((1, 1, 1, 5, 8))) % len(WORDS)
+            words.append(WORDS[index])
+            index = (index * 3 + rng.choice((1, 1, 1, 5, 8))) % len(WORDS)
         return " ".join(words)
 
     def lines(name: str, count: int) -> Iterator[str]:
@@ -252,9 +253,10 @@ def write_text() -> None:
 
 
 def write_tokenizers() -> None:
-    """Two of whole words, of which one is wide, and one of bytes."""
+    """Write two tokenizers of whole words, one of them with a large vocabulary, and one of
+    bytes."""
     for name, last in (("words", len(WORDS) + 2), ("wide", WIDE - 1)):
-        vocab = {EOS: 0, "?": 1, **{word: 2 + place for place, word in enumerate(WORDS)}}
+        vocab = {EOS: 0, "?": 1, **{word: 2 + index for index, word in enumerate(WORDS)}}
         vocab["."] = last
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -273,9 +275,9 @@ def write_configurations() -> None:
 
 
 def tokenize(name: str, out: str, command: str = "run") -> list[str]:
-    """Return the command that makes a data set of TOKENIZE, or its first step."""
-    text, tokenizer, *more = TOKENIZE[name]
-    words = [command, "--input", f"text/{text}", "--tokenizer", tokenizer, "--out", out, *more]
+    """Return the command that writes a data set of TOKENIZE, or that of its first step."""
+    text, tokenizer, *options = TOKENIZE[name]
+    words = [command, "--input", f"text/{text}", "--tokenizer", tokenizer, "--out", out, *options]
     if command == "run":
         return [*words, "--context", str(CONTEXT), *UNITS]
     return [*words, *(UNITS[:2] + UNITS[4:])]
@@ -300,9 +302,11 @@ def make_data() -> dict[str, dict]:
 
 
 def make_interrupted() -> dict[str, dict]:
-    """Directories that a killed `optimus-data` left, and the files that the same command makes of
-    a copy of each."""
-    segments.SEGMENT_BYTES = 400  # with checkpoints within units, which need 16 MiB of text
+    """Write directories as a killed `optimus-data` leaves them, and record the files that the same
+    command writes in a copy of each."""
+    segments.SEGMENT_BYTES = (
+        400  # so that units have checkpoints, which otherwise need 16 MiB of text
+    )
     commands = {
         "tokenize": tokenize("words", "interrupted/tokenize", "tokenize"),
         "fused": [*tokenize("words", "interrupted/fused"), "--fused"],
@@ -311,18 +315,18 @@ def make_interrupted() -> dict[str, dict]:
     for name, command in commands.items():
         status = run_killed_at(command, KILLED_AFTER, before=False)
         assert status == -9, f"{name} ended with {status}"
-        left = Path("interrupted", name)
-        for path in left.rglob(".*"):
+        interrupted = Path("interrupted", name)
+        for path in interrupted.rglob(".*"):
             assert files.is_temporary(path), path
-            path.unlink()  # its name holds that of this machine
+            path.unlink()  # its name contains the name of this machine
         with in_copy():
             optimus_data(*command)
-            expected[name] = {"command": command, "files": golden.hash_files(left)}
+            expected[name] = {"command": command, "files": golden.hash_files(interrupted)}
     return expected
 
 
 def make_run(name: str) -> dict:
-    """Train to STEP; record states, and what copies of the run give when they are continued."""
+    """Train to STEP; record states, and the results of continuing copies of the run."""
     run, config = Path("runs", name), f"configs/{name}.toml"
     start = ["train", config, f"train.run_dir={run}"]
     ranks = ["--nproc", RUNS[name]] if RUNS[name] > 1 else []
