@@ -362,6 +362,8 @@ def _offload(config: Config) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` that is nearest to `near`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(d - near))
+    """Return the divisor of `number` nearest to `near`; 1 if none is within 4,096 of it. The limit
+    keeps the time short for the absurd numbers that a foreign configuration may have."""
+    near = min(near, number)
+    candidates = (d for distance in range(4097) for d in (near - distance, near + distance))
+    return next((d for d in candidates if 0 < d <= number and number % d == 0), 1)

@@ -188,6 +188,10 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
     """
     # Without O_NONBLOCK, open(2) of a FIFO blocks. Reads of regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # JSON can hold lone surrogates, names of files cannot
+        raise OSError(errno.EILSEQ, os.strerror(errno.EILSEQ), os.fspath(path)) from None
     fd = os.open(path, flags) if root is None else _open_in(Path(root), Path(path), flags)
     try:
         mode = os.fstat(fd).st_mode

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from optimus.config import Config, dump_toml, load_config, make_config
+from optimus.config.checks import nearest_divisor
 from optimus.config.load import SYNONYMS, _hint, _section_type
 from optimus.errors import ConfigError
 from tests.helpers.tiny import DENSE, tiny_tree
@@ -310,3 +311,12 @@ def test_fields_of_all_sections_have_docstrings():
     for name, section in Config.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             assert field.description, f"{name}.{key} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("number", "near", "nearest"),
+    [(12, 5, 4), (12, 7, 6), (12, 40, 12), (7, 3, 1), (2**63 - 1, 4, 1), (2**63 - 1, 2**62, 1)],
+)
+def test_the_nearest_divisor_of_any_number_takes_no_time(number, near, nearest):
+    """A search of every number up to 2^63 - 1 would not end."""
+    assert nearest_divisor(number, near) == nearest

@@ -77,3 +77,10 @@ def test_sync_to_disk_without_posix_fadvise_succeeds(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     with open(tmp_path / "f", "wb") as file:
         files.sync_to_disk(file.fileno())
+
+
+def test_a_name_that_no_file_can_have_is_an_os_error():
+    """JSON can hold a lone surrogate, which no file name can be encoded from."""
+    with pytest.raises(OSError) as refused:
+        files.open_regular("\ud800.safetensors")
+    assert refused.value.errno == errno.EILSEQ
