@@ -1,26 +1,40 @@
-"""Load the states that a run starts with."""
+"""Load the states that a run starts with: a full checkpoint, or the weights of a model alone."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy
+import torch
+from torch import Tensor
+
+from optimus import errors
+from optimus.checkpoint.distribute import Distribute, give
 from optimus.checkpoint.load import load_full
+from optimus.checkpoint.pieces import Piece
 from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.reshard import runs_between
+from optimus.checkpoint.stream import PIECE, Weights
 from optimus.checkpoint.weights import open_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
-from optimus.distributed.collectives import broadcast_object
+from optimus.distributed.collectives import Group, broadcast_object
 from optimus.distributed.world import World
-from optimus.errors import CheckpointError, one_line
+from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.parallel.layout import Layout
+from optimus.resilience import guards
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import ResolvedStart, RunPlan, find_start
-from optimus.train.spread import spread
 
 logger = logging.getLogger(__name__)
+
+PutValues = Callable[[str, Tensor, int], None]
+"""Takes the name of a parameter, values of it, and their first element in the flattened slice of
+this rank."""
 
 
 def load_start(
@@ -60,7 +74,7 @@ def load_start(
             chunk.exp_avg.zero_()
             chunk.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, path)
-        spread(layout, partial(states.put, "master"), opening, world, distribute, path)
+        load_weights(layout, partial(states.put, "master"), opening, world, distribute, path)
     states.publish()
     return plan
 
@@ -85,3 +99,122 @@ def _resolve_without(
         raise CheckpointError(refused)
     assert start.start.path is not None, "nothing has initialised the parameters"
     return RunPlan(plan.mesh, plan.batch, plan.data, *start)
+
+
+def load_weights(
+    layout: Layout,
+    put: PutValues,
+    open_weights: Callable[[], Weights],
+    world: World,
+    distribute: Distribute = "broadcast",
+    origin: object = "the weights",
+) -> None:
+    """Distribute weights that only the first rank opens and reads, once. A collective of all ranks.
+
+    No rank uses memory for more than about PIECE elements.
+
+    Args:
+        layout: The placements of this rank's parameters.
+        put: Takes the values that this rank holds.
+        open_weights: Opens the weights on the first rank.
+        world: All ranks.
+        distribute: `checkpoint.distribute`.
+        origin: Name of the weights in the message for a value that is not finite.
+
+    Raises:
+        OptimusError: On all ranks, the class and message of the first rank's error.
+    """
+    everyone = world.everyone
+    with contextlib.ExitStack() as files:
+        weights, problem = None, None
+        if everyone.rank == 0:
+            try:
+                weights = files.enter_context(open_weights())
+            except OptimusError as error:
+                problem = error
+        pieces = weights.pieces if weights else []
+        _raise_on_all(problem, everyone)
+        batches = [
+            *_batches(broadcast_object(pieces, everyone, list[Piece])),
+            [],
+        ]  # with [] the reader checks that the weights end
+        values, memory = iter(weights or ()), torch.empty(PIECE + 1, device=world.device)
+        for batch in batches:
+            flat = memory[: sum(map(_size, batch)) + 1].zero_()
+            if everyone.rank == 0:
+                problem = _read(batch, values, flat) or _nonfinite(batch, flat, origin)
+                flat[-1] = float(bool(problem))
+            give(flat.view(torch.int32), everyone, distribute)
+            if flat[-1]:
+                _raise_on_all(problem, everyone)
+            for piece in batch:
+                _put_piece(put, layout, piece, flat[: _size(piece)])
+                flat = flat[_size(piece) :]
+
+
+def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
+    """Put the elements of a piece that this rank holds: one run of consecutive elements where the
+    rank holds the whole parameter, otherwise few runs."""
+    if piece.name not in layout.placements:
+        return
+    runs = runs_between(layout.placements[piece.name].intervals, piece)
+    gaps = numpy.flatnonzero(runs[1:, 0] != runs[:-1, 0] + runs[:-1, 2]) + 1
+    for adjacent in numpy.split(runs, gaps) if len(runs) else ():
+        first, start, length = adjacent.T
+        selected = values[start[0] : start[0] + length[0]]
+        if len(adjacent) > 1:
+            index = numpy.repeat(start - numpy.cumsum(length) + length, length)
+            index += numpy.arange(len(index))
+            selected = values[torch.from_numpy(index).to(values.device)]
+        put(piece.name, selected, int(first[0]))
+
+
+def _size(piece: Piece) -> int:
+    return piece.stop - piece.start
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Return runs of pieces with at most PIECE elements together."""
+    batch: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        if batch and filled + _size(piece) > PIECE:
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += _size(piece)
+    yield batch
+
+
+def _read(
+    batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
+) -> OptimusError | None:
+    """Fill `flat` with the next pieces, or check that none is left; return the error or None."""
+    try:
+        for piece in batch:
+            flat[: _size(piece)].copy_(next(values)[1])
+            flat = flat[_size(piece) :]
+        assert batch or next(values, None) is None
+    except OptimusError as error:
+        return error
+    return None
+
+
+def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> CheckpointError | None:
+    """Return the error for the first value that is not finite, None if all are."""
+    if guards.is_finite(flat):
+        return None
+    for piece in batch:
+        values, flat = flat[: _size(piece)], flat[_size(piece) :]
+        bad = (~torch.isfinite(values)).nonzero()
+        if len(bad):
+            at, value = piece.start + int(bad[0]), float(values[bad[0]])
+            return CheckpointError(f"{origin}: {piece.name} is {value} at element {at}")
+    return None
+
+
+def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
+    """Raise the first rank's error, if it has one, on all ranks."""
+    received = (type(problem).__name__, str(problem)) if problem else None
+    if received := broadcast_object(received, everyone, tuple[str, str] | None):
+        raise getattr(errors, received[0])(received[1])

@@ -1,4 +1,4 @@
-"""Weights that a run begins with: read once, by one rank, and never whole in memory."""
+"""Weights that a run starts with: read once, by one rank, and never whole in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from optimus.hf import write_hf
 from optimus.io import files, tensor_file
 from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
-from optimus.train import spread as spread_module
-from optimus.train.spread import spread
+from optimus.train import load as load_module
+from optimus.train.load import load_weights
 from tests.helpers.memory import peak_of
 from tests.helpers.runs import run_tree, train_on
 from tests.helpers.tiny import tiny_tree
@@ -38,11 +38,11 @@ SIZES = {
 
 
 def piecewise(size: int) -> None:
-    stream.PIECE = spread_module.PIECE = size
+    stream.PIECE = load_module.PIECE = size
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """What this rank read, and its whole masters."""
+    """Return the opens and bytes that this rank read, and its whole masters."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
@@ -51,44 +51,48 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     for traffic in (tensor_file.traffic, shards.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
-    how = config.checkpoint.distribute
-    spread(shard.layout, partial(states.put, "master"), opening, world, how)
+    distribute = config.checkpoint.distribute
+    load_weights(shard.layout, partial(states.put, "master"), opening, world, distribute)
     read = {key: tensor_file.traffic[key] + shards.traffic[key] for key in shards.traffic}
     states.frozen.settle()
     whole = WholeModel(config, shard.layout, groups).gather(states, "master")
-    return read, {name: one.clone() for name, one in whole.items()}
+    return read, {name: master.clone() for name, master in whole.items()}
 
 
 @pytest.fixture(scope="module")
 def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
-    """By tied or not: a model-only checkpoint, a full one, both kinds of directory."""
-    found = {}
+    """Return by tied or not: a model-only checkpoint, a full one, and directories of both kinds."""
+    paths: dict = {}
     for tied in (False, True):
         run = tmp_path_factory.mktemp("initial") / "run"
         few = {"train__stop_at_step": 2, "checkpoint__model_interval": 2, "parallel__tp": 2}
         tree = tiny_tree(tiny_data, run, model__tie_embeddings=tied, **few)
         train_on(rank_pool.run, 2, tree)
-        found[tied] = {"model": manager.model_path(run, 2), "full": manager.full_path(run, 2)}
-        found[tied] |= {"hf": run.parent / "hf", "ours": run.parent / "ours"}
-        to_hf(found[tied]["full"], found[tied]["hf"])
-        from_hf(found[tied]["hf"], found[tied]["ours"])
-    return found
+        paths[tied] = {"model": manager.model_path(run, 2), "full": manager.full_path(run, 2)}
+        paths[tied] |= {"hf": run.parent / "hf", "ours": run.parent / "ours"}
+        to_hf(paths[tied]["full"], paths[tied]["hf"])
+        from_hf(paths[tied]["hf"], paths[tied]["ours"])
+    return paths
 
 
 @pytest.mark.parametrize("kind", ["model", "full", "hf", "ours"])
 @pytest.mark.parametrize("layout", SIZES)
 @pytest.mark.parametrize("size", [1000, 1 << 22])
-def test_every_rank_gets_its_part_of_what_one_read_once(ranks, sources, kind, layout, size):
-    how = "all_reduce" if kind == "hf" else "broadcast"
-    settings = {"checkpoint__distribute": how, "optim__sharding": "so", "optim__chunk_length": 3000}
+def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, size):
+    distribute = "all_reduce" if kind == "hf" else "broadcast"
+    settings = {
+        "checkpoint__distribute": distribute,
+        "optim__sharding": "so",
+        "optim__chunk_length": 3000,
+    }
     tree = tiny_tree("d", "r", **SIZES[layout], **settings)
     path = sources[tree["model"].get("tie_embeddings", False)][kind]
-    given = ranks(4, take, tree, str(path), size, start_world=False)
-    assert [read for read, _ in given[1:]] == [{"opens": 0, "bytes": 0}] * 3
-    read, masters = given[0]
+    results = ranks(4, take, tree, str(path), size, start_world=False)
+    assert [read for read, _ in results[1:]] == [{"opens": 0, "bytes": 0}] * 3
+    read, masters = results[0]
     files = list(path.glob("*.safetensors" if kind != "full" else "shard-*"))
     stored = sum(file.stat().st_size for file in files)
-    if kind == "full":  # of three states one, and no more of the next than a block
+    if kind == "full":  # one of three states, and at most a block of the next
         assert read["opens"] == len(files)
         assert read["bytes"] <= stored + len(files) * shards.HEADER_BYTES
     else:  # headers once more, to compare names and shapes before anything is built
@@ -104,7 +108,8 @@ def test_every_rank_gets_its_part_of_what_one_read_once(ranks, sources, kind, la
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Bytes of weights that this rank read in a whole run, and the files that it hashed besides."""
+    """Return the bytes of weights that this rank read in a whole run, and the files that it hashed
+    in addition."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):
@@ -118,8 +123,8 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
-def test_a_run_reads_the_model_that_it_begins_with_once(ranks, tiny_data, tmp_path, load):
-    """Its hash is compared on the way; what finds and checks tensors reads the header, thrice."""
+def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
+    """The hash is compared while it is read; three readers of tensor positions read the header."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = manager.model_path(tmp_path, 2)
@@ -142,9 +147,7 @@ def refused(tree: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["model", "ours"])
-def test_damage_in_the_last_byte_is_told_by_all_ranks_and_nothing_begins(
-    ranks, sources, tiny_data, tmp_path, kind
-):
+def test_damage_in_the_last_byte_is_refused_on_all_ranks(ranks, sources, tiny_data, tmp_path, kind):
     path = tmp_path / "damaged"
     path.mkdir()
     for file in sources[False][kind].iterdir():
@@ -153,36 +156,34 @@ def test_damage_in_the_last_byte_is_told_by_all_ranks_and_nothing_begins(
     weights[-1] ^= 1
     (path / "model.safetensors").write_bytes(weights)
     tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(path))
-    words = ranks(2, refused, tree, start_world=False)
-    assert words[0] == words[1]
-    assert words[0] == f"{path}/model.safetensors: its content does not match its checksum"
+    messages = ranks(2, refused, tree, start_world=False)
+    assert messages[0] == messages[1]
+    assert messages[0] == f"{path}/model.safetensors: its content does not match its checksum"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def cut_while_it_is_read(tree: dict[str, Any], path: str) -> str:
+def truncate_while_reading(tree: dict[str, Any], path: str) -> str:
     plain = stream.FileWeights.__iter__
 
-    def given(weights):
+    def truncated(weights):
         pieces = plain(weights)
         yield next(pieces)
         Path(path, "model.safetensors").write_bytes(b"")
         yield from pieces
 
-    stream.FileWeights.__iter__ = given
+    stream.FileWeights.__iter__ = truncated
     piecewise(1000)
     return refused(tree)
 
 
-def test_a_file_that_ends_while_it_is_read_is_told_by_all_ranks(
-    ranks, sources, tiny_data, tmp_path
-):
+def test_file_truncated_while_reading_is_refused_on_all_ranks(ranks, sources, tiny_data, tmp_path):
     path = tmp_path / "cut"
     path.mkdir()
     for file in sources[False]["hf"].iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     tree = tiny_tree(tiny_data, tmp_path / "run", checkpoint__load=str(path))
-    words = ranks(2, cut_while_it_is_read, tree, str(path), start_world=False)
-    assert words[0] == words[1] and "model.safetensors: ends before byte" in words[0]
+    messages = ranks(2, truncate_while_reading, tree, str(path), start_world=False)
+    assert messages[0] == messages[1] and "model.safetensors: ends before byte" in messages[0]
 
 
 def refused_by_its_configuration(tree: dict[str, Any]) -> str:
@@ -191,31 +192,31 @@ def refused_by_its_configuration(tree: dict[str, Any]) -> str:
     def opening() -> None:
         raise ConfigError("of its configuration")
 
-    with pytest.raises(ConfigError) as told:
-        spread(shard.layout, partial(shard.make_states().put, "master"), opening, world)
-    return str(told.value)
+    with pytest.raises(ConfigError) as refusal:
+        load_weights(shard.layout, partial(shard.make_states().put, "master"), opening, world)
+    return str(refusal.value)
 
 
-def test_whatever_the_first_rank_refuses_is_told_by_all_as_it_was(ranks):
-    found = ranks(2, refused_by_its_configuration, tiny_tree("d", "r"), start_world=False)
-    assert found == ["of its configuration"] * 2
+def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
+    errors = ranks(2, refused_by_its_configuration, tiny_tree("d", "r"), start_world=False)
+    assert errors == ["of its configuration"] * 2
 
 
-def peak_of_spreading(tree: dict[str, Any], path: str) -> int:
-    """How much memory the process takes besides while a model is read and given away, in bytes."""
+def peak_of_loading(tree: dict[str, Any], path: str) -> int:
+    """Return the additional bytes that the process uses to read and distribute a model."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.place(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
-    found = []
+    sizes: list[int] = []
     piecewise(1 << 20)
     opening, world = partial(open_weights, config.model, Path(path)), start_world(device="cpu")
-    take = lambda name, part, start: found.append(part.numel())  # noqa: E731
-    peak = peak_of(lambda: spread(layout, take, opening, world))
-    assert sum(found) == 2 * sum(map(math.prod, shapes))  # taken twice
+    take = lambda name, values, start: sizes.append(values.numel())  # noqa: E731
+    peak = peak_of(lambda: load_weights(layout, take, opening, world))
+    assert sum(sizes) == 2 * sum(map(math.prod, shapes))  # loaded twice
     return peak
 
 
-def test_the_first_rank_takes_memory_for_pieces_alone(ranks, tmp_path):
+def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
     """Less than half of the largest tensor, less than an eighth of the model."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
@@ -226,6 +227,6 @@ def test_the_first_rank_takes_memory_for_pieces_alone(ranks, tmp_path):
     write_hf(tmp_path / "hf", config, zeros, dict.fromkeys(shapes, torch.float32))
     size = (tmp_path / "hf" / "model.safetensors").stat().st_size
     largest = 4 * max(map(math.prod, shapes.values()))
-    (peak,) = ranks(1, peak_of_spreading, tree, str(tmp_path / "hf"), start_world=False)
-    told = f"{peak / 1e6:.1f} MB of a model of {size / 1e6:.1f}, its largest {largest / 1e6:.1f}"
-    assert peak < largest / 2 < size / 8, told
+    (peak,) = ranks(1, peak_of_loading, tree, str(tmp_path / "hf"), start_world=False)
+    figures = f"{peak / 1e6:.1f} MB of a model of {size / 1e6:.1f}, its largest {largest / 1e6:.1f}"
+    assert peak < largest / 2 < size / 8, figures

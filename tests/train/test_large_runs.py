@@ -1,4 +1,4 @@
-"""The paper's large runs at their 3,072 ranks, without any of them: the fake backend, no memory."""
+"""The paper's large runs on 3,072 ranks of the fake backend, without memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Of the first rank of each stage: bytes of its states, and how many elements of experts and of
-    other parameters it holds."""
+    """Return for the first rank of each stage the bytes of its states, its elements of experts and
+    its elements of other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
-    found = []
+    stages = []
     for stage in range(mesh.pp):
         world = fake_world(stage * (WORLD // mesh.pp), WORLD)
         shard = RankModel(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if "experts" in name)
         states = shard.make_states()
-        found.append((states.bytes_held(), experts, sum(sizes.values()) - experts))
+        stages.append((states.bytes_held(), experts, sum(sizes.values()) - experts))
         torch.distributed.destroy_process_group()
-    return found
+    return stages
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_every_stage_of_the_paper_s_large_runs_is_built(ranks, name):
+def test_stages_of_the_large_runs_of_the_paper_are_built(ranks, name):
     path = CONFIGS / "run" / f"{name}.toml"
     config = load_config(path)
     result, parallel = plan(config), config.parallel
@@ -45,10 +45,10 @@ def test_every_stage_of_the_paper_s_large_runs_is_built(ranks, name):
     assert (parallel.ep, config.optim.sharding, parallel.schedule) == (12, "epso", "1f1b")
     total = sum(parallel.ep * experts + rest for _, experts, rest in stages)
     assert total == result["total_params"]
-    for (held, experts, rest), rank in zip(stages, result["ranks"], strict=True):
-        assert held == {key: rank[key] for key in held}
+    for (sizes, experts, rest), rank in zip(stages, result["ranks"], strict=True):
+        assert sizes == {key: rank[key] for key in sizes}
         exact = 12 * (experts / parallel.dp + rest / (parallel.dp * parallel.ep))
-        assert exact <= held["masters"] + held["moments"] <= exact + held["padding"]
+        assert exact <= sizes["masters"] + sizes["moments"] <= exact + sizes["padding"]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_stage_of_the_paper_s_large_runs_is_built(ranks, name):
         ("mula-220b-a10b", ("norm", "attention", "moe")),
     ],
 )
-def test_the_recipe_is_that_of_mula_7b(name, recomputed):
+def test_recipe_equals_that_of_mula_7b(name, recomputed):
     config = load_config(CONFIGS / "run" / f"{name}.toml")
     base = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
     assert config.optim == base.optim.model_copy(update={"sharding": "epso"})

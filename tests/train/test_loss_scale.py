@@ -37,7 +37,7 @@ def test_the_scale_halves_and_doubles():
     assert (scale.scale, scale.skipped) == (65536 * 4, 1)
     for _ in range(2):
         scale.after_update()
-    scale.after_overflow()  # begins the count of good steps anew
+    scale.after_overflow()  # restarts the count of good steps
     for _ in range(3):
         assert scale.scale == 65536 * 2
         scale.after_update()
@@ -65,33 +65,33 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Updates on the same microbatches; at step and rank `poisoned` an infinity enters a gradient.
+    """Run updates on the same microbatches; at step and rank `poisoned` a gradient is infinite.
 
-    By step: the result and the masters of this rank, as told after it.
+    Return by step: the result, and masters and moments of this rank after it.
     """
     _, world, groups, _, shard, states, updater = make_updater(tree)
-    own = own_batch(groups)
-    told = {}
+    batch = own_batch(groups)
+    by_step = {}
     for step in range(1, steps + 1):
         handle = None
         if poisoned == (step, world.rank):
-            # A norm's, since weight gradients that are put off (zb-h1) pass no hook.
+            # A norm's: deferred weight gradients (zb-h1) call no hook.
             last = [p for n, p in shard.model.named_parameters() if "norm" in n][-1]
             handle = last.register_hook(lambda grad: torch.full_like(grad, math.inf))
-        result = updater.run(step, own)
+        result = updater.run(step, batch)
         if handle is not None:
             handle.remove()
         masters = {name: whole.clone() for name, whole in whole_of(states, "master").items()}
         moments = {name: whole.clone() for name, whole in whole_of(states, "exp_avg").items()}
-        told[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
-        told[step]["moments"] = moments
-    return told
+        by_step[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
+        by_step[step]["moments"] = moments
+    return by_step
 
 
-WHOLE_EVERYWHERE = tuple(
-    f"blocks.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.router", "mlp_norm")
+UNDIVIDED = tuple(
+    f"blocks.{layer}.{name}.weight" for layer in (0, 1) for name in ("mlp.router", "mlp_norm")
 )
-"""Parameters that no layout here divides."""
+"""Parameters that none of LAYOUTS divides."""
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -122,43 +122,43 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_scaled_gradients_train_as_those_of_fp32(ranks, size, layout):
+def test_scaled_gradients_match_fp32(ranks, size, layout):
     """Norms, losses and moments against fp32 on one process, within fp16's own rounding (2^-11 a
     number). AdamW forgives a factor, its moments do not; auxiliary losses begin on every stage."""
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
     (plain,) = ranks(1, run_updates, single, 3, start_world=False)
-    for told in ranks(size, run_updates, half_tree(**layout), 3, start_world=False):
+    for by_step in ranks(size, run_updates, half_tree(**layout), 3, start_world=False):
         for step in (1, 2, 3):
-            assert told[step]["loss_scale"] == 65536 * 8 and told[step]["skipped_steps"] == 0
-            assert told[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-3)
-            assert told[step]["aux_loss"] == pytest.approx(plain[step]["aux_loss"], rel=1e-2)
-            assert told[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-2)
-            for name, moment in told[step]["moments"].items():
-                if name in WHOLE_EVERYWHERE:
+            assert by_step[step]["loss_scale"] == 65536 * 8 and by_step[step]["skipped_steps"] == 0
+            assert by_step[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-3)
+            assert by_step[step]["aux_loss"] == pytest.approx(plain[step]["aux_loss"], rel=1e-2)
+            assert by_step[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-2)
+            for name, moment in by_step[step]["moments"].items():
+                if name in UNDIVIDED:
                     assert _relative(moment, plain[step]["moments"][name]) < 1e-2, name
 
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_an_overflow_anywhere_skips_the_update_everywhere(ranks, size, layout):
-    everyone = ranks(size, run_updates, half_tree(**layout), 3, (2, size - 1), start_world=False)
-    for told in everyone:
-        assert [told[step]["updates"] for step in (1, 2, 3)] == [1, 1, 2]
-        assert [told[step]["skipped_steps"] for step in (1, 2, 3)] == [0, 1, 1]
-        scales = [told[step]["loss_scale"] for step in (1, 2, 3)]
+def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
+    results = ranks(size, run_updates, half_tree(**layout), 3, (2, size - 1), start_world=False)
+    for by_step in results:
+        assert [by_step[step]["updates"] for step in (1, 2, 3)] == [1, 1, 2]
+        assert [by_step[step]["skipped_steps"] for step in (1, 2, 3)] == [0, 1, 1]
+        scales = [by_step[step]["loss_scale"] for step in (1, 2, 3)]
         assert scales == [2.0**19, 2.0**19, 2.0**18]
-        assert math.isnan(told[2]["grad_norm"]) and math.isfinite(told[2]["loss"])
-        assert math.isfinite(told[3]["grad_norm"])
-        for name, master in told[2]["masters"].items():
-            assert torch.equal(master, told[1]["masters"][name]), name
+        assert math.isnan(by_step[2]["grad_norm"]) and math.isfinite(by_step[2]["loss"])
+        assert math.isfinite(by_step[3]["grad_norm"])
+        for name, master in by_step[2]["masters"].items():
+            assert torch.equal(master, by_step[1]["masters"][name]), name
     assert any(
-        not torch.equal(told[3]["masters"][name], master)
-        for told in everyone
-        for name, master in told[2]["masters"].items()
+        not torch.equal(by_step[3]["masters"][name], master)
+        for by_step in results
+        for name, master in by_step[2]["masters"].items()
     )
 
 
-def test_a_real_overflow_falls_to_the_scale_that_fits():
+def test_overflow_lowers_the_scale_until_it_fits():
     """After updates skipped for too large a scale, the first that is done has the bits of a run
     that begins with its scale; powers of two round nothing, so that another gives the same norm."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
@@ -175,12 +175,13 @@ def test_a_real_overflow_falls_to_the_scale_that_fits():
     assert smaller["grad_norm"] == pytest.approx(fits["grad_norm"], rel=1e-6)
 
 
-def test_a_nan_that_stays_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_path):
+def test_lasting_nan_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", **HALF, optim__loss_scale=4.0, optim__lr=1e30)
     tree["optim"] |= {"min_lr": 0.0, "warmup_steps": 0, "clip_norm": 0.0}
-    with pytest.raises(RanksFailed, match="NonFiniteError.*loss scale is at its least, 1") as told:
+    message = "NonFiniteError.*loss scale is at its least, 1"
+    with pytest.raises(RanksFailed, match=message) as failure:
         train_on(ranks, 2, tree)
-    assert "Traceback" in str(told.value)
+    assert "Traceback" in str(failure.value)
     lines = metrics_of(tmp_path / "run")
     assert [line["skipped_steps"] for line in lines][-2:] == [1, 2]
     assert lines[-1]["grad_norm"] is None and lines[-1]["loss_scale"] == 2.0

@@ -89,10 +89,12 @@ def test_another_rate_on_resume_is_reported_with_the_settings_that_keep_it(
         assert line == ""
         return
     rates = learning_rate(51, before, 100), learning_rate(51, after, max_steps)
-    head, _, told = line.partition("; to keep it, set ")
+    head, _, overrides = line.partition("; to keep it, set ")
     assert head == "learning rate of step 51: {:.6g} before, {:.6g} now".format(*rates)
-    assert sorted(told.split()) == keep.split()
-    kept = {key: type(STORED[key])(value) for key, value in re.findall(r"optim\.(\w+)=(\S+)", told)}
+    assert sorted(overrides.split()) == keep.split()
+    kept = {
+        key: type(STORED[key])(value) for key, value in re.findall(r"optim\.(\w+)=(\S+)", overrides)
+    }
     again = after.model_copy(update=kept)
     assert learning_rate(51, again, max_steps) == rates[0]
 
