@@ -9,7 +9,18 @@ from __future__ import annotations
 import math
 
 from optimus.config.axes import WITHIN_BLOCK
-from optimus.config.sections import ROPE_FIELDS, Config, ModelConfig, RopeScaling
+from optimus.config.sections import (
+    ROPE_FIELDS,
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RopeScaling,
+    TrainConfig,
+)
 from optimus.errors import ConfigError, counted
 
 _MAX_ELEMENTS = 1 << 56
@@ -18,31 +29,28 @@ _MAX_ELEMENTS = 1 << 56
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first combination of settings that is not possible."""
-    for check_settings in (
-        _heads,
-        _experts,
-        _tensors,
-        _rope,
-        _tokens,
-        _sequence,
-        _batch,
-        _schedule,
-        _determinism,
-        _residency,
-        _loss_scale,
-        _kernels,
-        _compile,
-        _pipeline,
-        _recompute,
-        _kept_models,
-        _offload,
-    ):
-        check_settings(config)
+    model, train, optim = config.model, config.train, config.optim
+    _heads(model)
+    _experts(model)
+    _tensors(model)
+    _rope(model)
+    _tokens(model)
+    _sequence(train, model)
+    _batch(train)
+    _schedule(optim, train)
+    _determinism(config)
+    _residency(optim, train)
+    _loss_scale(optim, train)
+    _kernels(config)
+    _compile(config)
+    _pipeline(config.parallel, model)
+    _recompute(config.recompute, model)
+    _kept_models(config.checkpoint)
+    _offload(config.offload)
 
 
-def _tensors(config: Config) -> None:
+def _tensors(model: ModelConfig) -> None:
     """Refuse sizes that make a tensor too large, before torch fails with a message without keys."""
-    model = config.model
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
     heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
@@ -59,8 +67,7 @@ def _tensors(config: Config) -> None:
             )
 
 
-def _heads(config: Config) -> None:
-    model = config.model
+def _heads(model: ModelConfig) -> None:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if kv_heads and heads % kv_heads:
         raise ConfigError(
@@ -78,8 +85,7 @@ def _heads(config: Config) -> None:
         )
 
 
-def _experts(config: Config) -> None:
-    model = config.model
+def _experts(model: ModelConfig) -> None:
     if model.architecture == "olmo" and (model.num_experts or model.num_experts_per_tok):
         raise ConfigError(
             f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
@@ -165,8 +171,8 @@ def _compile(config: Config) -> None:
             )
 
 
-def _rope(config: Config) -> None:
-    model, scaling = config.model, config.model.rope_scaling
+def _rope(model: ModelConfig) -> None:
+    scaling = model.rope_scaling
     if scaling is None:
         return
     for key, field in RopeScaling.model_fields.items():
@@ -191,8 +197,7 @@ def _rope(config: Config) -> None:
         raise ConfigError("model.rope_scaling.type = 'dynamic' needs a head_dim above 2")
 
 
-def _tokens(config: Config) -> None:
-    model = config.model
+def _tokens(model: ModelConfig) -> None:
     if model.pad_token_id >= model.vocab_size:
         raise ConfigError(
             f"model.pad_token_id = {model.pad_token_id} is not below model.vocab_size = "
@@ -200,8 +205,8 @@ def _tokens(config: Config) -> None:
         )
 
 
-def _sequence(config: Config) -> None:
-    seq_len, longest = config.train.seq_len, config.model.max_position_embeddings
+def _sequence(train: TrainConfig, model: ModelConfig) -> None:
+    seq_len, longest = train.seq_len, model.max_position_embeddings
     if seq_len == 1:
         raise ConfigError("train.seq_len = 1 leaves no target to predict; use at least 2")
     if seq_len > longest:
@@ -211,8 +216,7 @@ def _sequence(config: Config) -> None:
         )
 
 
-def _batch(config: Config) -> None:
-    train = config.train
+def _batch(train: TrainConfig) -> None:
     microbatch_tokens = train.microbatch_size * train.seq_len
     if train.global_batch_tokens and not train.seq_len:
         raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
@@ -224,8 +228,8 @@ def _batch(config: Config) -> None:
         )
 
 
-def _schedule(config: Config) -> None:
-    optim, steps = config.optim, config.train.max_steps
+def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
+    steps = train.max_steps
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower it")
     if optim.schedule == "constant" and optim.decay_steps:
@@ -243,10 +247,9 @@ def _schedule(config: Config) -> None:
             f"optim.warmup_steps = {optim.warmup_steps} exceeds the {counted(decay, 'step')} of "
             "the schedule; shorten the warm-up or set optim.decay_steps"
         )
-    if steps and config.train.stop_at_step > steps:
+    if steps and train.stop_at_step > steps:
         raise ConfigError(
-            f"train.stop_at_step = {config.train.stop_at_step} exceeds train.max_steps = {steps}; "
-            "lower it"
+            f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower it"
         )
 
 
@@ -278,8 +281,7 @@ def _determinism(config: Config) -> None:
         )
 
 
-def _residency(config: Config) -> None:
-    optim = config.optim
+def _residency(optim: OptimConfig, train: TrainConfig) -> None:
     if optim.cache_chunks and optim.resident != "cache":
         raise ConfigError(
             f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
@@ -290,16 +292,16 @@ def _residency(config: Config) -> None:
             "optim.resident = 'cache' keeps only a rank's shard of the parameters, but "
             "optim.sharding = 'none' makes no shards; use optim.sharding = 'so' or 'epso'"
         )
-    if optim.resident == "cache" and config.train.compile:
+    if optim.resident == "cache" and train.compile:
         raise ConfigError(
             "train.compile = true: optim.resident = 'cache' cannot gather parameters within "
             "compiled blocks; use train.compile = false, or optim.resident = 'parameters'"
         )
 
 
-def _loss_scale(config: Config) -> None:
-    optim, dtype = config.optim, config.train.dtype
-    if dtype == "fp16" and config.train.deterministic:
+def _loss_scale(optim: OptimConfig, train: TrainConfig) -> None:
+    dtype = train.dtype
+    if dtype == "fp16" and train.deterministic:
         raise ConfigError(
             "train.dtype = 'fp16': its loss scale depends on overflows; train.deterministic needs "
             "'bf16' or 'fp32'"
@@ -323,31 +325,30 @@ def _loss_scale(config: Config) -> None:
         )
 
 
-def _recompute(config: Config) -> None:
-    modules = config.recompute.modules
+def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
+    modules = recompute.modules
     if len(set(modules)) < len(modules):
         raise ConfigError(
             f"recompute.modules = {list(modules)} names a module twice; name each at most once"
         )
     sparse = [name for name in modules if name in ("moe", "experts")]
-    if sparse and config.model.architecture == "olmo":
+    if sparse and model.architecture == "olmo":
         raise ConfigError(
             f"recompute.modules names '{sparse[0]}': architecture 'olmo' has no experts; use "
             "'block', or leave it out"
         )
 
 
-def _pipeline(config: Config) -> None:
-    stages = config.parallel.pp * config.parallel.virtual_stages
-    if config.model.aux_loss_form == "hf" and stages > 1:
+def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
+    stages = parallel.pp * parallel.virtual_stages
+    if model.aux_loss_form == "hf" and stages > 1:
         raise ConfigError(
             f"model.aux_loss_form = 'hf' couples all layers, but there are {stages} pipeline "
             "stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
         )
 
 
-def _kept_models(config: Config) -> None:
-    checkpoint = config.checkpoint
+def _kept_models(checkpoint: CheckpointConfig) -> None:
     if checkpoint.keep_models_every and not checkpoint.keep_models:
         raise ConfigError(
             f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
@@ -355,8 +356,8 @@ def _kept_models(config: Config) -> None:
         )
 
 
-def _offload(config: Config) -> None:
-    mode = config.offload.mode
+def _offload(offload: OffloadConfig) -> None:
+    mode = offload.mode
     if mode != "off":
         raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
