@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, TensorBoard, reports."""
+"""Observation of a run: records, the log, files of metrics, progress, health, reports."""

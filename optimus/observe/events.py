@@ -116,11 +116,14 @@ class ExpertLoad(NamedTuple):
     step: int
     layers: tuple[LayerLoad, ...]
 
-    def lowest(self) -> LayerLoad:
-        return min(self.layers, key=lambda load: load.min)
-
-    def highest(self) -> LayerLoad:
-        return max(self.layers, key=lambda load: load.max)
+    def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
+        """Return the figures of the record of the step, over all layers."""
+        lowest = min(self.layers, key=lambda load: load.min)
+        highest = max(self.layers, key=lambda load: load.max)
+        idle = sum(load.experts_without_rows for load in self.layers)
+        return MoeFigures(
+            aux_loss, z_loss, lowest.min, highest.max, lowest.layer, highest.layer, idle
+        )
 
 
 class Traffic(NamedTuple):

@@ -11,13 +11,13 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
+from optimus.observe.events import ExpertLoad, LayerLoad
 
 _SPIKE = 10.0
 """A gradient norm above this many times the median of the last `_HISTORY` is a spike."""
@@ -29,7 +29,7 @@ _UPDATES = 10
 """Updates in a row after which a layer is reported, and after which it has recovered."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
-"""An expert with less than this part of its share of the rows does not train."""
+"""An expert with less than this fraction of its share of the rows does not train."""
 _MIN_ROWS = 32
 """Rows per expert and update below which chance alone makes loads this uneven."""
 
@@ -49,17 +49,20 @@ def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
     return [rows[:experts] / rows[:experts].mean() for rows, experts in layers]
 
 
-def load_figures(loads: Sequence[Tensor], model: ModelConfig) -> dict[str, Any]:
-    """Return the expert-load entries of a line of metrics.jsonl."""
-    lowest, fullest = ([float(pick(load)) for load in loads] for pick in (torch.min, torch.max))
-    low, high = min(lowest), max(fullest)
-    return {
-        "expert_load_min": low,
-        "expert_load_max": high,
-        "expert_load_min_layer": model.sparse_layers[lowest.index(low)],
-        "expert_load_max_layer": model.sparse_layers[fullest.index(high)],
-        "experts_without_rows": sum(int((load == 0).sum()) for load in loads),
-    }
+def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> ExpertLoad:
+    """Return the expert load of an update by layer.
+
+    Args:
+        step: The update.
+        expert_rows: int64 [MoE layers, largest E], as `UpdateResult.expert_rows`, on the host.
+        model: The model's configuration.
+    """
+    loads = zip(model.sparse_layers, expert_loads(expert_rows, model), strict=True)
+    layers = (
+        LayerLoad(layer, float(load.min()), float(load.max()), int((load == 0).sum()))
+        for layer, load in loads
+    )
+    return ExpertLoad(step, tuple(layers))
 
 
 class Notice(NamedTuple):

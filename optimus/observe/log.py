@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable
 
 from optimus.errors import printable_lines
+from optimus.observe.events import EvalRecord, Record, Recorder, StartUpRecord, Traffic
+
+logger = logging.getLogger(__name__)
 
 
 class _LineHandler(logging.Handler):
@@ -50,6 +53,27 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
     logger.addHandler(_LINES)
     logger.setLevel(logging.WARNING if rank else logging.INFO)
     logger.propagate = False  # a handler that a library adds to the root would repeat each line
+
+
+class LogRecorder(Recorder):
+    """Logs evaluations, the phases of the start and what the first update sent."""
+
+    def __init__(self) -> None:
+        self._logged_traffic = False
+
+    def record(self, record: Record) -> None:
+        match record:
+            case EvalRecord():
+                logger.info("%s loss %.4f at step %d", record.source, record.loss, record.step)
+            case StartUpRecord():
+                phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in record.phases_s)
+                total_s, processor_s = record.total_s, record.processor_s
+                logger.info("start-up %.2f s: %s; processor %.2f", total_s, phases, processor_s)
+            case Traffic() if not self._logged_traffic:
+                self._logged_traffic = True
+                sizes = [f"{axes} {size:,} bytes" for axes, size in record.bytes_by_axes.items()]
+                if sizes:  # a single rank sends nothing
+                    logger.info("payload of rank 0 in an update: %s", ", ".join(sizes))
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:

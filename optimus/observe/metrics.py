@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: one a step, cut back on resume so that each step appears once."""
+"""Metrics and evaluations as JSON lines, cut back on resume so that each step appears once."""
 
 from __future__ import annotations
 
@@ -10,35 +10,97 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus.errors import DataError
 from optimus.io import files
+from optimus.observe.events import EvalRecord, Record, Recorder, StepRecord
 
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
 """Longest line that is read; ours have about a kilobyte."""
 _MOST_STEPS = 1 << 22
-"""Of the steps that should have lines, how many are looked for: a step may come from a manifest
-that no run wrote."""
+"""Limit on the steps whose lines are looked for: a damaged manifest may name any step."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""A link that another user put there must not lead the lines, or a new file, elsewhere."""
+"""A link that another user made must not lead the lines, or a new file, elsewhere."""
 _BATCH_BYTES = 1 << 16
-"""How much of a copy waits in memory for the next `sync`."""
+"""Size at which lines for the copy are written before the next `sync`."""
+
+
+class MetricsFiles(Recorder):
+    """metrics.jsonl and eval.jsonl of a run directory, each with a hidden copy."""
+
+    def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
+        """Cut both files back to `step` and open them for appending.
+
+        Args:
+            run_dir: The run directory; lines that are cut go to files in its `log/`.
+            step: The step at which the run starts.
+            expected: Steps up to it that must have lines, by `metrics` and `eval`.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        lines = []
+        for name in ("metrics", "eval"):
+            path, copy = metrics_paths(run_dir, name)
+            cut_log = run_dir / "log" / f"{name}-cut-{stamp}.jsonl"
+            cut_after(path, step, cut_log, copy, expected[name])
+            lines.append(JsonLines(path, copy))
+        self._metrics, self._eval = lines
+        self._last_step: StepRecord | None = None
+        self._last_evaluation: EvalRecord | None = None
+
+    def record(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self._metrics.append(record.values())
+                self._last_step = record
+            case EvalRecord():
+                self._eval.append(record.values())
+                self._last_evaluation = record
+
+    def last_loss(self) -> float | None:
+        """Return the loss in the last line of metrics.jsonl, of this start or an earlier one; None
+        if it has none."""
+        if self._last_step is not None:
+            return self._last_step.loss
+        loss = self._metrics.read_last().get("loss")
+        return loss if isinstance(loss, float) else None
+
+    def last_evaluation(self) -> EvalRecord | None:
+        """Return the last line of eval.jsonl, of this start or an earlier one; None if it has
+        none."""
+        return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
+
+    def sync(self) -> None:
+        """Make all lines durable, as a checkpoint that is committed now relies on them. Raises
+        OSError."""
+        self._metrics.sync()
+        self._eval.sync()
+
+    def close(self) -> None:
+        """Raises OSError if lines could not be written."""
+        self._metrics.close()
+        self._eval.close()
+
+
+def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
+    """Return the paths of `metrics` or `eval` and of its copy."""
+    return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
 class JsonLines:
-    """Appends one JSON object a line; a line is complete as soon as `append` returns.
+    """Appends JSON objects to a file, one a line; a line is complete as soon as `append` returns.
 
-    On a full disk lines wait in memory for room, which is told once, and `close` tries a last time.
-    `copy`, if given, gets the same lines at each `sync`, and before that in batches.
+    On a full disk lines wait in memory for room, which is logged once, and `close` tries a last
+    time. `copy`, if given, gets the same lines at each `sync`, and before that in batches.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
-        self._path, self._waiting, self._told = path, b"", False
+        self._path, self._waiting, self._warned = path, b"", False
         self._copy, self._uncopied, self._copy_failed = copy, b"", False
         self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -47,23 +109,24 @@ class JsonLines:
             with contextlib.suppress(OSError):
                 os.close(os.open(copy, _APPEND, 0o644))
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record).encode() + b"\n"
+    def append(self, values: Mapping[str, object]) -> None:
+        line = json.dumps(values).encode() + b"\n"
         try:
             with self._lock:
                 self._waiting += line
                 self._uncopied += line if self._copy else b""
                 self._write()
-            self._told = False
+            self._warned = False
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 _warn(self._path, f"{error.strerror}; its lines wait in memory")
-            self._told = True
+            self._warned = True
         if len(self._uncopied) >= _BATCH_BYTES:
             self._write_copy()
 
     def sync(self) -> None:
-        """Make every line durable, those that wait included; any thread may. Raises OSError."""
+        """Make every line durable, those that wait included. Threads may call it. Raises
+        OSError."""
         try:
             with self._lock:
                 self._write()
@@ -80,9 +143,13 @@ class JsonLines:
         finally:
             os.close(self._fd)
 
+    def read_last(self) -> dict[str, Any]:
+        """Return the last line that can be read, {} if there is none. Raises DataError."""
+        return next(iter(read_json_lines(self._path)[-1:]), {})
+
     def _write_copy(self) -> None:
-        """Append to the copy what it lacks. A failure warns once, and the lines wait. Checkpoints
-        rely on the file itself, so the copy needs no fsync."""
+        """Append to the copy the lines that it lacks. A failure warns once, and the lines wait.
+        Checkpoints rely on the file itself, so the copy needs no fsync."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -106,8 +173,12 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all whole lines of a file that are JSON objects; lines torn by a kill or damaged are
-    left out. Raises DataError where `_read_lines` does."""
+    """Return the lines of a file that are JSON objects, none if there is no file. Lines that a kill
+    left incomplete or that are damaged are skipped.
+
+    Raises:
+        DataError: The path is not a regular file, or a line is longer than any that a run writes.
+    """
     records = []
     for line in _read_lines(path):
         with contextlib.suppress(ValueError, RecursionError):
@@ -118,7 +189,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _read_lines(path: Path) -> list[bytes]:
     """Return the lines of a file with their ends; none if there is no file. Raises DataError for
-    one that is not regular or has a line that no run writes, which memory may not hold."""
+    one that is not regular or has a line that no run writes, for which memory may be too small."""
     lines = []
     try:
         with io.BufferedReader(files.open_regular(path)) as file:
@@ -143,18 +214,22 @@ def cut_after(
     copy: Path | None = None,
     expected: Iterable[int] = (),
 ) -> None:
-    """Keep the lines up to `step`, atomically, each once and by step; move all others to `cut_log`,
-    where they are durable before they go.
+    """Keep the lines up to `step`, each once, sorted by step; move the others to `cut_log`. The
+    file changes atomically, once the lines in `cut_log` are durable.
 
-    A line that is damaged or missing is restored from `copy`, which then holds the same lines.
-    Steps of `expected` that neither file has are named in a warning.
+    A line that is damaged or missing is restored from `copy`, which then has the same lines. A
+    warning names steps of `expected` that neither file has.
+
+    Raises:
+        DataError: As `read_json_lines`.
+        OSError: A file cannot be written.
     """
     data = b"".join(_read_lines(path))
     copied = b"".join(_read_lines(copy)) if copy else b""
     lines = data.splitlines()
     kept = {key: line for line in lines if (key := _key(line)) is not None and key[0] <= step}
-    there = {*lines}
-    spare = [line for line in copied.splitlines() if line not in there]
+    present = {*lines}
+    spare = [line for line in copied.splitlines() if line not in present]
     restored = {
         key: line
         for line in spare
@@ -164,7 +239,7 @@ def cut_after(
     moved = _others(lines, kept.values()) + _others(spare, restored.values())
     if moved:
         files.make_dirs(cut_log.parent)
-        # A link of this name, in a run directory that somebody else made, is not followed.
+        # A link of this name, in a run directory that another user made, is not followed.
         with os.fdopen(os.open(cut_log, _APPEND, 0o644), "ab") as log:
             log.writelines(line + b"\n" for line in moved)
             log.flush()
@@ -190,12 +265,12 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """The lines that are not kept, in order; of equal lines one is kept."""
-    left = collections.Counter(kept)
+    """Return the lines that are not kept, in order; of equal lines one is kept."""
+    remaining = collections.Counter(kept)
     others = []
     for line in lines:
-        if left[line]:
-            left[line] -= 1
+        if remaining[line]:
+            remaining[line] -= 1
         else:
             others.append(line)
     return others
@@ -221,7 +296,7 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """The step and source of a line; None if it cannot be read."""
+    """Return the step and source of a line; None if it cannot be read."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")
@@ -230,5 +305,5 @@ def _key(line: bytes) -> tuple[int, str] | None:
     return (step, str(source)) if type(step) is int else None
 
 
-def _warn(path: Path, what: str) -> None:
-    logger.warning("%s: %s", path, what)
+def _warn(path: Path, problem: str) -> None:
+    logger.warning("%s: %s", path, problem)

@@ -1,30 +1,38 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from tqdm import tqdm
 
 from optimus.errors import printable
+from optimus.observe.events import Record, Recorder, StepRecord
 from optimus.observe.log import redirect_lines
 
 
-class Progress:
-    """Shows the latest figures of training on standard error."""
+class Progress(Recorder):
+    """Shows the figures of the latest step."""
 
     def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
+        """Show the bar, if standard error is a terminal.
+
+        Args:
+            first_step: The step at which the run starts.
+            last_step: The step at which it ends.
+            log_interval: Steps between plain lines; the last step always has one.
+        """
         self._last_step, self._interval = last_step, log_interval
-        self._bar = None
+        self._bar: tqdm | None = None
         if sys.stderr.isatty():
             bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
             redirect_lines(lambda line: bar.write(line, file=sys.stderr))
             self._bar = bar
 
-    def show(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
+    def record(self, record: Record) -> None:
+        if not isinstance(record, StepRecord):
+            return
+        step = record.step
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(_figures(record))
@@ -33,23 +41,22 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Leave the bar as it is; lines that follow are printed below it."""
         if self._bar is not None:
             redirect_lines(None)
             self._bar.close()
 
 
 def indented(text: str) -> str:
-    """`text` as lines to print on a terminal: indented, with control characters escaped."""
+    """Return `text` as lines for a terminal: indented, with control characters escaped."""
     return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 
-def _figures(record: Mapping[str, Any]) -> str:
-    loss, norm = record["loss"], record["grad_norm"]
-    gradient = "overflow, skipped" if norm is None else f"norm {norm:.3f}"
-    text = (
-        f"loss {'overflow' if loss is None else f'{loss:.4f}'}  {gradient}  "
-        f"lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tok/s"
-    )
-    if "expert_load_max" in record:
-        text += f"  expert load {record['expert_load_min']:.2f}-{record['expert_load_max']:.2f}"
+def _figures(record: StepRecord) -> str:
+    loss = "overflow" if record.loss is None else f"{record.loss:.4f}"
+    norm = "overflow, skipped" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
+    text = f"loss {loss}  {norm}  lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s"
+    if record.moe is not None:
+        low, high = record.moe.expert_load_min, record.moe.expert_load_max
+        text += f"  expert load {low:.2f}-{high:.2f}"
     return text

@@ -3,75 +3,115 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus.errors import DataError, counted
 from optimus.io import files
 from optimus.observe.metrics import read_json_lines, spell_ranges
 
-_FIELDS = ("step", "loss", "grad_norm", "tokens", "step_time_s", "tokens_per_s")
-_EVAL_FIELDS = ("step", "loss")
-_BY_UPDATE = ("loss", "grad_norm")
-"""Null for an update that was skipped for an overflow."""
-_MOST = 1e300
+_MAX_COUNT = 1 << 56
+_MAX_FIGURE = 1e300
+
+
+class _Step(NamedTuple):
+    """The figures of a line of metrics.jsonl that a report uses."""
+
+    step: int
+    loss: float | None
+    """None for an update that was skipped for an overflow, as `grad_norm`."""
+    grad_norm: float | None
+    tokens: int
+    step_time_s: float
+    tokens_per_s: float
+
+
+class _Evaluation(NamedTuple):
+    """The figures of a line of eval.jsonl that a report uses."""
+
+    step: int
+    loss: float | None
 
 
 def write_report(run_dir: Path) -> tuple[Path, str]:
-    """Draw `report.png` from metrics.jsonl and eval.jsonl; return its path and a summary.
+    """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
-    A line that lacks a field or has one of another type is left out, as damaged ones are: the
-    summary names the steps that are missing. Raises DataError if the run has no metrics.
+    A line that lacks a field or has a value of another type is skipped, as damaged ones are: the
+    summary names the steps that are missing.
+
+    Args:
+        run_dir: The run directory, to which the picture is written.
+
+    Returns:
+        The path of the picture and a summary of the run.
+
+    Raises:
+        DataError: The run has no metrics, or a file is damaged.
     """
-    metrics = _read_records(run_dir / "metrics.jsonl", _FIELDS)
-    if not metrics:
-        raise DataError(f"{run_dir / 'metrics.jsonl'}: no metrics; is this a run directory?")
-    evaluations = _read_records(run_dir / "eval.jsonl", _EVAL_FIELDS)
+    path = run_dir / "metrics.jsonl"
+    steps = [step for line in read_json_lines(path) if (step := _read_step(line)) is not None]
+    if not steps:
+        raise DataError(f"{path}: no metrics; is this a run directory?")
+    lines = read_json_lines(run_dir / "eval.jsonl")
+    evaluations = [
+        _Evaluation(line["step"], line["loss"])
+        for line in lines
+        if _is_count(line.get("step")) and _is_loss(line.get("loss", ""))
+    ]
     picture = run_dir / "report.png"
-    _draw(metrics, evaluations, picture)
-    return picture, _summary(metrics, evaluations)
+    _draw(steps, evaluations, picture)
+    return picture, _summary(steps, evaluations)
 
 
-def _read_records(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [one for one in read_json_lines(path) if all(_is_figure(one, name) for name in fields)]
+def _read_step(line: Mapping[str, Any]) -> _Step | None:
+    """Return the figures of a line, or None if one cannot be drawn or added."""
+    values = [line.get(name, "") for name in _Step._fields]
+    step, loss, grad_norm, tokens, *times = values
+    usable = _is_count(step) and _is_count(tokens) and _is_loss(loss) and _is_loss(grad_norm)
+    if not usable or not all(_is_number(value) and 0 <= value < _MAX_FIGURE for value in times):
+        return None
+    return _Step(*values)
 
 
-def _is_figure(record: dict[str, Any], name: str) -> bool:
-    """Return whether a line has a number of this name that can be drawn and summed up."""
-    value = record.get(name, "")
-    if name in ("step", "tokens"):
-        return type(value) is int and 0 <= value < 1 << 56
-    if name in _BY_UPDATE:
-        return value is None or (type(value) in (int, float) and not abs(value) > _MOST)
-    return type(value) in (int, float) and 0 <= value < _MOST
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
-def _summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
-    last = metrics[-1]
-    seconds = sum(record["step_time_s"] for record in metrics)
-    # Of the lines that are there: a file may begin late or have gaps.
-    tokens = sum(record["step_time_s"] * record["tokens_per_s"] for record in metrics)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or (_is_number(value) and not abs(value) > _MAX_FIGURE)
+
+
+def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
+    last = steps[-1]
+    seconds = sum(step.step_time_s for step in steps)
+    # Of the lines that are present: a file may start late or have gaps.
+    tokens = sum(step.step_time_s * step.tokens_per_s for step in steps)
     text = (
-        f"{counted(last['step'], 'step')}, {counted(last['tokens'], 'token')}; {seconds:.0f} s of "
+        f"{counted(last.step, 'step')}, {counted(last.tokens, 'token')}; {seconds:.0f} s of "
         f"steps ({tokens / seconds if seconds else 0:,.0f} tokens/s)"
     )
-    if missing := _missing_steps(metrics):
+    if missing := _missing_steps(steps):
         text += f"; the lines of {spell_ranges(missing)} are missing"
-    losses = [record["loss"] for record in metrics if record["loss"] is not None]
-    if losses:  # that of an update skipped for an overflow may be missing
+    losses = [step.loss for step in steps if step.loss is not None]
+    if losses:
         text += f"; last training loss {losses[-1]:.4f}"
-    if evaluations and evaluations[-1]["loss"] is not None:
-        text += f"; held-out loss {evaluations[-1]['loss']:.4f} at step {evaluations[-1]['step']}"
+    if evaluations and evaluations[-1].loss is not None:
+        text += f"; held-out loss {evaluations[-1].loss:.4f} at step {evaluations[-1].step}"
     return text
 
 
-def _missing_steps(metrics: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
     """Return the ranges (first, last) of steps without a line between two that have one."""
-    there = sorted({record["step"] for record in metrics})
-    return [(low + 1, high - 1) for low, high in itertools.pairwise(there) if high > low + 1]
+    numbers = sorted({step.step for step in steps})
+    return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 
 
-def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
+def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
     import matplotlib
 
     matplotlib.rcdefaults()  # import obeys a matplotlibrc of the working directory
@@ -79,18 +119,18 @@ def _draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
-    blank = {"loss": None, "grad_norm": None}  # breaks the curves
-    gaps = [{"step": first, **blank} for first, _ in _missing_steps(metrics)]
-    metrics = sorted([*metrics, *gaps], key=lambda record: record["step"])
-    steps = [record["step"] for record in metrics]
-    top.plot(steps, [record["loss"] for record in metrics], lw=1, label="training")
+    # Points without values break the curves at gaps.
+    gaps = [_Step(first, None, None, 0, 0.0, 0.0) for first, _ in _missing_steps(steps)]
+    points = sorted([*steps, *gaps], key=lambda step: step.step)
+    numbers = [point.step for point in points]
+    top.plot(numbers, [point.loss for point in points], lw=1, label="training")
     if evaluations:
-        at = [record["step"] for record in evaluations]
-        top.plot(at, [record["loss"] for record in evaluations], "o-", ms=4, label="held out")
+        x, y = zip(*evaluations, strict=True)
+        top.plot(x, y, "o-", ms=4, label="held out")
     top.set_ylabel("cross-entropy, nats per token")
     top.legend()
     top.grid(alpha=0.3)
-    bottom.plot(steps, [record["grad_norm"] for record in metrics], lw=1, color="tab:gray")
+    bottom.plot(numbers, [point.grad_norm for point in points], lw=1, color="tab:gray")
     bottom.set_yscale("log")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("step")

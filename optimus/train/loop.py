@@ -25,7 +25,16 @@ from optimus.evaluate.held_out import held_out_loss
 from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
-from optimus.observe.health import TrainingHealth, expert_loads, load_figures
+from optimus.observe.events import (
+    EvalRecord,
+    LossScaleFigures,
+    MoeFigures,
+    Recorders,
+    StepRecord,
+    Traffic,
+    TrafficMeter,
+)
+from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import set_up_logging
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
@@ -104,7 +113,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         phase = "setup"
         fix_arithmetic(config.train, launch.local_world_size)
         kernels = autotune_kernels(config, world, plan.start.full)
-        start_up.done("settling")
+        start_up.done("autotune")
         if config.train.dtype == "fp16":
             check_fp16(config.model, world.device)
         if world.is_first:
@@ -137,8 +146,8 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
     return threads
 
 
-def _or_none(value: float) -> float | None:
-    """JSON has no NaN; only a step that was skipped for an overflow has one."""
+def _finite(value: float) -> float | None:
+    """Return `value`, or None for the NaN of an update that was skipped for an overflow."""
     return value if math.isfinite(value) else None
 
 
@@ -158,7 +167,11 @@ class Run:
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.step = 0
         """The update that this rank is doing; 0 before the first."""
-        self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages)
+        self.recorder = Recorders()  # sinks are added on the first rank
+        self.meter = TrafficMeter()
+        if directory is not None:
+            self.recorder.add(self.meter)
+        self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
         if plan.start.path is None:
@@ -176,7 +189,8 @@ class Run:
         recompute = recompute_report(config, self.groups, self.model)
         self.peak: RunPeak | None = None
         if directory is not None:
-            directory.open(config, plan, self.last_step)
+            for sink in directory.open(config, plan, self.last_step):
+                self.recorder.add(sink)
             if dispatch.reason:
                 logger.info(str(dispatch))
             if recompute:
@@ -252,14 +266,13 @@ class Run:
         if self.directory is None:
             return
         self.directory.end_progress()
-        record, evaluation = self.directory.last("metrics"), self.directory.last("eval")
-        seconds = time.monotonic() - began
-        print_end(
-            self.config.train, self.config.model, self.plan, step, seconds, record, evaluation
-        )
+        metrics, seconds = self.directory.metrics, time.monotonic() - began
+        loss, evaluation = metrics.last_loss(), metrics.last_evaluation()
+        print_end(self.config.train, self.config.model, self.plan, step, seconds, loss, evaluation)
 
     def update(self, step: int) -> None:
-        """One update, timed from its data to its new parameters, and its line of metrics."""
+        """Do one update, timed from its data to its new parameters, and record it."""
+        self.meter.clear()
         start = time.perf_counter()
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
@@ -269,12 +282,12 @@ class Run:
             return
         # The one transfer from the device that expert-load figures and warnings need.
         result = replace(result, expert_rows=result.expert_rows.cpu())
-        self.directory.metrics(self.record(result, seconds))
+        self._record(result, seconds)
         for notice in self.health.after_update(step, result.expert_rows, result.grad_norm):
             logger.log(notice.level, notice.text)
         if self._start_up is not None:
             self._start_up.done("first update")
-            logger.info(self._start_up.told())
+            self.recorder.record(self._start_up.record())
             self._start_up = None
 
     def evaluate(self, step: int) -> None:
@@ -294,8 +307,7 @@ class Run:
                 train.eval_instances,
                 self.config.data.document_mask,
             )
-        if self.directory is not None:
-            self.directory.evaluation({"step": step, "source": "held-out", **vars(held_out)})
+        self.recorder.record(EvalRecord(step, "held-out", held_out.loss, held_out.tokens))
 
     def sample(self, step: int) -> None:
         """Log a continuation of the first held-out (or training) instance. All ranks take part, on
@@ -317,31 +329,41 @@ class Run:
         if self.directory is not None:
             logger.info("sample at step %d:\n%s", step, indented(text))
 
-    def record(self, result: UpdateResult, seconds: float) -> dict[str, Any]:
-        """The line of metrics.jsonl of one update."""
-        batch, model = self.plan.batch, self.config.model
-        flops = flops_per_token(model, batch.seq_len) * batch.tokens / seconds / self.world.size
-        assert self.peak is not None, "of the first rank, which writes the line"
-        record = {
-            "step": result.step,
-            "loss": _or_none(result.loss),
-            "grad_norm": _or_none(result.grad_norm),
-            "lr": result.lr,
-            "tokens": self.plan.tokens_after(result.step),
-            "step_time_s": seconds,
-            "tokens_per_s": batch.tokens / seconds,
-            "tflops_per_device": flops / 1e12,
-            "mfu": self.peak.mfu(flops),
-            "mem_bytes": platform.peak_memory_bytes(self.world.device),
-        }
-        if model.num_experts:
-            record["aux_loss"] = _or_none(result.aux_loss)
-            record["z_loss"] = _or_none(result.z_loss)
-            record |= load_figures(expert_loads(result.expert_rows, model), model)
+    def _record(self, result: UpdateResult, seconds: float) -> None:
+        """Pass the records of an update to the sinks."""
+        model = self.config.model
+        moe = None
+        if model.sparse_layers:
+            load = measure_expert_load(result.step, result.expert_rows, model)
+            moe = load.figures(_finite(result.aux_loss), _finite(result.z_loss))
+            self.recorder.record(load)
+        self.recorder.record(self._step_record(result, seconds, moe))
+        self.recorder.record(Traffic(result.step, self.meter.bytes_by_axes()))
+
+    def _step_record(
+        self, result: UpdateResult, seconds: float, moe: MoeFigures | None
+    ) -> StepRecord:
+        batch = self.plan.batch
+        flops_per_update = flops_per_token(self.config.model, batch.seq_len) * batch.tokens
+        flops = flops_per_update / seconds / self.world.size
+        assert self.peak is not None, "the first rank has one"
+        loss_scaling = None
         if self.config.train.dtype == "fp16":
-            record["loss_scale"] = result.loss_scale
-            record["skipped_steps"] = result.skipped_steps
-        return record
+            loss_scaling = LossScaleFigures(result.loss_scale, result.skipped_steps)
+        return StepRecord(
+            step=result.step,
+            loss=_finite(result.loss),
+            grad_norm=_finite(result.grad_norm),
+            lr=result.lr,
+            tokens=self.plan.tokens_after(result.step),
+            step_time_s=seconds,
+            tokens_per_s=batch.tokens / seconds,
+            tflops_per_device=flops / 1e12,
+            mfu=self.peak.mfu(flops),
+            mem_bytes=platform.peak_memory_bytes(self.world.device),
+            moe=moe,
+            loss_scaling=loss_scaling,
+        )
 
     def _find_peak(self) -> RunPeak:
         assert self.directory is not None, "of the first rank alone"

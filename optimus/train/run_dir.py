@@ -1,4 +1,4 @@
-"""The run directory as its first rank keeps it: one writer, configuration, metrics, events."""
+"""The run directory on the first rank: its lock, its configuration and the sinks of records."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import fcntl
 import logging
 import os
 import stat
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from optimus.checkpoint.manager import prepare_directory
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
 from optimus.io import files
-from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
+from optimus.observe.events import Recorder
+from optimus.observe.log import LogRecorder
+from optimus.observe.metrics import MetricsFiles, metrics_paths
 from optimus.observe.progress import Progress
+from optimus.observe.tensorboard import TensorBoard
 from optimus.train.resolve import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ LOCK = ".lock"
 
 
 def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run has the directory. Creates nothing."""
+    """Raise ConfigError if another run uses the directory. Creates nothing."""
     try:
         with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)
@@ -43,7 +44,8 @@ def check_not_in_use(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file` until it is closed; close it and raise ConfigError if another process has it."""
+    """Lock `file` until it is closed; close it and raise ConfigError if another process has locked
+    it."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
@@ -55,46 +57,53 @@ def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
 
 
 class RunDirectory:
-    """Owns the files of a run. Made by the first rank alone; ended by `close`.
-
-    Making it creates the directory and takes it for this process; raises ConfigError where it
-    cannot. What is in it does not change before `open`.
-    """
+    """The files of a run. Only the first rank makes one; `close` unlocks it."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
-        self._lock = self._take()
-        self._last: dict[str, Mapping[str, Any]] = {}
+        """Create the directory and lock it. Its content does not change before `open`.
 
-    def open(self, config: Config, plan: RunPlan, last_step: int) -> None:
-        """Cut back to where the run starts and open its logs; call it once the start is loaded."""
+        Args:
+            path: `train.run_dir`.
+
+        Raises:
+            ConfigError: The directory cannot be created, or another run uses it.
+        """
+        self.path = Path(path)
+        self._lock = self._acquire_lock()
+        self._board: TensorBoard | None = None
+
+    def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
+        """Cut the files back to the start of the run, which is loaded, and open them.
+
+        Args:
+            config: The run's configuration, with the choices that ranks measured.
+            plan: Its plan.
+            last_step: The step at which this command ends.
+
+        Returns:
+            The sinks of the run's records.
+        """
         step = plan.start.step
         prepare_directory(self.path, plan.start)
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        logs = []
-        for name in ("metrics", "eval"):
-            path, copy = self.path / f"{name}.jsonl", self.path / f".{name}-copy.jsonl"
-            expected = _expected_steps(plan, name, copy)
-            cut_after(path, step, self.path / "log" / f"{name}-cut-{stamp}.jsonl", copy, expected)
-            logs.append(JsonLines(path, copy))
-        self._metrics, self._eval = logs
-        # This makes the names of the logs durable, too.
+        expected = {name: _expected_steps(plan, name, self.path) for name in ("metrics", "eval")}
+        self.metrics = MetricsFiles(self.path, step, expected)
+        # This makes the names of the files of metrics durable, too.
         files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
-        self._board = None
+        sinks = [self.metrics, LogRecorder(), self._progress]
         if config.observe.tensorboard:
-            from optimus.observe.tensorboard import TensorBoard
-
             self._board = TensorBoard(self.path / "tb", step)
+            sinks.append(self._board)
+        return sinks
 
-    def _take(self) -> BinaryIO:
+    def _acquire_lock(self) -> BinaryIO:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
             ) from None
-        # Whoever may open the file may hold its lock, and a link could create a file elsewhere.
+        # A user who may open the file may lock it, and a link could create a file elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
@@ -113,52 +122,33 @@ class RunDirectory:
             )
         return file
 
-    def metrics(self, record: Mapping[str, Any]) -> None:
-        self._metrics.append(record)
-        self._last["metrics"] = record
-        self._progress.show(record)
-        if self._board is not None:
-            self._board.show(record, "train")
-
-    def evaluation(self, record: Mapping[str, Any]) -> None:
-        self._eval.append(record)
-        self._last["eval"] = record
-        logger.info("held-out loss %.4f at step %d", record["loss"], record["step"])
-        if self._board is not None:
-            self._board.show(record, "eval")
-
     def sync(self) -> None:
-        """Make metrics and evaluations durable: what a checkpoint that is sealed now relies on."""
-        self._metrics.sync()
-        self._eval.sync()
-
-    def last(self, name: str) -> Mapping[str, Any]:
-        """The last line of `metrics` or of `eval`, whichever start wrote it; empty without one."""
-        if name not in self._last:
-            self._last[name] = next(iter(read_json_lines(self.path / f"{name}.jsonl")[-1:]), {})
-        return self._last[name]
+        """Make metrics and evaluations durable, on which a checkpoint relies. Raises OSError."""
+        self.metrics.sync()
 
     def end_progress(self) -> None:
-        """Leave the bar as it is now; what is printed later comes below it."""
+        """Leave the progress bar as it is; lines that follow are printed below it."""
         self._progress.close()
 
     def close(self) -> None:
+        """Close the files and unlock the directory. Raises OSError if lines of metrics could not
+        be written."""
         self.end_progress()
-        self._metrics.close()
-        self._eval.close()
+        self.metrics.close()
         if self._board is not None:
             self._board.close()
         self._lock.close()
 
 
-def _expected_steps(plan: RunPlan, name: str, copy: Path) -> range:
-    """The steps before the start of which metrics.jsonl, or eval.jsonl, has lines for sure."""
+def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
+    """Return the steps up to the start that must have lines in metrics.jsonl or eval.jsonl."""
     start, interval = plan.start, 1
-    begun = 0 if start.begun is None and start.origin == "none" else start.begun
-    if name == "eval":  # lines of the copy are better: the interval may have been another before
+    first = 0 if start.begun is None and start.origin == "none" else start.begun
+    if name == "eval":  # the interval may have been another before; the copy has the right steps
+        _, copy = metrics_paths(run_dir, name)
         has_lines = copy.exists() and copy.stat().st_size > 0
         is_known = plan.data.held_out is not None and not has_lines
         interval = start.settings.get("train.eval_interval", 0) if is_known else 0
-    if begun is None or not interval:
+    if first is None or not interval:
         return range(0)
-    return range((begun // interval + 1) * interval, start.step + 1, interval)
+    return range((first // interval + 1) * interval, start.step + 1, interval)

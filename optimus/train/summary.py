@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from data_prep.report import MAX_EPOCHS
@@ -25,6 +25,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
+from optimus.observe.events import EvalRecord
 from optimus.train.autotune import MeasuredChoices
 from optimus.train.resolve import PartialPlan, RunPlan, flat_settings
 
@@ -95,8 +96,8 @@ def print_end(
     plan: RunPlan,
     last_step: int,
     seconds: float,
-    record: Mapping[str, Any],
-    evaluation: Mapping[str, Any],
+    loss: float | None,
+    evaluation: EvalRecord | None,
 ) -> None:
     """Log the results of a run that is at `last_step`, and the commands that use them.
 
@@ -105,15 +106,15 @@ def print_end(
         plan: Its plan.
         last_step: The last step that is done.
         seconds: Time that the steps since this start took.
-        record: Last line of metrics.jsonl, or empty.
-        evaluation: Last line of eval.jsonl, or empty.
+        loss: Of the last step, in nats; None if unknown.
+        evaluation: The last one, or None.
     """
     title = "done"
     if last_step < train.max_steps:
         title = f"stopped at step {last_step:,} of {train.max_steps:,}"
         if last_step == train.stop_at_step:
             title += "; raise train.stop_at_step to continue"
-    results = _results(train.run_dir, plan, last_step, seconds, record, evaluation)
+    results = _results(train.run_dir, plan, last_step, seconds, loss, evaluation)
     commands = _next_commands(
         train.run_dir, model, plan.data.held_out, last_step >= train.max_steps
     )
@@ -223,16 +224,16 @@ def _results(
     plan: RunPlan,
     last_step: int,
     seconds: float,
-    record: Mapping[str, Any],
-    evaluation: Mapping[str, Any],
+    loss: float | None,
+    evaluation: EvalRecord | None,
 ) -> Iterator[tuple[str, str]]:
     first = plan.start.step + 1
     steps = f"{first:,} to {last_step:,} in {_duration(seconds)}" if first <= last_step else "none"
     yield "steps", f"{steps}; {plan.tokens_after(last_step):,} tokens in all"
-    if record.get("loss") is not None:
-        yield "loss", f"{record['loss']:.4f}"
-    if evaluation:
-        yield "held-out loss", f"{evaluation['loss']:.4f} at step {evaluation['step']:,}"
+    if loss is not None:
+        yield "loss", f"{loss:.4f}"
+    if evaluation is not None:
+        yield "held-out loss", f"{evaluation.loss:.4f} at step {evaluation.step:,}"
     made = first <= last_step or plan.start.path is None
     yield "checkpoint", str(full_path(run_dir, last_step) if made else plan.start.path)
 

@@ -16,7 +16,8 @@ from optimus.launch.environment import read_launch_env
 from optimus.model.identity import first_difference
 from optimus.model.layers import MLP
 from optimus.model.router import layer_losses
-from optimus.observe.health import expert_loads, load_figures
+from optimus.observe.events import ExpertLoad, LayerLoad, MoeFigures
+from optimus.observe.health import measure_expert_load
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
 from optimus.train.resolve import resolve
@@ -61,13 +62,10 @@ def test_losses_are_means_over_the_layers_that_route():
 
 def test_load_is_measured_against_a_layers_own_experts():
     config, rows = small_config(**MIXED), torch.tensor([[2, 2, 2, 2, 2], [0, 3, 3, 0, 0]])
-    assert load_figures(expert_loads(rows, config), config) == {
-        "expert_load_min": 0.0,
-        "expert_load_max": 1.5,
-        "expert_load_min_layer": config.sparse_layers[1],
-        "expert_load_max_layer": config.sparse_layers[1],
-        "experts_without_rows": 1,
-    }
+    load = measure_expert_load(3, rows, config)
+    first, second = config.sparse_layers
+    assert load == ExpertLoad(3, (LayerLoad(first, 1.0, 1.0, 0), LayerLoad(second, 0.0, 1.5, 1)))
+    assert load.figures(0.5, None) == MoeFigures(0.5, None, 0.0, 1.5, second, second, 1)
 
 
 @pytest.mark.parametrize(

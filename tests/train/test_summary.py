@@ -4,6 +4,7 @@ import pytest
 
 from optimus.cli import main as optimus
 from optimus.config import Config, dump_toml, make_config
+from optimus.observe.events import EvalRecord
 from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
@@ -88,9 +89,8 @@ def test_sources_of_a_mix_have_separate_epochs(tiny_data, tmp_path, capsys):
 def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
     run_dir = tmp_path / "it's a run"
     config, plan = resolved(tiny_data, run_dir)
-    print_end(
-        config.train, config.model, plan, 20, 184.2, {"loss": 3.21}, {"loss": 3.3, "step": 20}
-    )
+    evaluation = EvalRecord(20, "held-out", 3.3, 512)
+    print_end(config.train, config.model, plan, 20, 184.2, 3.21, evaluation)
     text = capsys.readouterr().err
     rows = table(text)
     assert text.startswith("optimus: done\n")
@@ -101,7 +101,7 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
     assert f"optimus eval {quoted} {tiny_data}/eval" in rows["next"].split(" | ")
     commands = [command.split()[1] for command in rows["next"].split(" | ")]
     assert commands == ["report", "generate", "eval", "convert"]
-    print_end(config.train, config.model, plan, 7, 1, {"loss": None}, {})
+    print_end(config.train, config.model, plan, 7, 1, None, None)
     text = capsys.readouterr().err
     assert text.startswith("optimus: stopped at step 7 of 20\n") and "loss" not in text
 
