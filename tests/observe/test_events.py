@@ -123,7 +123,7 @@ def test_the_log_has_evaluations_phases_and_traffic_once(capsys):
     ]
 
 
-def test_files_return_the_last_record_of_this_start_or_an_earlier_one(tmp_path):
+def test_files_return_the_last_record_also_after_a_resume(tmp_path):
     (tmp_path / "log").mkdir()
     nothing: dict[str, range] = {"metrics": range(0), "eval": range(0)}
     files = MetricsFiles(tmp_path, 0, nothing)

@@ -1,4 +1,4 @@
-"""Collapsed experts and gradient-norm spikes are reported, once, and healthy runs are not."""
+"""Warnings of collapsed experts and of gradient-norm spikes."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def lines_of(health, *arguments, **options) -> list[str]:
     return [notice.text for notice in notices_of(health, *arguments, **options)]
 
 
-def test_experts_that_collapse_are_named_with_their_layer_and_the_remedy():
+def test_collapse_warning_names_layer_and_remedy():
     lines = lines_of(TrainingHealth(SIXTEEN), [PAIR] * 12)
     assert len(lines) == 1
-    for part in ("step 10:", "1 of 2 MoE layers", "layer 1", "8.00 times", "at most 8",
+    for words in ("step 10:", "1 of 2 MoE layers", "layer 1", "8.00 times", "at most 8",
                  "14 of 16 experts", "optim.lr", "model.aux_loss_coef"):  # fmt: skip
-        assert part in lines[0], part
+        assert words in lines[0], words
 
 
-def test_experts_that_take_turns_are_reported_though_their_sums_are_even():
+def test_pairs_of_experts_that_alternate_are_reported_although_sums_are_even():
     rows = [PAIR.roll(2 * step, dims=1) for step in range(10)]
     assert int(torch.stack(rows).sum(0)[1].min()) > 0
     (line,) = lines_of(TrainingHealth(SIXTEEN), rows)
     assert "8.00 times" in line and "0 of 16 experts" in line
 
 
-def test_one_idle_expert_is_reported():
+def test_single_idle_expert_is_reported():
     idle = EVEN.clone()
     idle[0, 3] = 0
     (line,) = lines_of(TrainingHealth(SIXTEEN), [idle] * 30)
     assert "layer 0" in line and "1 of 16 experts" in line
 
 
-def test_balance_and_norm_that_return_are_said_once():
+def test_recovery_is_reported_once():
     health = TrainingHealth(SIXTEEN)
     warning, recovery = notices_of(health, [PAIR] * 12 + [EVEN] * 60)
     assert (warning.level, recovery.level) == (logging.WARNING, logging.INFO)
@@ -63,26 +63,26 @@ def test_balance_and_norm_that_return_are_said_once():
     assert len(lines) == 2 and "near its median again" in lines[1]
 
 
-def test_a_gradient_norm_is_compared_with_the_median_of_twenty():
-    """The norms of the demo as it was: 51.2 after twenty updates around 1 and 2."""
+def test_gradient_norm_is_compared_with_the_median_of_twenty():
+    """An earlier demo had these norms: 51.2 after twenty updates around 1 and 2."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
-    for part in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
+    for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
                  "1.5;", "optim.lr", "optim.warmup_steps", "optim.clip_norm"):  # fmt: skip
-        assert part in line, part
+        assert words in line, words
     assert not lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 20 + [9.9])
     assert lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 20 + [10.1])
     assert not lines_of(TrainingHealth(SIXTEEN), norms=[1.0] * 19 + [1000.0]), "too little history"
 
 
-def test_skipped_updates_are_no_norms():
+def test_skipped_updates_do_not_count_as_norms():
     norms = [1.0, math.nan] * 20 + [math.inf, 11.0]
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=norms)
     assert "11 times the median of the last 20 updates, 1;" in line
 
 
 @pytest.mark.parametrize("fault", ["experts", "norm", "both, on and off"])
-def test_a_fault_that_stays_or_returns_prints_few_lines(fault):
+def test_persistent_or_returning_fault_prints_few_lines(fault):
     health, count = TrainingHealth(SIXTEEN), 3_000
     bad = [step % 60 < 30 if "off" in fault else True for step in range(count)]
     rows = [PAIR if is_bad and fault != "norm" else EVEN for is_bad in bad]
@@ -106,19 +106,19 @@ def test_a_fault_that_stays_or_returns_prints_few_lines(fault):
         pytest.param({}, [[31] * 15 + [0]] * 2, id="too few rows to judge"),
     ],
 )
-def test_what_is_even_or_cannot_be_judged_is_not_reported(fields, rows):
+def test_even_load_and_too_few_rows_are_not_reported(fields, rows):
     health = TrainingHealth(small_config(**{"num_experts": 16, **fields}))
     assert not lines_of(health, [torch.tensor(rows)] * 40)
 
 
-def test_a_dense_model_is_judged_by_its_norm_alone():
+def test_dense_model_is_checked_by_its_norm_only():
     health = TrainingHealth(small_config("olmo"))
     rows = [torch.zeros(0, 0, dtype=torch.int64)] * 21
     assert len(lines_of(health, rows, [1.0] * 20 + [50.0])) == 1
 
 
-def test_a_run_that_collapses_says_so_and_a_healthy_one_does_not(tiny_data, tmp_path, capsys):
-    """Real updates: without a balancing loss a rate of 0.1 sends all tokens to a few pairs."""
+def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
+    """Without a balancing loss a learning rate of 0.1 sends all tokens to a few experts."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

@@ -23,7 +23,7 @@ def restored() -> Iterator[None]:
     set_up_logging()
 
 
-def log_one_of_each_level() -> None:
+def log_each_level() -> None:
     logger.debug("not printed")
     logger.info("step %d", 3)
     logger.warning("careful")
@@ -32,14 +32,14 @@ def log_one_of_each_level() -> None:
 
 def test_lines_have_program_and_level(restored, capsys):
     set_up_logging()
-    log_one_of_each_level()
+    log_each_level()
     lines = ["optimus: step 3", "optimus: warning: careful", "optimus: error: no"]
     assert capsys.readouterr() == ("", "\n".join([*lines, ""]))
 
 
 def test_other_ranks_print_warnings_with_their_number(restored, capsys):
     set_up_logging(2, "optimus-data")
-    log_one_of_each_level()
+    log_each_level()
     assert capsys.readouterr().err.splitlines() == [
         "optimus-data: [rank 2] warning: careful",
         "optimus-data: [rank 2] error: no",
@@ -69,7 +69,7 @@ def test_lines_go_to_the_progress_bar(restored, capsys):
 
 
 def test_only_commands_and_progress_print():
-    """What a command prints is its result; everything else is a record of the log."""
+    """Commands print their results; everything else goes to the log."""
     allowed = {"cli.py", "commands.py", "progress.py", "reference.py"}
     calls = [
         f"{path}:{node.lineno}"

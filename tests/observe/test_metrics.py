@@ -1,3 +1,5 @@
+"""Files of JSON lines: appended, cut back, restored from their copies, drawn in a report."""
+
 from __future__ import annotations
 
 import errno
@@ -28,13 +30,13 @@ def write_steps(path, steps):
     lines.close()
 
 
-def test_floats_come_back_to_the_last_bit(tmp_path):
+def test_floats_are_read_back_exactly(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 50))
     assert [r["loss"] for r in read_json_lines(path)] == [1 / step for step in range(1, 50)]
 
 
-def test_lines_that_wait_for_room_are_not_called_durable(tmp_path, monkeypatch, capsys):
+def test_sync_raises_while_lines_wait_for_room(tmp_path, monkeypatch, capsys):
     path, plain = tmp_path / "metrics.jsonl", os.write
     lines = JsonLines(path)
 
@@ -63,19 +65,19 @@ def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()[:2]] == [7, 8]
 
 
-@pytest.mark.parametrize("damage", [b"\xff", b"}"], ids=["no text", "no JSON"])
-def test_a_damaged_line_stops_no_resume_and_is_told(tmp_path, capsys, damage):
+@pytest.mark.parametrize("damage", [b"\xff", b"}"], ids=["not UTF-8", "not JSON"])
+def test_cut_moves_a_damaged_line_and_warns(tmp_path, capsys, damage):
     path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
     write_steps(path, range(1, 9))
     before = path.read_bytes().splitlines()
-    spoilt = before[2][:7] + damage + before[2][8:]
-    path.write_bytes(b"\n".join([*before[:2], spoilt, *before[3:], b'{"step": 9, "lo']))
+    damaged = before[2][:7] + damage + before[2][8:]
+    path.write_bytes(b"\n".join([*before[:2], damaged, *before[3:], b'{"step": 9, "lo']))
     assert [record["step"] for record in read_json_lines(path)] == [1, 2, 4, 5, 6, 7, 8]
     cut_after(path, 8, log)
     assert path.read_bytes().splitlines() == before[:2] + before[3:]
-    assert log.read_bytes().splitlines()[0] == spoilt
-    told = capsys.readouterr().err
-    assert "1 of its lines cannot be read" in told and told.count("\n") == 1
+    assert log.read_bytes().splitlines()[0] == damaged
+    printed = capsys.readouterr().err
+    assert "1 of its lines cannot be read" in printed and printed.count("\n") == 1
 
 
 def test_cut_lines_are_durable_before_they_go(tmp_path, monkeypatch):
@@ -110,13 +112,13 @@ def test_report_draws_a_picture(tmp_path):
     assert "8 steps" in summary
 
 
-def test_report_of_an_empty_directory_is_one_line(tmp_path):
+def test_report_of_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"metrics.jsonl: no metrics"):
         write_report(tmp_path)
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """A file of lines with its copy, as a checkpoint of step 8 leaves them."""
+    """Return a file of lines, its copy and its content, as a checkpoint of step 8 leaves them."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -136,7 +138,7 @@ def empty(path):
 
 
 def tear(path):
-    """In the middle of line 3; the rest is lost."""
+    """Cut the file in the middle of line 3."""
     path.write_bytes(path.read_bytes()[:70])
 
 
@@ -146,19 +148,19 @@ def remove_lines(path):
 
 
 def write_nuls(path):
-    """What a power cut leaves of a block."""
+    """Replace some bytes by zeros, as a power cut leaves a block."""
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes(60) + data[100:])
 
 
 @pytest.mark.parametrize("break_file", [delete, empty, tear, remove_lines, write_nuls])
-def test_lines_that_are_lost_are_restored_from_the_copy(tmp_path, capsys, break_file):
+def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     path, copy, before = kept_with_copy(tmp_path)
     break_file(path)
     cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
     assert path.read_bytes() == before == copy.read_bytes()
-    told = capsys.readouterr().err
-    assert f"{path}: restored the lines of steps " in told and "missing" not in told
+    printed = capsys.readouterr().err
+    assert f"{path}: restored the lines of steps " in printed and "missing" not in printed
     cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
     assert not capsys.readouterr().err
 
@@ -173,22 +175,22 @@ def test_lines_that_are_lost_are_restored_from_the_copy(tmp_path, capsys, break_
         (write_nuls, "steps 2-4"),
     ],
 )
-def test_without_a_copy_the_missing_steps_are_named(tmp_path, capsys, break_file, steps):
-    """As of a run that an earlier version wrote."""
+def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
+    """Earlier versions wrote no copy."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
-    there = [record["step"] for record in read_json_lines(path)]
+    present = [record["step"] for record in read_json_lines(path)]
     cut_after(path, 8, tmp_path / "log" / "cut.jsonl", copy, range(1, 9))
-    told = capsys.readouterr().err.splitlines()
-    (line,) = (line for line in told if "missing" in line)
+    printed = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in printed if "missing" in line)
     assert f"{path}: the lines of {steps} are missing, in {copy} too; " in line
     assert "put the lines back from a backup" in line
-    assert [record["step"] for record in read_json_lines(path)] == there
-    assert not there or copy.read_bytes() == path.read_bytes()
+    assert [record["step"] for record in read_json_lines(path)] == present
+    assert not present or copy.read_bytes() == path.read_bytes()
 
 
-def test_each_step_stays_once_the_last_line_of_it(tmp_path, capsys):
+def test_cut_keeps_the_last_line_of_a_repeated_step(tmp_path, capsys):
     path, copy, before = kept_with_copy(tmp_path)
     again = b'{"step": 3, "loss": 0.25}'
     path.write_bytes(before + again + b"\n" + before.splitlines()[4] + b"\n")
@@ -201,7 +203,7 @@ def test_each_step_stays_once_the_last_line_of_it(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_what_the_copy_alone_has_is_not_lost_by_a_new_start(tmp_path, capsys):
+def test_new_start_moves_lines_of_the_copy_to_the_log(tmp_path, capsys):
     path, copy, before = kept_with_copy(tmp_path)
     path.unlink()
     log = tmp_path / "log" / "cut.jsonl"
@@ -210,7 +212,7 @@ def test_what_the_copy_alone_has_is_not_lost_by_a_new_start(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_copy_that_cannot_be_written_waits_and_harms_nothing(tmp_path, capsys):
+def test_lines_for_an_unwritable_copy_wait(tmp_path, capsys):
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     copy.unlink()  # it is created empty, which shows that no line was lost
@@ -224,7 +226,7 @@ def test_a_copy_that_cannot_be_written_waits_and_harms_nothing(tmp_path, capsys)
     assert copy.read_bytes() == path.read_bytes() and len(read_json_lines(copy)) == 2
 
 
-def test_a_copy_gets_lines_in_batches_between_checkpoints(tmp_path):
+def test_copy_is_written_in_batches_between_checkpoints(tmp_path):
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in range(1, 500):
@@ -234,7 +236,7 @@ def test_a_copy_gets_lines_in_batches_between_checkpoints(tmp_path):
     assert copy.read_bytes() == path.read_bytes()
 
 
-def test_evaluations_of_one_step_and_several_sources_stay(tmp_path):
+def test_cut_keeps_evaluations_of_several_sources(tmp_path):
     path = tmp_path / "eval.jsonl"
     lines = JsonLines(path)
     for step, source in ((2, "a"), (2, "b"), (4, "a")):
@@ -279,7 +281,7 @@ STEP = {
     ],
     ids=lambda line: line[:60],
 )
-def test_report_leaves_out_a_line_that_no_run_wrote(tmp_path, monkeypatch, line):
+def test_report_skips_a_line_that_no_run_wrote(tmp_path, monkeypatch, line):
     path = tmp_path / "metrics.jsonl"
     monkeypatch.setattr("optimus.observe.report._draw", lambda *_: None)
     write_steps(path, [1, 3])
@@ -296,7 +298,7 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """Such as a sparse file of 40 GB, which memory would not hold."""
+    """A sparse file of 40 GB, for example, does not fit into memory."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -320,7 +322,7 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
     assert not target.exists()
 
 
-def test_more_steps_than_a_run_has_take_no_memory(tmp_path, capsys, monkeypatch):
+def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
     """A manifest may name any step as that of its checkpoint."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
@@ -328,8 +330,8 @@ def test_more_steps_than_a_run_has_take_no_memory(tmp_path, capsys, monkeypatch)
     assert "the lines of steps 3-10 are missing" in capsys.readouterr().err
 
 
-def test_cut_lines_do_not_follow_a_link(tmp_path):
-    """A run directory that somebody else made may have links where a resume moves lines to."""
+def test_cut_does_not_follow_a_link(tmp_path):
+    """A run directory that another user made may have a link at the path of the log."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)
