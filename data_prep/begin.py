@@ -48,7 +48,7 @@ def _check_own(
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
-                f"{out} was begun with {difference}; choose another --out, or remove {out}"
+                f"{out} was started with {difference}; choose another --out, or remove {out}"
             )
         return
     dataset = tokens_dir.parent

@@ -42,7 +42,9 @@ _WHOLE_RUN = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = options.Parser(
-        prog="optimus-data", description="Text into shuffled shards of tokens.", allow_abbrev=False
+        prog="optimus-data",
+        description="Convert text to shuffled shards of tokens.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_makers(commands)
@@ -63,60 +65,56 @@ def _add_makers(commands: Any) -> None:
         required=True,
         type=options.folder,
         metavar="FILE",
-        help="the tokenizer.json to write",
+        help="tokenizer.json to write",
     )
 
-    _add(commands, "run", _run, "Tokenize, shuffle and shard; the same again goes on.", *_WHOLE_RUN)
-    _add(commands, "plan", _plan, "What a run will take: disk, memory and time.", *_WHOLE_RUN)
-    text = "Several sources in one data set, by exact shares."
+    _add(commands, "run", _run, "Tokenize, shuffle and shard; resumes if given again.", *_WHOLE_RUN)
+    _add(commands, "plan", _plan, "Estimate the disk space, memory and time of a run.", *_WHOLE_RUN)
+    text = "Mix several sources into one data set, in exact shares."
     made_of = (options.add_blend, options.add_shuffle, options.add_out)
     _add(commands, "blend", _blend, text, *made_of, *_SHARDING)
 
 
 def _add_steps(commands: Any) -> None:
     """The steps of `run`, each by itself."""
-    text = "The first step of run: text into token arrays."
+    text = "Step 1 of run: text to token arrays."
     made_of: tuple[Callable[[argparse.ArgumentParser], None], ...]
     made_of = (options.add_inputs, options.add_tokenize, options.add_out)
     who = (options.add_workers, options.add_memory, options.add_ranks)
     _add(commands, "tokenize", _tokenize, text, *made_of, *who)
 
-    text = "Instead of tokenize: Megatron-LM's or dolma's token files."
+    text = "Step 1 for token files of Megatron-LM, dolma or OLMo, in place of tokenize."
     made_of = (options.add_import, options.add_out)
     _add(commands, "import", _import, text, *made_of, options.add_workers, options.add_ranks)
 
-    add = _add(commands, "shuffle", _shuffle, "The second step: the order of the instances.")
-    add.add_argument("out", metavar="OUT", help="a directory with token arrays")
+    add = _add(commands, "shuffle", _shuffle, "Step 2 of run: order the instances.")
+    add.add_argument("out", metavar="OUT", help="directory with token arrays")
     add.add_argument(
         "--to",
         type=options.folder,
         metavar="NEW",
-        help="put the data set here and leave OUT as it is",
+        help="directory for the data set; OUT is not changed",
     )
     options.add_shuffle(add)
     options.add_ranks(add)
 
-    add = _add(
-        commands, "shard", _shard, "The third step: shards and manifest, in that order.", *_SHARDING
-    )
-    add.add_argument("out", metavar="OUT", help="a directory that was shuffled")
+    add = _add(commands, "shard", _shard, "Step 3 of run: write shards and manifest.", *_SHARDING)
+    add.add_argument("out", metavar="OUT", help="directory to which shuffle has written")
 
 
 def _add_readers(commands: Any) -> None:
     """What looks at a finished data set."""
-    add = _add(
-        commands, "verify", _verify, "Read everything; exit status 1 if anything is damaged."
-    )
-    add.add_argument("dataset", metavar="DIR", help="a data set")
+    add = _add(commands, "verify", _verify, "Check all files; exit status 1 if one is damaged.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
 
-    add = _add(commands, "inspect", _inspect, "Show an instance as text, with its sources.")
-    add.add_argument("dataset", metavar="DIR", help="a data set")
-    add.add_argument("instance", metavar="K", type=options.whole(0), help="its number, from 0")
+    add = _add(commands, "inspect", _inspect, "Show the text and the sources of an instance.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    add.add_argument("instance", metavar="K", type=options.whole(0), help="instance number, from 0")
 
-    add = _add(commands, "stats", _stats, "Counts, unigram entropy, unigram and bigram losses.")
-    add.add_argument("dataset", metavar="DIR", help="a data set")
+    add = _add(commands, "stats", _stats, "Print counts, entropy, and unigram and bigram losses.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
     add.add_argument(
-        "--eval", metavar="DIR", help="measure the losses on this data set (DIR/eval if it exists)"
+        "--eval", metavar="DIR", help="data set to measure the losses on (DIR/eval if it exists)"
     )
 
 

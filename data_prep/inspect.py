@@ -33,7 +33,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         raise DamageError(f"{dataset / layout.ORDER}: is not the order of {layout.MANIFEST}")
     epoch, place = divmod(number, manifest.num_instances)
     if epoch > MAX_SEED:
-        raise ConfigError(f"instance {number} lies beyond the last epoch, number {MAX_SEED}")
+        raise ConfigError(f"instance {number} is after the last epoch, number {MAX_SEED}")
     row = place
     if epoch > 0:
         permutation = Permutation(manifest.num_instances, manifest.seed, epoch)

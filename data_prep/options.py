@@ -76,20 +76,20 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Which text is read, and what happens to text that cannot be."""
     _add_patterns(
         parser,
-        "files, directories or quoted globs (** crosses directories): text and source files "
-        "(a document each), .jsonl, .jsonl.gz, .jsonl.zst (a document a line), .parquet (a row); "
-        "below directories, names that begin with a dot are left out, and counted; a link to "
-        "nothing is an error; @FILE: the inputs that FILE lists, one a line, behind a # a comment",
-        "leave out files whose whole name matches, such as '*/site-packages/*'",
+        "files, directories or quoted globs (** matches any folders): text and source files "
+        "(one document per file), .jsonl, .jsonl.gz, .jsonl.zst (one per line), .parquet (one per "
+        "row). In directories, names with a leading dot are skipped and counted; a broken link is "
+        "an error. @FILE: inputs listed in FILE, one per line, with comments after #",
+        "skip files whose full path matches, such as '*/site-packages/*'",
     )
     parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="JSON field of the text (text)"
+        "--text-field", default="text", metavar="NAME", help="JSON field with the text (text)"
     )
     parser.add_argument(
         "--on-error",
         choices=("fail", "quarantine"),
         default="fail",
-        help="stop at text that cannot be read, or set it aside and list it (fail)",
+        help="at text that cannot be read: stop, or skip it and list it in a file (fail)",
     )
 
 
@@ -97,35 +97,35 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     """How text becomes token arrays."""
     from data_prep.sources import UNIT_BYTES
 
-    _add_tokenizer(parser, "a tokenizer.json or .model")
+    _add_tokenizer(parser, "tokenizer.json, or .model file of sentencepiece")
     parser.add_argument(
         "--id-field",
         metavar="NAME",
-        help="field of a document's id in JSON lines and tables, which no two may share; one "
-        "without it is fine; '': ids may be anything (id)",
+        help="field with the id of a document in JSON lines and tables; ids must be unique, "
+        "documents may have none; '': ids are not read (id)",
     )
     parser.add_argument(
         "--max-document",
         type=size,
         metavar="SIZE",
-        help="a document above it cannot be used: --on-error says what happens (any size)",
+        help="limit of the size of a document; --on-error applies to larger ones (any size)",
     )
     parser.add_argument(
         "--unit-size",
         type=size,
         default=UNIT_BYTES,
         metavar="SIZE",
-        help="small files share a token array up to this many bytes (4MiB)",
+        help="bytes of text up to which small files share a token array (4MiB)",
     )
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Which foreign token files are read, and how."""
-    files = "Megatron-LM's .bin (its .idx beside it) and dolma's or OLMo's .npy files"
-    _add_patterns(parser, files, "leave out")
-    _add_tokenizer(parser, "the tokenizer.json that made the ids")
+    files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
+    _add_patterns(parser, files, "skip files whose full path matches")
+    _add_tokenizer(parser, "tokenizer.json of the ids")
     parser.add_argument(
-        "--dtype", choices=("uint16", "uint32"), help="of the ids in .npy files without a header"
+        "--dtype", choices=("uint16", "uint32"), help="type of ids in .npy files without header"
     )
 
 
@@ -142,22 +142,20 @@ def _add_tokenizer(parser: argparse.ArgumentParser, what: str) -> None:
     """Whose ids they are, and which documents are held out."""
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help=what)
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="its end-of-document token, where its name does not tell"
+        "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"
     )
     parser.add_argument(
         "--eval-fraction",
         type=fraction,
         default=0.0,
         metavar="F",
-        help="hold out this share of the documents, into OUT/eval (0)",
+        help="fraction of the documents to hold out, written to OUT/eval (0)",
     )
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Where output goes."""
-    parser.add_argument(
-        "--out", required=True, type=folder, metavar="DIR", help="the output directory"
-    )
+    parser.add_argument("--out", required=True, type=folder, metavar="DIR", help="output directory")
 
 
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
@@ -199,8 +197,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=size,
         metavar="SIZE",
-        help="limit for all processes of this rank together (to tokenize half of the machine's "
-        "memory, at least 2GB; to shard 2GB, or 135MB a worker)",
+        help="memory limit of all processes of this rank together (to tokenize: half of the "
+        "machine's memory, at least 2GB; to shard: 2GB, or 135MB per worker)",
     )
 
 
@@ -209,9 +207,9 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="keep the token arrays packed until the shards stand, then remove them: about three "
-        "quarters of the bytes written, half of them kept; another context or seed then needs "
-        "tokenizing again",
+        help="store token arrays compressed, and remove them when the shards are complete. This "
+        "writes about 25%% fewer bytes and keeps half of them, but another context or seed needs "
+        "a new tokenize step",
     )
 
 
@@ -223,14 +221,14 @@ def add_blend(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="extend",
         metavar="DIR=WEIGHT",
-        help="a directory with token arrays and its share of the instances, such as code=0.3",
+        help="directory with token arrays, and its share of the instances, such as code=0.3",
     )
     parser.add_argument(
         "--instances",
         type=whole(1),
         default=0,
         metavar="N",
-        help="instances in all; sources too small repeat (the most that repeats none)",
+        help="total number of instances; small sources repeat (the most without repetition)",
     )
 
 
@@ -240,8 +238,8 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("auto", "gather", "bucket"),
         default="auto",
-        help="gather rows at random, or sort them into buckets, which moves twice the bytes in "
-        "long reads; the output does not depend on it (auto: what is likely to be faster)",
+        help="gather: random reads; bucket: sort rows in buckets, twice the bytes in long reads. "
+        "The output is the same (auto: the one that is probably faster)",
     )
 
 
@@ -253,20 +251,20 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=whole(0),
         metavar="R",
-        help="number of this process, from 0 (from srun, mpiexec, torchrun or a job array)",
+        help="rank of this process, from 0 (from srun, mpiexec, torchrun or a job array)",
     )
     parser.add_argument(
         "--world",
         type=whole(1),
         metavar="W",
-        help="how many processes share the work; 1: this one alone, whatever started it",
+        help="number of processes that share the work; 1: this process only, under any launcher",
     )
     parser.add_argument(
         "--patience",
         type=whole(0),
         default=int(PATIENCE_S),
         metavar="S",
-        help="take over the work of ranks that have not moved for so many seconds "
+        help="seconds without progress after which the work of a rank is taken over "
         f"({PATIENCE_S:.0f})",
     )
 
@@ -284,5 +282,5 @@ def team_of(args: argparse.Namespace) -> Team:
         rank = place.rank if rank is None else rank
         world = place.world if world is None else world
     if not rank < world:
-        raise ConfigError(f"--rank {rank} does not lie in --world {world}; ranks begin at 0")
+        raise ConfigError(f"--rank {rank} must be below --world {world}; ranks start at 0")
     return Team(rank, world, float(args.patience))

@@ -132,7 +132,9 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
         if request.id_field is None and not plan.id_field:
-            team.say(f"{request.out} was begun without ids of documents: duplicates are not found")
+            team.say(
+                f"{request.out} was started without ids of documents: duplicates are not found"
+            )
         work = dataclasses.replace(work, packed=packed)
         make_units(work, workers, team, "tokenize")
         if plan.id_field:

@@ -67,7 +67,7 @@ def find_inputs(
 
     def unread(folder: str, why: str | None) -> None:
         if not (_matches(os.path.join(folder, ""), exclude) or _below(folder, out)):
-            raise DataError(f"{folder}: cannot be read: {why}; mend it, or --exclude '{folder}/*'")
+            raise DataError(f"{folder}: cannot be read: {why}; fix it, or --exclude '{folder}/*'")
 
     hidden: list[str] = []
     names: set[str] = set()
@@ -77,7 +77,7 @@ def find_inputs(
         for name in sorted(found - files):
             if not (os.path.isdir(name) or _matches(name, exclude) or _below(name, out)):
                 what = "links to nothing" if os.path.islink(name) else "is no regular file"
-                raise DataError(f"{name}: {what}; mend it, or --exclude it")
+                raise DataError(f"{name}: {what}; fix it, or --exclude it")
         if not files:
             raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
         names |= files

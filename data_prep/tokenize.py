@@ -199,7 +199,7 @@ def _check_unchanged(
     file = work.plan.inputs[source]
     if files.xxh3_file(file.name) != xxh3:
         raise DataError(
-            f"{file.name}: changed since {work.out} was begun; choose another --out, or remove "
+            f"{file.name}: changed since {work.out} was started; choose another --out, or remove "
             f"{work.out} to start again"
         )
     advance(file.size)
@@ -359,6 +359,6 @@ def duplicate_of(plan: TokenPlan, own_id: object, source: int, line: int) -> str
 
 def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:
     return (
-        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; mend it, or set such text "
+        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; fix it, or set such text "
         "aside with --on-error quarantine"
     )

@@ -105,7 +105,7 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
     if not has_header:
         if dtype is None:
             raise DataError(
-                f"{path}: has no header that tells the type of its ids; give --dtype uint16 or "
+                f"{path}: has no header with the type of its ids; give --dtype uint16 or "
                 "--dtype uint32, as it was written"
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), nothing)

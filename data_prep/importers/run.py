@@ -166,8 +166,8 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
         held.append(rest)
     if not seen_eos:
         raise DataError(
-            f"{name}: holds no {facts.eos_token} (id {facts.eos_id}), so its documents cannot be "
-            "told apart; give the tokenizer that made it, and its end of document as --eos"
+            f"{name}: has no {facts.eos_token} (id {facts.eos_id}), so its documents cannot be "
+            "separated; give the tokenizer that made it, and its end-of-document token as --eos"
         )
     if sum(map(len, held)):
         yield [np.concatenate(held)]
@@ -180,7 +180,7 @@ def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndar
     if wrong.any():
         place = int(wrong.argmax())
         raise DataError(
-            f"{name}: id {int(block[place])} at token {start + place} lies outside the vocabulary "
+            f"{name}: id {int(block[place])} at token {start + place} is outside the vocabulary "
             f"of {vocab_size}; give the tokenizer that made it, or its real --dtype"
         )
     return block.astype(np.uint32)

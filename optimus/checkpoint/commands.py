@@ -15,23 +15,23 @@ logger = logging.getLogger(__name__)
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """The subcommands, for the parser of `optimus`."""
-    text = "What checkpoints there are, whether they are sound, and their weights for others."
+    text = "List, check, show and export the checkpoints of a run."
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _list, "What exists, what is valid and if not why.")
-    verify = _add(actions, "verify", _verify, "Compare every byte with its checksums.")
-    verify.add_argument("--threads", type=int, default=0, metavar="N", help="(0: by the cores)")
-    _add(actions, "show", _show, "All that is known of one (of a run: the newest full one).")
-    export = _add(actions, "export", _export, "Write its weights as a Hugging Face directory.")
-    export.add_argument("out", help="directory to make; it must not exist")
-    export.add_argument("--dtype", choices=("fp32", "bf16"), help="type to write (as stored)")
+    _add(actions, "list", _list, "List the checkpoints with their states.")
+    verify = _add(actions, "verify", _verify, "Compare all files with their checksums.")
+    verify.add_argument("--threads", type=int, default=0, metavar="N", help="threads (0: by cores)")
+    _add(actions, "show", _show, "Show one in detail (of a run: the newest full one).")
+    export = _add(actions, "export", _export, "Write the weights as a Hugging Face directory.")
+    export.add_argument("out", help="directory to create; it must not exist")
+    export.add_argument("--dtype", choices=("fp32", "bf16"), help="type of the weights (as stored)")
 
 
 def _add(
     actions: argparse._SubParsersAction, name: str, run: Any, text: str
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("path", help="a run directory or a checkpoint")
+    parser.add_argument("path", help="run directory or checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
     return parser
@@ -112,7 +112,7 @@ def _format_list(result: Mapping[str, Any]) -> str:
         )
     if any(one["kind"] == "full" for one in result["checkpoints"]):
         start = result["next_start"] or "nothing: no full checkpoint is valid"
-        lines.append(f"checkpoint.load = auto goes on from {start}")
+        lines.append(f"checkpoint.load = auto resumes from {start}")
     return "\n".join(lines)
 
 

@@ -134,7 +134,7 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
     if _is_own(path, run_dir):
         raise CheckpointError(
             f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
-            f"checkpoint.load=model@{manifest.step}, or begin anew in another train.run_dir"
+            f"checkpoint.load=model@{manifest.step}, or start a new run in another train.run_dir"
         )
     return Start(load, path=path)
 

@@ -351,7 +351,7 @@ def begin(path: str | os.PathLike, needed_bytes: int = 0, beside: int = 0) -> Pa
         due = f", and the full one of its step {beside / 1e9:.3f} GB" if beside else ""
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
-            f"{needed_bytes / 1e9:.3f} GB beside the checkpoints that it replaces{due}; make room"
+            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room"
             f"{_told_aside(final.parent / SET_ASIDE)}"
         )
     temporary = files.temporary_name(final)

@@ -149,7 +149,9 @@ class Saver(ABC):
         opening.wait(self._begin_s)
         if opening.has_ended:
             return opening.value()
-        return f"{final.name} not begun within {self._begin_s:g} s: {final.parent} is slow or hangs"
+        return (
+            f"{final.name} not opened within {self._begin_s:g} s: {final.parent} is slow or hangs"
+        )
 
     def _make(self, final: Path, beside: Callable[[], int]) -> Generation | str:
         """A new generation, or why there is none."""

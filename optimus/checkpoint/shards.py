@@ -228,7 +228,7 @@ class ShardReader(files.Closing):
         for block, parts in _by_block(runs, self._block_bytes):
             start = block * self._block_bytes
             size = min(self._block_bytes, self._shard.size - start)
-            assert size > 0, "the index leads behind the end of a shard file"
+            assert size > 0, "the index refers to bytes after the end of a shard file"
             if len(parts) == 1 and parts[0][3] == size:
                 _, number, at, _ = parts[0]
                 self._read_block(block, targets[number][at : at + size])

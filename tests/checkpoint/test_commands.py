@@ -70,7 +70,7 @@ def test_a_list_tells_what_there_is(run_dir, capsys):
 
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n") == 9 and "checkpoint.load = auto goes on from step-00000006" in out
+    assert out.count("\n") == 9 and "checkpoint.load = auto resumes from step-00000006" in out
 
 
 def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
@@ -88,7 +88,7 @@ def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
         assert by_name[name]["state"] == "damaged" and problem in by_name[name]["problem"]
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert "bytes, not" in out and "goes on from nothing" in out
+    assert "bytes, not" in out and "resumes from nothing" in out
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])

@@ -112,7 +112,7 @@ def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(save_module.manifests, "begin", lambda *_: go_on.wait(10))
     states = small_saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
-    with pytest.raises(OptimusError, match=r"c not begun within 0.1 s: .* is slow or hangs"):
+    with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):
         saver.begin(states, tmp_path / "c", lambda directory: None, step=1)
     go_on.set()
 

@@ -190,7 +190,7 @@ def test_ids_asked_for_where_they_were_not_looked_at(made, tmp_path, capsys):
     given = arguments(made, tmp_path)
     assert main([*given, "--id-field", ""]) == 0
     before = tree(tmp_path / "out")
-    refused(capsys, [*given, "--id-field", "id"], "begun with id_field = '', now id; ")
+    refused(capsys, [*given, "--id-field", "id"], "started with id_field = '', now id; ")
     assert main(given) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "without ids" in line]
     assert len(told) == 1 and str(tmp_path / "out") in told[0]

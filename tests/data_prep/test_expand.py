@@ -58,7 +58,7 @@ def test_what_is_left_out_is_said(text):
 def test_links_to_nothing_and_pipes_are_errors(text):
     (text / "b" / "gone.txt").symlink_to("nowhere")
     for pattern in (f"{text}", f"{text}/b/*.txt", f"{text}/**/*.txt", f"{text}/b/gone.txt"):
-        with pytest.raises(DataError, match=r"gone.txt: links to nothing; mend it, or --exclude"):
+        with pytest.raises(DataError, match=r"gone.txt: links to nothing; fix it, or --exclude"):
             find_inputs([pattern])
     assert "b/c.txt" in names(text, [f"{text}"], exclude=["*/gone.txt"])
     os.mkfifo(text / "pipe")

@@ -208,14 +208,14 @@ def test_ids_outside_the_vocabulary(made, tmp_path, capsys, code):
     wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
     for token in wrong:
         path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)
-        no_unit(made, tmp_path, capsys, f"a.bin: id {token} at token 4 lies outside", path)
+        no_unit(made, tmp_path, capsys, f"a.bin: id {token} at token 4 is outside", path)
 
 
 def test_npy_files_that_cannot_be_taken(made, tmp_path, capsys):
     path = tmp_path / "a.npy"
     path.write_bytes(struct.pack("<4H", 5, 6, 7, 8))
     no_unit(made, tmp_path, capsys, "give --dtype uint16 or", path)
-    no_unit(made, tmp_path, capsys, "holds no <|endoftext|>", path, more=("--dtype", "uint16"))
+    no_unit(made, tmp_path, capsys, "has no <|endoftext|>", path, more=("--dtype", "uint16"))
     path.write_bytes(bytes(5))
     no_unit(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
     for array in (np.zeros((2, 3), np.uint16), np.zeros(3, np.float32)):

@@ -61,7 +61,7 @@ def test_inspect_runs_on_through_epochs(made):
 
 def test_inspect_of_what_is_not_there(made, tmp_path):
     """A number beyond all epochs, and any number of an empty set."""
-    with pytest.raises(ConfigError, match="lies beyond the last epoch"):
+    with pytest.raises(ConfigError, match="is after the last epoch"):
         inspect(made.data, 10**30)
     (tmp_path / "a.txt").write_text("words " * 99)
     words = run_arguments(tmp_path / "a.txt", made.tokenizer, tmp_path / "out")

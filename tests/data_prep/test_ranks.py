@@ -114,7 +114,7 @@ def test_a_rank_that_asks_for_something_else_is_refused(made, tmp_path, capsys):
     error = refused(
         capsys, run_arguments(made.text, made.tokenizer, out, "--rank", "2", "--world", "2")
     )
-    assert "--rank 2 does not lie in --world 2" in error
+    assert "--rank 2 must be below --world 2" in error
 
 
 def test_patience_lasts_while_others_move(tmp_path):

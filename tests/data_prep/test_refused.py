@@ -72,7 +72,7 @@ def test_tokenize_over_an_import_says_so(made, tmp_path, capsys):
     base = ["--tokenizer", str(made.tokenizer), "--out", str(tmp_path / "out")]
     assert main(["import", "--input", str(source), *base]) == 0
     command = ["tokenize", "--input", str(made.text), *base]
-    untouched(command, tmp_path / "out", "begun with imported token files, now text", capsys)
+    untouched(command, tmp_path / "out", "started with imported token files, now text", capsys)
 
 
 def test_a_damaged_tokenizer_of_ones_own_is_written_again(made, tmp_path):
