@@ -272,13 +272,13 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def team_of(args: argparse.Namespace) -> Team:
     """The place that the options or the launcher give. Raises ConfigError."""
     from data_prep.ranks import Team
-    from optimus.launch.environment import read_place
+    from optimus.launch.environment import read_job_rank
 
     rank, world = args.rank, args.world
     if world == 1:
         rank = rank or 0
     if rank is None or world is None:
-        place = read_place(world=world)  # the launcher's word for what is not given
+        place = read_job_rank(world=world)  # the launcher's word for what is not given
         rank = place.rank if rank is None else rank
         world = place.world if world is None else world
     if not rank < world:

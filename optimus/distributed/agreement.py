@@ -68,7 +68,7 @@ class RunEnded(OptimusError):
         where the run has several machines."""
         where, outcome = "", self.outcome
         if outcome.rank:
-            several = self._agreement is not None and not self._agreement.launch.is_one_machine
+            several = self._agreement is not None and not self._agreement.launch.is_single_machine
             where = f" [rank {outcome.rank}{f', {outcome.host}' if several else ''}]"
         kind = "" if outcome.kind is OutcomeKind.STOPPED else " error:"  # the user asked for a stop
         return f"optimus:{where}{kind} {one_line(outcome.message)}"

@@ -25,19 +25,19 @@ def check_meeting_point(launch: LaunchEnv) -> None:
         _bind(addresses, where).close()
 
 
-def listen_at_meeting_point(where: SplitResult, one_machine: bool) -> int | None:
+def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | None:
     """Return the file descriptor of a socket that listens at the meeting address alone.
 
     None where the store must listen on all addresses: the name server does not answer, or
     MASTER_ADDR means the loopback interface on this machine alone. Debian's /etc/hosts maps a
-    machine's name to it; some launchers of several machines (not `one_machine`) give rank 0
+    machine's name to it; some launchers of several machines (not `single_machine`) give rank 0
     localhost and the others its name. Raises LaunchError.
     """
     addresses = _addresses(where)
     if not addresses:
         return None
     listener = _bind(addresses, where)
-    is_local = one_machine and is_loopback(where.hostname or "")
+    is_local = single_machine and is_loopback(where.hostname or "")
     if is_loopback(listener.getsockname()[0]) and not is_local:
         listener.close()
         return None

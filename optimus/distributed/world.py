@@ -246,7 +246,7 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
         timeout=limit,
         wait_for_workers=False,
         master_listen_fd=(
-            listen_at_meeting_point(where, launch.is_one_machine) if launch.is_first else None
+            listen_at_meeting_point(where, launch.is_single_machine) if launch.is_first else None
         ),
     )
 
@@ -255,7 +255,7 @@ def _stay_on_this_machine(launch: LaunchEnv) -> None:
     """Let gloo listen on the loopback interface alone where ranks meet on it, unless the user has
     set GLOO_SOCKET_IFNAME."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
-    is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_one_machine
+    is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

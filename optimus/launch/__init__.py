@@ -1,1 +1,1 @@
-"""How a process becomes a rank: environment of any launcher, local ranks, signals."""
+"""Start of a process as a rank: environment of any launcher, local ranks, signals."""

@@ -1,4 +1,4 @@
-"""Rank and world from whichever launcher started this process. Imports nothing heavy."""
+"""Rank and world of this process from the variables of its launcher. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,31 @@ from optimus.errors import LaunchError, counted
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """Where this process stands among all processes of the run."""
+    """This process among all processes of the run.
+
+    Attributes:
+        rank: From 0 to `world_size` - 1.
+        world_size: Number of processes of the run.
+        local_rank: Rank among the processes of this machine, which picks the device.
+        local_world_size: Number of processes of the run on this machine.
+        init_method: Address for `torch.distributed.init_process_group`: `env://`,
+            `tcp://HOST:PORT` or `file://...`.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     init_method: str
-    """For `torch.distributed.init_process_group`: `env://`, `tcp://HOST:PORT` or `file://...`."""
 
     @property
     def is_first(self) -> bool:
+        """True for rank 0."""
         return self.rank == 0
 
     @property
-    def is_one_machine(self) -> bool:
+    def is_single_machine(self) -> bool:
+        """True if all processes of the run are on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -37,35 +47,35 @@ SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of the processes of a job this is, where they share work without talking."""
+class JobRank:
+    """Rank of this process in a job whose processes share work without a process group."""
 
     rank: int
     world: int
 
 
-ALONE = Place(0, 1)
+ALONE = JobRank(0, 1)
 
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Set by our own spawner: a `file://` address, so that no port can be taken meanwhile."""
+"""Variable set by the spawner of `--nproc`: a `file://` address, which needs no free port."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables by which a launcher tells; of several names, the first that is there counts."""
+    """Names of a launcher's variables; of several names, the first that is set counts."""
 
     rank: str
     worlds: tuple[str, ...]
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """Whether SLURM_STEP_* are of this very launch: those of an mpiexec may differ by node."""
+    """True if SLURM_STEP_* describe this launch: those of an mpiexec may differ by node."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 
 _LAUNCHERS = (
-    _BY_HAND,  # torchrun, our spawner, and whoever sets them
+    _BY_HAND,  # torchrun, the spawner of --nproc, and users who set them
     _Launcher(  # Open MPI
         "OMPI_COMM_WORLD_RANK",
         ("OMPI_COMM_WORLD_SIZE",),
@@ -99,61 +109,68 @@ _LAUNCHERS = (
         is_step=True,
     ),
 )
-"""In the order in which they are asked: a launcher may run within what another one started."""
+"""In order of precedence: a launcher may run within a process of another one."""
 
 STARTED = time.monotonic()
-"""Nearly the start of this process: what takes long to import comes later."""
+"""About the start of this process, before imports that take long; of the monotonic clock."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Set by our own spawner: its `STARTED`."""
+"""Variable set by the spawner of `--nproc`: its `STARTED`."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun to True where its own agent has the store at MASTER_ADDR and MASTER_PORT."""
+"""Variable that torchrun sets to True if its agent has the store at MASTER_ADDR, MASTER_PORT."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
-"""Where a job's port lies: below the ports that systems give to connections."""
+"""Range of a job's port: below the ports that systems give to connections."""
 _DEFAULT_PORT = 29500
 
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """The launcher's word: torchrun, our spawner, mpiexec or srun; or a single process.
+    """Return the rank that torchrun, `--nproc`, mpiexec or srun gives this process; SINGLE without
+    a launcher.
 
     Ranks meet at MASTER_ADDR and MASTER_PORT; where these are not set, on the first machine that
     Slurm or PBS names, or on this one if it has all ranks, at a port made from the job's number.
-    Job arrays are runs apart. Raises LaunchError for a half-set or contradictory environment.
+    The jobs of an array are separate runs.
+
+    Args:
+        environ: Environment variables.
+
+    Raises:
+        LaunchError: Variables are missing or contradict each other.
     """
-    launcher, place = _launcher_of(environ), _launched(environ)
+    launcher, job_rank = _launcher_of(environ), _launched(environ)
     if launcher is None:
         return SINGLE
     local_rank, local_world = _local(environ, launcher)
-    if local_rank is None and place.world > 1 and launcher is not _BY_HAND:
+    if local_rank is None and job_rank.world > 1 and launcher is not _BY_HAND:
         raise LaunchError(
             f"{launcher.rank} is set but none of {', '.join(launcher.local_ranks)}, which pick the "
             "device; export LOCAL_RANK"
         )
     if local_rank is not None and local_world is not None and local_rank >= local_world:
         raise LaunchError(
-            f"local rank {local_rank} does not lie among the "
-            f"{counted(local_world, 'rank')} of this machine; "
+            f"local rank {local_rank} is not among the {counted(local_world, 'rank')} of this "
+            "machine; "
             f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right"
         )
     return LaunchEnv(
-        rank=place.rank,
-        world_size=place.world,
-        local_rank=place.rank if local_rank is None else local_rank,
-        local_world_size=local_world or place.world,
-        init_method=_init_method(environ, launcher, place.world, local_world == place.world),
+        rank=job_rank.rank,
+        world_size=job_rank.world,
+        local_rank=job_rank.rank if local_rank is None else local_rank,
+        local_world_size=local_world or job_rank.world,
+        init_method=_init_method(environ, launcher, job_rank.world, local_world == job_rank.world),
     )
 
 
 def read_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank, for messages: 0 where nothing tells it, never an error."""
+    """Return the rank of this process for messages; 0 if it is unknown. Never raises."""
     launcher = _launcher_of(environ)
     text = environ[launcher.rank] if launcher else "0"
     return int(text) if text.isdigit() else 0
 
 
 def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process has the first rank of its machine, or no local rank that is
-    certain; never raise."""
+    """Return whether this process has the first rank of its machine, or an unknown local rank.
+    Never raises."""
     launcher = _launcher_of(environ)
     names = launcher.local_ranks if launcher else ()
     text = next((environ[name] for name in names if name in environ), "0")
@@ -161,32 +178,38 @@ def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher's variables are here, be they right or wrong."""
+    """Return whether variables of a launcher are set, right or wrong."""
     return _launcher_of(environ) is not None
 
 
-def read_place(environ: Mapping[str, str] = os.environ, world: int | None = None) -> Place:
-    """Rank and world that a launcher and a job array give together; ALONE without either.
+def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
+    """Return the rank that a launcher and a job array give together; ALONE without either.
 
     An array of n jobs with w processes each is a world of n * w. Slurm sets SLURM_PROCID in a batch
-    script too, outside any step: it counts only where SLURM_STEP_ID stands. PBS does not say how
-    many jobs an array has: OPTIMUS_ARRAY_SIZE does. `world` stands in where a launcher tells only a
-    rank. Raises LaunchError for a half-set environment.
+    script too, outside any step: it counts only if SLURM_STEP_ID is set. PBS does not give the
+    size of an array: OPTIMUS_ARRAY_SIZE does.
+
+    Args:
+        environ: Environment variables.
+        world: Number of processes, for launchers that give only a rank.
+
+    Raises:
+        LaunchError: Variables are missing or contradict each other.
     """
     try:
         inner, outer = _launched(environ, world), _array(environ, world)
     except LaunchError as error:
         raise LaunchError(f"{error}, or give --rank and --world") from None
-    return Place(outer.rank * inner.world + inner.rank, outer.world * inner.world)
+    return JobRank(outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_local_size(environ: Mapping[str, str] = os.environ) -> int:
-    """How many processes of the job run on this machine, where the launcher tells; else 1."""
+    """Return the number of processes of the job on this machine; 1 if it is unknown."""
     launcher = _launcher_of(environ)
     return (_local(environ, launcher)[1] or 1) if launcher else 1
 
@@ -200,7 +223,7 @@ def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:
     return None
 
 
-def _launched(environ: Mapping[str, str], world: int | None = None) -> Place:
+def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
     launcher = _launcher_of(environ)
     if launcher is None:
         if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
@@ -209,24 +232,24 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> Place:
                 "or torchrun, unset WORLD_SIZE"
             )
         return ALONE
-    found = [name for name in launcher.worlds if name in environ]
-    if not found and world is not None:
+    names = [name for name in launcher.worlds if name in environ]
+    if not names and world is not None:
         return _checked(_integer(environ, launcher.rank), world, launcher.rank)
-    if not found:
+    if not names:
         raise LaunchError(
             f"{launcher.rank}={environ[launcher.rank]} is set but none of "
             f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
-    if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[found[0]]:
+    if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[names[0]]:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher says {found[0]}="
-            f"{environ[found[0]]}; unset WORLD_SIZE, start as many ranks as it says",
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher says {names[0]}="
+            f"{environ[names[0]]}; unset WORLD_SIZE, start as many ranks as it says",
         )
-    return _place(environ, launcher.rank, found[0])
+    return _job_rank(environ, launcher.rank, names[0])
 
 
 def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
-    """Rank and number of ranks on this machine, each None where the launcher does not tell it."""
+    """Return rank and number of ranks on this machine, each None if it is unknown."""
     ranks = [name for name in launcher.local_ranks if name in environ]
     worlds = [name for name in launcher.local_worlds if name in environ]
     rank = _integer(environ, ranks[0]) if ranks else None
@@ -240,25 +263,25 @@ def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None,
 
 
 def _tasks_per_node(text: str) -> Iterator[int]:
-    """Slurm's short form, node by node: `2(x3),1` is 2, 2, 2, 1."""
+    """Yield the counts of Slurm's short form node by node: 2, 2, 2, 1 for `2(x3),1`."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [max(1, int(count))] * int(times or 1)
 
 
 def _init_method(
-    environ: Mapping[str, str], launcher: _Launcher, world: int, one_machine: bool
+    environ: Mapping[str, str], launcher: _Launcher, world: int, single_machine: bool
 ) -> str:
     if launcher is _BY_HAND and RENDEZVOUS in environ:
         return environ[RENDEZVOUS]
-    given = all(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if world == 1 or (launcher is _BY_HAND and given and environ.get(_AGENT_STORE) == "True"):
+    is_set = all(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if world == 1 or (launcher is _BY_HAND and is_set and environ.get(_AGENT_STORE) == "True"):
         return "env://"
     address = environ.get("MASTER_ADDR") or (
-        _LOOPBACK if one_machine else _first_machine(environ, launcher)
+        _LOOPBACK if single_machine else _first_machine(environ, launcher)
     )
     if not address:
         raise LaunchError(
-            f"a world of {world} needs MASTER_ADDR, for neither Slurm nor PBS tells the first "
+            f"a world of {world} needs MASTER_ADDR, since neither Slurm nor PBS gives the first "
             "machine here; export MASTER_ADDR=HOST, with the host of rank 0"
         )
     host = f"[{address}]" if ":" in address else address  # IPv6
@@ -266,7 +289,7 @@ def _init_method(
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """The host of rank 0 by the scheduler's list, or nothing."""
+    """Return the host of rank 0 by the scheduler's list; "" if there is none."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)
@@ -277,17 +300,18 @@ def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
 
 
 def first_of_nodelist(nodes: str) -> str:
-    """`rack1-[03-07,9]n[1-2],x5` -> rack1-03n1, as `scontrol show hostnames` has it first."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert found is not None, "an empty match is one"
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])
+    """Return the first host of Slurm's short form, as `scontrol show hostnames` does: rack1-03n1
+    for `rack1-[03-07,9]n[1-2],x5`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "the pattern matches the empty text"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
         if not 0 < port < 1 << 16:
-            raise LaunchError(f"MASTER_PORT={port} is no port; export one from 1 to 65535")
+            raise LaunchError(f"MASTER_PORT={port} is no port; export a number from 1 to 65535")
         return port
     names = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID"]
     if launcher.is_step:
@@ -299,7 +323,7 @@ def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:
     return _PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)]
 
 
-def _array(environ: Mapping[str, str], world: int | None) -> Place:
+def _array(environ: Mapping[str, str], world: int | None) -> JobRank:
     if "SLURM_ARRAY_TASK_ID" in environ:
         first = _integer(environ, "SLURM_ARRAY_TASK_MIN", 0)
         step = max(1, _integer(environ, "SLURM_ARRAY_TASK_STEP", 1))
@@ -310,24 +334,24 @@ def _array(environ: Mapping[str, str], world: int | None) -> Place:
             return _checked(_integer(environ, "PBS_ARRAY_INDEX"), world, "PBS_ARRAY_INDEX")
         if "OPTIMUS_ARRAY_SIZE" not in environ:
             raise LaunchError(
-                f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set but PBS does not tell the "
+                f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set but PBS does not give the "
                 "size of the array; export OPTIMUS_ARRAY_SIZE"
             )
-        return _place(environ, "PBS_ARRAY_INDEX", "OPTIMUS_ARRAY_SIZE")
+        return _job_rank(environ, "PBS_ARRAY_INDEX", "OPTIMUS_ARRAY_SIZE")
     return ALONE
 
 
-def _place(environ: Mapping[str, str], rank_name: str, world_name: str) -> Place:
+def _job_rank(environ: Mapping[str, str], rank_name: str, world_name: str) -> JobRank:
     rank, world = _integer(environ, rank_name), _integer(environ, world_name)
     return _checked(rank, world, rank_name, f"{world_name}=")
 
 
-def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> Place:
+def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> JobRank:
     if not 0 <= rank < world:
         raise LaunchError(
-            f"{rank_name}={rank} does not lie in a world of {world_name}{world}; set both right"
+            f"{rank_name}={rank} is no rank of a world of {world_name}{world}; set both right"
         )
-    return Place(rank, world)
+    return JobRank(rank, world)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

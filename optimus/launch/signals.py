@@ -1,4 +1,4 @@
-"""Signals that stop a run, before its first update. Importing this brings no torch.
+"""Signals that stop a run, before its first update. Imports no torch.
 
 Until the first update a request ends the process at once, because there is nothing to save.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 from typing import NoReturn
 
+from optimus.errors import OutcomeKind
 from optimus.launch.environment import is_launched
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_label(number: int) -> str:
-    """Return how messages call a signal: the key that sends it, or its name."""
+    """Return the name of a signal in messages: the key that sends it, or the signal's name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -28,15 +29,16 @@ def report_early_stop(number: int) -> int:
         "stopped before the first step (%s); give the same command again to start",
         signal_label(number),
     )
-    return 130 if number == signal.SIGINT else 3
+    kind = OutcomeKind.INTERRUPTED if number == signal.SIGINT else OutcomeKind.STOPPED
+    return kind.exit_status
 
 
 def exit_on_stop_signals() -> None:
-    """Until a `StopRequest` exists, let a signal end this process with one line, if it is the only
-    one of its run.
+    """Let a signal end this process with one line until a `StopRequest` exists, if it is the only
+    process of its run.
 
-    An exception would not do: torch's imports swallow some, and others end in a traceback. A rank
-    among others keeps the default action, which also works inside a wait for other ranks.
+    An exception does not end it: torch's imports swallow some, and others end in a traceback. A
+    rank of several keeps the default action, which also works inside a wait for other ranks.
     """
 
     def end(number: int, frame: object) -> NoReturn:

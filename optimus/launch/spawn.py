@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from optimus.errors import OutcomeKind
 from optimus.launch.environment import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
 from optimus.launch.signals import STOP_SIGNALS, report_early_stop
 
@@ -22,20 +23,26 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""How long ranks may take to notice by themselves that another one ended in error."""
+"""How long ranks may take to end by themselves after the first that failed."""
 _PR_SET_PDEATHSIG = 1
-# A rank's own finding explains more than a peer's complaint that it vanished.
-_TELLING = (4, 2, 3, 1)
+_CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
+"""In order of precedence. The loss of a peer comes last: it follows from another rank's end."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
-    """Run `optimus ARGUMENTS` as `nproc` local ranks; return the exit status of the whole.
-    `stdout`: the file descriptor that is to be their standard output, by default this process's.
+    """Run `optimus ARGUMENTS` as local ranks until all have ended.
 
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on, so that ranks finish their step and save; a
-    second Ctrl-C kills. Ranks that have not begun their first step end at once. When a rank ends in
-    error the others are ended too and its status is returned; a rank killed by a signal counts as
-    lost (5).
+    second Ctrl-C kills. Ranks that have not started their first step end at once. When a rank ends
+    in error the others are ended too; a rank killed by a signal counts as lost.
+
+    Args:
+        arguments: Of the command `optimus`.
+        nproc: Number of ranks.
+        stdout: File descriptor of the ranks' standard output; by default that of this process.
+
+    Returns:
+        The exit status of the run.
     """
     ranks: list[subprocess.Popen] = []
     with (
@@ -44,7 +51,7 @@ def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None)
     ):
         for rank in range(nproc):
             ranks.append(_start(arguments, rank, nproc, Path(directory), stdout))
-        if passed:  # before all had been started
+        if passed:  # while ranks were started
             _send(ranks, signal.SIGTERM)
         code = _watch(ranks, passed)
         return report_early_stop(passed[0]) if passed and _ended_early(ranks) else code
@@ -64,9 +71,9 @@ def _start(
         RENDEZVOUS: f"file://{directory}/rendezvous",
         COMMAND_STARTED: str(STARTED),
     }
-    # -P: modules in the working directory, which may be anybody's, do not come before ours.
+    # -P: modules in the working directory, which others may own, do not come before ours.
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
-    # A session of its own keeps Ctrl-C from reaching ranks directly, in the middle of a step.
+    # In a separate session Ctrl-C does not reach ranks directly, in the middle of a step.
     return subprocess.Popen(
         command,
         env=environ,
@@ -77,8 +84,8 @@ def _start(
 
 
 def _prepare_rank(spawner: int) -> None:
-    # Until the rank takes its signals over, SIGTERM ends it and the others do nothing: Python would
-    # answer SIGINT with a traceback.
+    # Until the rank installs its handlers, SIGTERM ends it and the others do nothing: Python prints
+    # a traceback for SIGINT.
     for number in STOP_SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
@@ -90,16 +97,16 @@ def _prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Yields the signals passed on so far."""
+    """Pass signals on to the ranks; yield the list of those passed so far."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         again = passed.count(signal.SIGINT) > 1
         # The signal itself names the reason in the ranks' message; SIGTERM ends a rank that has not
-        # begun its first step, and is ignored after another signal.
-        for each in (signal.SIGKILL,) if again else (number, signal.SIGTERM):
-            _send(ranks, each)
+        # started its first step, and is ignored after another signal.
+        for sent in (signal.SIGKILL,) if again else (number, signal.SIGTERM):
+            _send(ranks, sent)
 
     numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in numbers}
@@ -119,7 +126,7 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return whether a rank ended by SIGTERM, as only those do that have not begun training."""
+    """Return whether a rank ended by SIGTERM, as only those do that have not started training."""
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 
@@ -128,26 +135,27 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     while any(rank.poll() is None for rank in ranks):
         if failed_at is None and any(rank.returncode for rank in ranks):
             failed_at = time.monotonic()
-        refused = any(rank.returncode == 2 for rank in ranks)  # nobody else knows more
-        if passed and _ended_early(ranks):  # the others would wait for it in vain
-            break
+        # No other rank has a better cause.
+        refused = any(rank.returncode == OutcomeKind.USAGE.exit_status for rank in ranks)
+        if passed and _ended_early(ranks):
+            break  # the others would wait for it in vain
         if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
             break
         time.sleep(_POLL_S)
-    ended_alone = [rank.poll() for rank in ranks]
+    statuses = [rank.poll() for rank in ranks]
     _send(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
-    for number, status in enumerate(ended_alone):
+    for number, status in enumerate(statuses):
         if status is not None and status < 0 and not (passed and _ended_early(ranks)):
             name = signal.Signals(-status).name
             logger.error("rank %d was ended by %s", number, name)
-    return _verdict([status for status in ended_alone if status is not None])
+    return _run_status([status for status in statuses if status is not None])
 
 
-def _verdict(statuses: list[int]) -> int:
-    """One exit status for all ranks."""
-    for code in _TELLING:
-        if code in statuses:
-            return code
-    return 5 if any(statuses) else 0
+def _run_status(statuses: list[int]) -> int:
+    """Return the exit status of a run whose ranks had these."""
+    for cause in _CAUSES:
+        if cause.exit_status in statuses:
+            return cause.exit_status
+    return (OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE).exit_status

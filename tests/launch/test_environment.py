@@ -8,12 +8,12 @@ from optimus.errors import ConfigError
 from optimus.launch.environment import (
     _LAUNCHERS,
     SINGLE,
-    Place,
+    JobRank,
     first_of_nodelist,
     is_launched,
+    read_job_rank,
     read_launch_env,
     read_local_size,
-    read_place,
     read_rank,
 )
 
@@ -29,28 +29,28 @@ TORCHRUN = {
 BY_HAND = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC")}
 
 
-def test_no_launcher_is_one_process():
+def test_a_process_without_a_launcher_is_alone():
     assert read_launch_env({}) is SINGLE and not is_launched({})
 
 
 def test_a_rendezvous_file_needs_no_address():
-    own = {"RANK": "0", "WORLD_SIZE": "2", "OPTIMUS_RENDEZVOUS": "file:///x"}
-    assert read_launch_env(own).init_method == "file:///x"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "OPTIMUS_RENDEZVOUS": "file:///x"}
+    assert read_launch_env(environ).init_method == "file:///x"
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         ({"RANK": None}, "RANK"),
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four'"),
-        ({"RANK": "4"}, "RANK=4 does not lie"),
+        ({"RANK": "4"}, "RANK=4 is no rank"),
         ({"MASTER_ADDR": None}, "needs MASTER_ADDR"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
     ],
 )
-def test_a_contradictory_environment_is_refused_by_name(change, told):
+def test_a_contradictory_environment_is_refused_by_name(change, message):
     environ = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_launch_env(environ)
 
 
@@ -64,7 +64,7 @@ ARRAY = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "expected"),
     [
         ({}, (0, 1)),
         (TORCHRUN, (3, 4)),
@@ -80,36 +80,38 @@ ARRAY = {
         ({"WORLD_SIZE": "1"}, (0, 1)),
     ],
 )
-def test_places(environ, place):
-    assert read_place(environ) == Place(*place)
+def test_job_ranks(environ, expected):
+    assert read_job_rank(environ) == JobRank(*expected)
 
 
-def test_all_places_of_an_array_of_steps_are_taken_once():
-    found = [
-        read_place(SRUN | ARRAY | {"SLURM_PROCID": str(p), "SLURM_ARRAY_TASK_ID": str(10 + 2 * a)})
+def test_job_ranks_of_an_array_of_steps_are_unique():
+    ranks = [
+        read_job_rank(
+            SRUN | ARRAY | {"SLURM_PROCID": str(p), "SLURM_ARRAY_TASK_ID": str(10 + 2 * a)}
+        )
         for a in range(4)
         for p in range(8)
     ]
-    assert found == [Place(rank, 32) for rank in range(32)]
+    assert ranks == [JobRank(rank, 32) for rank in range(32)]
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"PMI_RANK": "1"}, "none of PMI_SIZE, WORLD_SIZE; .*--world"),
-        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 does not lie in a world of PMI_SIZE=5"),
+        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 is no rank of a world of PMI_SIZE=5"),
         ({"PMI_RANK": "x", "PMI_SIZE": "5"}, "PMI_RANK='x'"),
         ({"WORLD_SIZE": "4"}, "no RANK"),
         ({"PBS_ARRAY_INDEX": "3"}, "OPTIMUS_ARRAY_SIZE"),
         (
             {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "3"},
-            "SLURM_ARRAY_TASK_ID=9 does not",
+            "SLURM_ARRAY_TASK_ID=9 is no",
         ),
     ],
 )
-def test_a_half_set_place_is_refused(environ, told):
-    with pytest.raises(ConfigError, match=told):
-        read_place(environ)
+def test_an_incomplete_job_rank_is_refused(environ, message):
+    with pytest.raises(ConfigError, match=message):
+        read_job_rank(environ)
 
 
 def test_processes_of_a_machine():
@@ -151,13 +153,13 @@ OPEN_MPI = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "told", "where"),
+    ("environ", "expected", "address"),
     [
         (TORCHRUN, (3, 4, 1, 2), "env://"),
         (BY_HAND, (3, 4, 1, 2), "tcp://node0:29500"),
         (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, (3, 4, 1, 2), "tcp://node0:29500"),
         (STEP, (5, 8, 1, 4), "tcp://n2:"),
-        (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # the runs of an array are apart
+        (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # jobs of an array are separate runs
         (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),
         (PALS, (3, 4, 1, 2), "tcp://x0:"),
         (MPICH, (1, 2, 1, 2), "tcp://127.0.0.1:29500"),
@@ -168,24 +170,24 @@ OPEN_MPI = {
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1, 0, 1), "env://"),
     ],
 )
-def test_ranks_of_a_cluster(environ, told, where):
+def test_ranks_of_a_cluster(environ, expected, address):
     launch = read_launch_env(environ)
-    assert told == (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    assert launch.init_method.startswith(where)
+    assert expected == (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
+    assert launch.init_method.startswith(address)
     assert read_rank(environ) == launch.rank and launch.is_first == (launch.rank == 0)
 
 
-def test_all_ranks_of_a_job_take_one_port_and_jobs_differ():
-    def ports(environ: dict[str, str], **more: str) -> str:
+def test_ports_differ_between_jobs_not_between_ranks():
+    def port(environ: dict[str, str], **more: str) -> str:
         return read_launch_env(environ | more).init_method.rpartition(":")[2]
 
     for environ, job in ((STEP, "SLURM_JOB_ID"), (PALS, "PBS_JOBID"), (OPEN_MPI, "PMIX_NAMESPACE")):
-        one = ports(environ)
-        assert one != ports(environ, **{job: "8"}) and 20000 <= int(one) < 30000
-    assert ports(STEP) == ports(STEP, SLURM_PROCID="0", SLURM_NODEID="0")
-    assert ports(STEP) != ports(STEP, SLURM_STEP_ID="1")
-    # Of mpiexec's own daemons under Slurm only those elsewhere are a step.
-    assert ports(OPEN_MPI) == ports(OPEN_MPI, SLURM_STEP_ID="1", SLURM_STEP_NODELIST="x5")
+        first = port(environ)
+        assert first != port(environ, **{job: "8"}) and 20000 <= int(first) < 30000
+    assert port(STEP) == port(STEP, SLURM_PROCID="0", SLURM_NODEID="0")
+    assert port(STEP) != port(STEP, SLURM_STEP_ID="1")
+    # Of mpiexec's daemons under Slurm only those on other nodes are a step.
+    assert port(OPEN_MPI) == port(OPEN_MPI, SLURM_STEP_ID="1", SLURM_STEP_NODELIST="x5")
 
 
 def test_the_first_machine_of_pbs(tmp_path):
@@ -199,18 +201,18 @@ def test_the_first_machine_of_pbs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "none of MPI_LOCALRANKID"),
-        (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 does not lie among the 2"),
+        (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 is not among the 2"),
         (MPICH | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but the launcher says PMI_SIZE=2"),
         (MPICH | {"PMI_SIZE": "4"}, "needs MASTER_ADDR"),
         (MPICH | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
         ({"PALS_RANKID": "1"}, "none of PMI_SIZE, WORLD_SIZE; export WORLD_SIZE$"),
     ],
 )
-def test_a_half_set_cluster_is_refused(environ, told):
-    with pytest.raises(ConfigError, match=told):
+def test_an_incomplete_launcher_is_refused(environ, message):
+    with pytest.raises(ConfigError, match=message):
         read_launch_env(environ)
     assert read_rank(environ) == 1 and is_launched(environ)
 
@@ -223,7 +225,7 @@ def test_the_first_of_a_nodelist(short, first):
     assert first_of_nodelist(short) == first
 
 
-def test_the_page_names_every_variable():
+def test_documentation_names_all_variables():
     page = (Path(__file__).resolve().parents[2] / "docs" / "launching.md").read_text()
     for launcher in _LAUNCHERS:
         for names in (launcher.worlds, launcher.local_ranks, launcher.local_worlds):

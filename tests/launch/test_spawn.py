@@ -1,4 +1,4 @@
-"""`optimus train --nproc N` as a user meets it: processes, signals, exit codes, kills."""
+"""Processes, signals, exit statuses and kills of `optimus train --nproc N`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimus.config import dump_toml, make_config
-from optimus.launch.spawn import _verdict
+from optimus.launch.spawn import _run_status
 from tests.helpers.processes import assert_gone, children_of, wait_until
 from tests.helpers.programs import started, write_hostile_modules
 from tests.helpers.runs import train_on
@@ -39,7 +39,7 @@ def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None
     wait_until(are_done, within_s=60)
 
 
-def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bits(tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "killed", train__max_steps=60, checkpoint__interval=7)
     config = write_config(tmp_path / "run.toml", tree)
     first = start(config, "--nproc", "2")
@@ -48,7 +48,7 @@ def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path)
     assert len(ranks) == 2
     first.kill()
     first.wait()
-    assert_gone(ranks)  # nothing goes on writing behind the back of the next run
+    assert_gone(ranks)  # else they could write into the next run
     second = start(config, "--nproc", "2")
     _, errors = second.communicate(timeout=120)
     assert second.returncode == 0, errors
@@ -60,15 +60,15 @@ def test_a_killed_run_given_again_ends_like_an_unbroken_one(tiny_data, tmp_path)
     assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("blow, code", [(signal.SIGKILL, 5), (signal.SIGTERM, 3)])
-def test_a_blow_to_one_rank_ends_all_with_the_right_code(tiny_data, tmp_path, blow, code):
+@pytest.mark.parametrize("number, status", [(signal.SIGKILL, 5), (signal.SIGTERM, 3)])
+def test_a_signal_to_a_rank_ends_all_with_its_status(tiny_data, tmp_path, number, status):
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
     process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
     wait_for_steps(tmp_path / "run", 3, process)
     ranks = children_of(process.pid)
-    os.kill(ranks[1], blow)
+    os.kill(ranks[1], number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == code, errors
+    assert process.returncode == status, errors
     assert "Traceback" not in errors
     assert_gone(ranks)
 
@@ -97,7 +97,7 @@ def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
     assert "error" not in errors and "SIGTERM" not in errors
 
 
-def test_ctrl_c_before_the_first_step_ends_all_ranks_with_one_line(tiny_data, tmp_path):
+def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run")
     process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
     wait_until(lambda: len(children_of(process.pid)) == 2, within_s=60)
@@ -113,8 +113,8 @@ def test_ctrl_c_before_the_first_step_ends_all_ranks_with_one_line(tiny_data, tm
 
 
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
-def test_reader_that_leaves_does_not_end_training(tiny_data, tmp_path, nproc):
-    """As `| head -1` does; TensorBoard's threads go on, too."""
+def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, nproc):
+    """As `| head -1` does, also with TensorBoard's threads."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=8, observe__tensorboard=True)
     tree["observe"]["log_interval"] = 1
     config = write_config(tmp_path / "run.toml", tree)
@@ -127,8 +127,8 @@ def test_reader_that_leaves_does_not_end_training(tiny_data, tmp_path, nproc):
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
 
 
-def test_training_with_closed_outputs_ends_like_any(tiny_data, tmp_path):
-    """No file of the run becomes number 1 or 2, where libraries print."""
+def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
+    """No file of the run gets descriptor 1 or 2, to which libraries print."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     config = write_config(tmp_path / "run.toml", tree)
     command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
@@ -138,7 +138,7 @@ def test_training_with_closed_outputs_ends_like_any(tiny_data, tmp_path):
 
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
-    """-P stands for the script `optimus`, which does not look there either."""
+    """-P imitates the script `optimus`, which does not search there either."""
     settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])
@@ -149,7 +149,7 @@ def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_p
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
+def test_a_mistake_is_printed_once_before_ranks_start(tiny_data, tmp_path):
     config = write_config(tmp_path / "run.toml", tiny_tree(tiny_data, tmp_path / "run"))
     process = start(config, "train.seq_len=16", "--nproc", "2", "train.global_batch_tokens=256")
     output, errors = process.communicate(timeout=60)
@@ -157,9 +157,9 @@ def test_a_mistake_is_told_once_before_any_rank_starts(tiny_data, tmp_path):
     assert errors.count("\n") == 1 and "train.seq_len = 16" in errors and output == ""
 
 
-def test_a_finding_counts_more_than_a_lost_peer():
-    assert _verdict([0, 0]) == 0
-    assert _verdict([5, 4]) == 4
-    assert _verdict([-9, 5]) == 5
-    assert _verdict([5, 1]) == 1
-    assert _verdict([3, 3]) == 3
+def test_a_cause_comes_before_a_lost_peer():
+    assert _run_status([0, 0]) == 0
+    assert _run_status([5, 4]) == 4
+    assert _run_status([-9, 5]) == 5
+    assert _run_status([5, 1]) == 1
+    assert _run_status([3, 3]) == 3
