@@ -134,6 +134,15 @@ class Traffic(NamedTuple):
     """By the mesh axes of the group, such as `dp` or `dp x ep`."""
 
 
+class PipelineTimes(NamedTuple):
+    """Seconds that one rank spent in the actions of one update. A GPU computes after its host has
+    launched the kernels, so for a GPU these are the times of the launches."""
+
+    step: int
+    seconds_by_kind: dict[str, float]
+    """By kind of action, without waiting for other stages, which is under `wait`."""
+
+
 class StartUpRecord(NamedTuple):
     """Seconds from the command to the end of the first update, on one rank."""
 
@@ -161,7 +170,7 @@ class ActionEvent(NamedTuple):
         return self.end_ns - self.start_ns - self.waited_ns
 
 
-Record = StepRecord | EvalRecord | ExpertLoad | Traffic | StartUpRecord
+Record = StepRecord | EvalRecord | ExpertLoad | Traffic | PipelineTimes | StartUpRecord
 """A record that a run makes at most once for each update."""
 
 
@@ -251,3 +260,10 @@ class ActionTrace(Recorder):
 
     def action(self, event: ActionEvent) -> None:
         self.events.append(event)
+
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Return the sums of the events' times, as in `PipelineTimes`."""
+        seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
+        for event in self.events:
+            seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9
+        return seconds

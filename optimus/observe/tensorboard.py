@@ -9,6 +9,7 @@ from pathlib import Path
 from optimus.observe.events import (
     EvalRecord,
     ExpertLoad,
+    PipelineTimes,
     Record,
     Recorder,
     StepRecord,
@@ -51,6 +52,8 @@ class TensorBoard(Recorder):
                 self._write(record.step, scalars)
             case Traffic():
                 self._write(record.step, _prefixed("traffic_bytes", record.bytes_by_axes))
+            case PipelineTimes():
+                self._write(record.step, _prefixed("pipeline_s", record.seconds_by_kind))
 
     def close(self) -> None:
         if self._writer is None:

@@ -26,9 +26,11 @@ from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.observe.events import (
+    ActionTrace,
     EvalRecord,
     LossScaleFigures,
     MoeFigures,
+    PipelineTimes,
     Recorders,
     StepRecord,
     Traffic,
@@ -168,9 +170,11 @@ class Run:
         self.step = 0
         """The update that this rank is doing; 0 before the first."""
         self.recorder = Recorders()  # sinks are added on the first rank
-        self.meter = TrafficMeter()
+        self.meter, self.trace = TrafficMeter(), ActionTrace()
         if directory is not None:
             self.recorder.add(self.meter)
+            if config.observe.tensorboard and plan.mesh.pp > 1:
+                self.recorder.add(self.trace)
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
@@ -273,6 +277,7 @@ class Run:
     def update(self, step: int) -> None:
         """Do one update, timed from its data to its new parameters, and record it."""
         self.meter.clear()
+        self.trace.events.clear()
         start = time.perf_counter()
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
@@ -339,6 +344,8 @@ class Run:
             self.recorder.record(load)
         self.recorder.record(self._step_record(result, seconds, moe))
         self.recorder.record(Traffic(result.step, self.meter.bytes_by_axes()))
+        if self.trace.events:
+            self.recorder.record(PipelineTimes(result.step, self.trace.seconds_by_kind()))
 
     def _step_record(
         self, result: UpdateResult, seconds: float, moe: MoeFigures | None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
+
 from optimus.observe.events import (
     NO_RECORDER,
     ActionEvent,
@@ -13,6 +15,7 @@ from optimus.observe.events import (
     ExpertLoad,
     LayerLoad,
     LossScaleFigures,
+    PipelineTimes,
     Recorder,
     Recorders,
     StartUpRecord,
@@ -107,6 +110,9 @@ def test_a_trace_keeps_actions():
     trace = ActionTrace()
     trace.action(EVENT)
     assert trace.events == [EVENT] and EVENT.busy_ns == 25
+    trace.action(EVENT._replace(kind="B"))
+    trace.action(EVENT)
+    assert trace.seconds_by_kind() == pytest.approx({"wait": 45e-9, "F": 50e-9, "B": 25e-9})
 
 
 def test_the_log_has_evaluations_phases_and_traffic_once(capsys):
@@ -151,11 +157,17 @@ def test_progress_has_a_line_at_the_interval_and_at_the_end(capsys):
     assert "loss overflow  overflow, skipped  lr" in capsys.readouterr().err
 
 
-def test_tensorboard_has_load_by_layer_and_traffic_by_axes(tmp_path):
+def test_tensorboard_has_load_traffic_and_pipeline_times(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path, 0)
-    for record in (STEP, EVALUATION, LOAD, Traffic(4, {"dp": 4096})):
+    for record in (
+        STEP,
+        EVALUATION,
+        LOAD,
+        Traffic(4, {"dp": 4096}),
+        PipelineTimes(4, {"wait": 0.5}),
+    ):
         board.record(record)
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -165,5 +177,6 @@ def test_tensorboard_has_load_by_layer_and_traffic_by_axes(tmp_path):
         scalars["expert_load/layer_3/max"] == 2.0
         and scalars["expert_load/layer_3/experts_without_rows"] == 2
     )
-    assert scalars["traffic_bytes/dp"] == 4096 and "train/mfu" not in scalars
+    assert scalars["traffic_bytes/dp"] == 4096 and scalars["pipeline_s/wait"] == 0.5
+    assert "train/mfu" not in scalars
     assert {event.step for event in events.Scalars("train/loss")} == {4}
