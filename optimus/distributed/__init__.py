@@ -1,1 +1,1 @@
-"""Ranks, groups and collectives. Nothing here knows of models or data."""
+"""Ranks, groups, collectives and the agreement on the end of a run; no models, no data."""

@@ -1,11 +1,10 @@
-"""The ways between neighbouring pipeline ranks, each a communicator of its own that carries
-messages one way.
+"""Channels between neighbouring pipeline ranks, each a separate communicator for one direction.
 
-NCCL and XCCL complete the messages of one communicator in the order in which they were posted, and
-a send no sooner than its receive is posted. In a communicator for both directions a gradient asked
-for early would hold up the activation behind it, on which that very gradient depends; in one for
-the whole ring of stages all ranks' sends could wait for each other (tests/helpers/schedule_proof.py
-proves what one way each allows).
+NCCL and XCCL complete the messages of a communicator in the order in which they were posted, and a
+send only after its receive is posted. In a communicator for both directions a gradient requested
+early would block the activation after it, on which that gradient depends; in one communicator for
+the whole ring of stages all ranks' sends could wait for each other. tests/helpers/schedule_proof.py
+proves that schedules complete with a communicator per direction.
 """
 
 from __future__ import annotations
@@ -23,19 +22,24 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 @dataclass(frozen=True)
 class Channels:
-    """A pipeline rank's ways to and from its neighbours; the last rank's next is the first where
-    ranks hold several stages, and nobody where they hold one."""
+    """Channels of a pipeline rank to and from its neighbours.
+
+    The first rank follows the last one if ranks have several stages; if they have one, the last
+    rank has no next rank.
+
+    Attributes:
+        rank: Rank along pp.
+        activations_out: To the next rank.
+        activations_in: From the previous rank.
+        gradients_out: To the previous rank.
+        gradients_in: From the next rank.
+    """
 
     rank: int = 0
-    """Along pp."""
     activations_out: Group = ALONE
-    """To the next rank."""
     activations_in: Group = ALONE
-    """From the rank before."""
     gradients_out: Group = ALONE
-    """To the rank before."""
     gradients_in: Group = ALONE
-    """From the next rank."""
 
 
 NO_CHANNELS = Channels()
@@ -48,35 +52,40 @@ def open_channels(
     make: Callable[[tuple[int, ...]], weakref.ref],
     recorder: Recorder = NO_RECORDER,
 ) -> Channels:
-    """Open this rank's channels to its neighbours in `line`, the ranks along pp; all of them call
-    it, having made equally many groups. `make` makes the process group of some ranks; `recorder`
-    receives the messages.
+    """Open this rank's channels to its neighbours along pp. A collective of the ranks of `line`.
 
-    A message passes through each at once: communicators that connect at their first use would do so
-    in the midst of a step, where one side may reach that use only after the other's.
+    Sends a message through each channel: communicators that connect at their first use would do so
+    during a step, where one rank may reach that use only after the other.
+
+    Args:
+        line: Global ranks along pp, which have made equally many groups so far.
+        is_ring: True if ranks have several stages.
+        world: The world of this rank.
+        make: Makes the process group of some ranks.
+        recorder: Receives the messages.
     """
     rank = line.index(world.rank)
-    ways: dict[str, Group] = {}
+    channels: dict[str, Group] = {}
     for edges in _rounds(len(line), is_ring):
-        own = next((edge for edge in edges if rank in edge), None)
+        edge = next((edge for edge in edges if rank in edge), None)
         for name, source in (("activations", 0), ("gradients", 1)):
-            if own is None:  # as many groups as the others
+            if edge is None:  # to make as many groups as the others
                 make((world.rank,))
                 continue
-            ranks = tuple(sorted(line[end] for end in own))
+            ranks = tuple(sorted(line[end] for end in edge))
             channel = Group(2, ranks.index(world.rank), make(ranks), "pp", recorder)
-            out = rank == own[source]
-            pass_on = send if out else receive
-            pass_on(torch.zeros(1, device=world.device), channel, 1 - channel.rank).wait()
-            ways[f"{name}_{'out' if out else 'in'}"] = channel
-    return Channels(rank, **ways)
+            is_sender = rank == edge[source]
+            transfer = send if is_sender else receive
+            transfer(torch.zeros(1, device=world.device), channel, 1 - channel.rank).wait()
+            channels[f"{name}_{'out' if is_sender else 'in'}"] = channel
+    return Channels(rank, **channels)
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """The neighbours in a line or ring, in rounds in which no rank stands twice: all of a round's
-    channels open at once, and nobody waits for a rank that waits for it."""
+    """Return the pairs of neighbours in a line or ring, in rounds that have each rank once: all
+    channels of a round open at the same time, and no two ranks wait for each other."""
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]
     if is_ring and size > 1:
         rounds[1 + size % 2].append((size - 1, 0))
-    return [chosen for chosen in rounds if chosen]
+    return [edges for edges in rounds if edges]

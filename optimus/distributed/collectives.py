@@ -1,8 +1,8 @@
-"""Collectives over a `Group`. In a group of one they cost nothing and change nothing.
+"""Collectives over a `Group`. In a group of a single rank they cost and change nothing.
 
-Only SUM and MAX are used: averages are pre-scaled by the caller, since not every backend has AVG.
-A peer that dies or a wait that runs out is raised as LostPeerError with the operation and the axis;
-what else goes wrong is raised as it is, with a note of where. The group's recorder receives the
+Only SUM and MAX are used: callers scale averages in advance, since not every backend has AVG. The
+death of a peer or the end of a time limit raises LostPeerError with the operation and the axis;
+other errors are raised unchanged, with a note of the operation. The group's recorder receives the
 payload of each collective of tensors.
 """
 
@@ -29,26 +29,31 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
-"""Of a message between ranks; the index of a checkpoint of 10^7 pieces has a third of it."""
+"""Limit of a message between ranks; the index of a checkpoint of 10^7 pieces has a third of it."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that act together: how many, and which of them this one is."""
+    """Ranks that communicate, seen from one of them.
+
+    Attributes:
+        size: Number of ranks.
+        rank: This rank within the group.
+        handle: torch's process group. Only torch keeps it alive, until `end_world`: its threads
+            must end before the interpreter does, even if this Group is still referenced then.
+        axes: Axes along which the ranks differ, for messages and recorders.
+        recorder: Receives the collectives of this group.
+    """
 
     size: int
     rank: int
     handle: weakref.ref[distributed.ProcessGroup] | None = None
-    """torch's process group. torch alone keeps it alive, until `end_world`: its threads must end
-    before the interpreter does, whatever still holds this Group then."""
     axes: str = field(default="all ranks", compare=False)
-    """The axes along which its ranks differ, for messages and recorders."""
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
-    """Receives the collectives of this group."""
 
     @property
     def process_group(self) -> distributed.ProcessGroup:
-        """The process group that `handle` refers to; there is one until `end_world`."""
+        """The process group of `handle`, which exists until `end_world`."""
         assert self.handle is not None, f"no process group over {self.axes}"
         process_group = self.handle()
         assert process_group is not None, f"the process group over {self.axes} has ended"
@@ -68,30 +73,30 @@ def group_of(
     return Group(size, rank, weakref.ref(process_group), axes, recorder)
 
 
-_onlookers: list[Callable[[torch.Tensor], None]] = []
+_observers: list[Callable[[torch.Tensor], None]] = []
 
 
 @contextlib.contextmanager
-def looking_at_what_is_sent(look: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within it `look` sees what this rank puts into each collective of numbers, before others see
-    it; not what goes from stage to stage."""
-    _onlookers.append(look)
+def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Return a context in which `observe` gets each tensor that this rank contributes to a
+    collective, before it is sent; not the messages between stages."""
+    _observers.append(observe)
     try:
         yield
     finally:
-        _onlookers.remove(look)
+        _observers.remove(observe)
 
 
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Pass a collective to the group's recorder, and this rank's `contribution` to those that
-    look at what is sent; None: it is the `payload`."""
+    """Pass a collective to the group's recorder, and this rank's `contribution` to observers;
+    None if that is the `payload`."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
-    for look in _onlookers:
-        look(payload if contribution is None else contribution)
+    for observe in _observers:
+        observe(payload if contribution is None else contribution)
 
 
 _TIME_IS_UP = re.compile(r"timed?[ -]?out", re.IGNORECASE)
@@ -101,11 +106,12 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""How gloo, NCCL, oneCCL and the store word it; none has an exception of its own for it."""
+"""Messages of gloo, NCCL, oneCCL and the store; none has an exception type for it."""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """What became of the others; "" where the error is of another kind: memory, shapes, devices."""
+    """Return why a collective with other ranks failed; "" for an error of another kind, such as
+    memory, shapes or devices."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -116,8 +122,9 @@ def _why_lost(error: RuntimeError) -> str:
 
 
 @contextlib.contextmanager
-def lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Raise LostPeerError for whatever tells that a rank of the group is gone or silent."""
+def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
+    """Return a context that raises LostPeerError for errors by which a rank of the group is gone or
+    does not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -134,44 +141,52 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
         group = kwargs.get("group") or next(arg for arg in args if isinstance(arg, Group))
         if group.size == 1:
             return function(*args, **kwargs)
-        with lost_peers(function.__name__, group):
+        with raising_lost_peers(function.__name__, group):
             return function(*args, **kwargs)
 
     return guarded
 
 
 class Transfer:
-    """A message or a collective on its way. Its tensors live as long as it does."""
+    """A message or a collective in progress. It keeps its tensors alive.
+
+    Args:
+        tensor: The result, or the tensor that is sent.
+        work: torch's handle; None if there is nothing to wait for.
+        group: The ranks that take part.
+        operation: Its name, for messages.
+        inputs: Other tensors that it reads.
+    """
 
     def __init__(
-        self, tensor: torch.Tensor, work: Any, group: Group, what: str, *read: torch.Tensor
+        self, tensor: torch.Tensor, work: Any, group: Group, operation: str, *inputs: torch.Tensor
     ) -> None:
-        self.tensor, self._work, self._group, self._what = tensor, work, group, what
-        self._read = read
+        self.tensor, self._work, self._group, self._operation = tensor, work, group, operation
+        self._inputs = inputs
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it has come or may be used again. Raises LostPeerError."""
+        """Return the tensor once it has arrived or may be used again. Raises LostPeerError."""
         if self._work is not None:
-            with lost_peers(self._what, self._group):
+            with raising_lost_peers(self._operation, self._group):
                 self._work.wait()
-            self._work, self._read = None, ()
+            self._work, self._inputs = None, ()
         return self.tensor
 
 
 @_collective
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
-    """In place: the sum of `tensor` over the group."""
+    """Replace `tensor` by its sum over the group."""
     if group.size > 1:
         _all_reduce_sum(tensor, group, async_op=False)
 
 
 @_collective
 def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
-    """`all_reduce_sum` that does not wait. All ranks of a group begin in one order."""
+    """Start `all_reduce_sum`. All ranks of a group start collectives in one order."""
     work = _all_reduce_sum(tensor, group, async_op=True) if group.size > 1 else None
     return Transfer(tensor, work, group, "all_reduce_sum")
 
@@ -184,14 +199,14 @@ def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
 
 @_collective
 def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
-    """In place: the elementwise maximum of `tensor` over the group."""
+    """Replace `tensor` by its elementwise maximum over the group."""
     if group.size > 1:
         _record("all_reduce", group, tensor)
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.process_group)
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
-    """The greatest of all ranks' integers; `device`: where collectives of the group take place."""
+    """Return the greatest of all ranks' integers; `device` is that of the group's collectives."""
     flag = torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
@@ -205,7 +220,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
 
 @_collective
 def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
-    """`all_gather` that does not wait. All ranks of a group begin in one order."""
+    """Start `all_gather`. All ranks of a group start collectives in one order."""
     return Transfer(out, _all_gather(out, shard, group, async_op=True), group, "all_gather", shard)
 
 
@@ -251,14 +266,14 @@ def all_to_all_rows(
 
 @_collective
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
-    """Fill `out` [n, ...] with this rank's part of the sum over the group of `whole` [size * n,
+    """Fill `out` [n, ...] with this rank's shard of the sum over the group of `whole` [size * n,
     ...]."""
     _reduce_scatter_sum(out, whole, group, async_op=False)
 
 
 @_collective
 def begin_reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> Transfer:
-    """`reduce_scatter_sum` that does not wait. All ranks of a group begin in one order."""
+    """Start `reduce_scatter_sum`. All ranks of a group start collectives in one order."""
     work = _reduce_scatter_sum(out, whole, group, async_op=True)
     return Transfer(out, work, group, "reduce_scatter_sum", whole)
 
@@ -280,7 +295,7 @@ def _reduce_scatter_sum(
 
 @_collective
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
-    """In place: `tensor` of the group's rank `source`, on every rank."""
+    """Replace `tensor` on every rank by that of the group's rank `source`."""
     if group.size > 1:
         _record("broadcast", group, tensor)
         origin = distributed.get_global_rank(group.process_group, source)
@@ -288,7 +303,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
 
 
 def ranks_of(group: Group) -> list[int]:
-    """The global ranks of a group that has a handle, in their order within it."""
+    """Return the global ranks of a group that has a handle, in the order of the group."""
     return distributed.get_process_group_ranks(group.process_group)
 
 

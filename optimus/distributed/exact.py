@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on who adds what first."""
+"""Sums whose bits do not depend on the order of additions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ _UNIT = 2.0**-28
 
 
 def exact_sums(terms: list[Tensor], group: Group) -> list[float]:
-    """The sum over the group's ranks of each 1-D tensor's finite values, in fixed point.
+    """Return the sum over the group's ranks of each tensor's values, in fixed point.
 
-    Every term is rounded alone, to a multiple of 2^-28, and integers add up in any order to the
-    same bits. Lengths may differ between ranks.
+    Each value is rounded to a multiple of 2^-28; the sum of integers has the same bits in any
+    order.
+
+    Args:
+        terms: 1-D tensors of finite values, the same number on all ranks; lengths may differ.
+        group: The ranks.
     """
     units = [(values.double() / _UNIT).round().to(torch.int64).sum() for values in terms]
     total = torch.stack(units)

@@ -1,4 +1,4 @@
-"""The process groups of a mesh, as one rank holds them."""
+"""Process groups of one rank of a mesh."""
 
 from __future__ import annotations
 
@@ -11,39 +11,46 @@ import torch.distributed as distributed
 
 from optimus.config.axes import DATA, SAME, Axes
 from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
-from optimus.distributed.collectives import ALONE, Group, lost_peers
+from optimus.distributed.collectives import ALONE, Group, raising_lost_peers
 from optimus.distributed.mesh import ENDS, Mesh, Place
 from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups by whether they carry states, and by their ranks."""
+"""Process groups, by True if they carry gradients and parameters, and by their ranks."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place and its groups; a rank's number in a group counts as ranks do."""
+    """Coordinates and groups of this rank; ranks within a group are in order of global ranks.
+
+    Attributes:
+        mesh: Sizes of the axes.
+        place: Coordinates of this rank.
+        everyone: All ranks of the world.
+        along: The groups of `Mesh.groups_of`.
+        channels: To and from the neighbours along pp.
+    """
 
     mesh: Mesh
     place: Place
     everyone: Group
     along: Mapping[Axes, Group]
-    """Those of `Mesh.groups_of`."""
     channels: Channels = NO_CHANNELS
-    """To and from the neighbours along pp."""
 
     @property
     def recorder(self) -> Recorder:
-        """What receives this rank's collectives, messages and pipeline actions."""
+        """Recorder of this rank's collectives, messages and pipeline actions."""
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """The group along an axis, or along several as `optimus.distributed.rules` names them."""
+        """Return the group along an axis, or along several as `optimus.distributed.rules` gives
+        them."""
         return self.along[axes] if axes else ALONE
 
     @property
     def data(self) -> Group:
-        """dp x ep: ranks that see different data; the rank within is the data rank."""
+        """Ranks that see different data, dp x ep; the rank within is the data rank."""
         return self.along[DATA]
 
     @property
@@ -53,19 +60,24 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's losses count: of ranks with the same data the first one's do."""
+        """True if this rank's losses count: those of the first of the ranks with the same data."""
         return not any(getattr(self.place, axis) for axis in SAME)
 
 
 def join_groups(
     mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
 ) -> Groups:
-    """Make this rank's groups, with the channels that so many stages a rank need; every rank of the
-    world calls it. Each rank makes its own alone, so the cost does not grow with the world. The
-    `recorder` receives what this rank sends over them.
+    """Make the groups of this rank and its channels along pp. A collective of all ranks.
 
-    torch names a group by its ranks and by how many this rank has made before it, so all ranks make
-    equally many.
+    Each rank makes only the groups that it belongs to, so the cost does not grow with the world.
+    torch names a group by its ranks and by the number of groups that this rank has made before, so
+    all ranks make equally many.
+
+    Args:
+        mesh: Sizes of the axes.
+        world: The world of this rank.
+        virtual_stages: Pipeline stages of each rank.
+        recorder: Receives the collectives and messages over the groups.
     """
     members = mesh.groups_of(world.rank)
     channels = open_channels(
@@ -82,15 +94,15 @@ def join_groups(
         key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(axes, mesh))
-        elif axes == ENDS and mesh.pp > 2:  # a rank between them, which makes one all the same
+        elif axes == ENDS and mesh.pp > 2:  # a middle stage, to make as many groups as the ends
             _make(ranks, world, _label(axes, mesh))
     everyone = replace(world.everyone, recorder=recorder)
     return _gather(mesh, world.rank, everyone, handles, channels)
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """The groups that a rank would have, without any process: for plans, which ask how many ranks
-    there are and which number this one has. Nothing can be sent over them."""
+    """Return the groups of a rank without process groups, for plans, which need only sizes and
+    ranks."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
@@ -110,23 +122,25 @@ def _gather(
 
 
 def _carries_states(axes: Axes) -> bool:
-    """Gradients and parameters travel over these while the model computes. They share no process
-    group with others of the same ranks, whose operations would queue up behind, and would have to
-    be begun in one order with theirs."""
+    """Return whether gradients and parameters are sent over these axes while the model computes.
+
+    They share no process group with other axes that have the same ranks: operations of those would
+    wait for theirs, and all would have to start in one order.
+    """
     return "dp" in axes
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """The axes along which a group's ranks differ, for messages and the count of bytes."""
+    """Return the axes along which a group's ranks differ, for messages and recorders."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """A process group that only its own ranks join, with the run's time limit."""
+    """Make a process group with the run's time limit; only its members call it."""
     limit = timedelta(seconds=world.timeout_s)
-    own = Group(len(ranks), ranks.index(world.rank), axes=axes)
-    with lost_peers("join_groups", own), silent_libraries():
+    group = Group(len(ranks), ranks.index(world.rank), axes=axes)
+    with raising_lost_peers("join_groups", group), silent_libraries():
         made = distributed.new_group(list(ranks), limit, use_local_synchronization=True)
     return weakref.ref(made)

@@ -1,4 +1,4 @@
-"""Rank arithmetic: which place a rank has along each axis. Pure values; no process is started.
+"""Rank arithmetic: coordinates of ranks along the axes of parallelism. Pure values.
 
 World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRACT.md, "Ranks").
 """
@@ -16,7 +16,7 @@ from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
-"""Stands for the axes of a group that no axes give: the first and the last pipeline stage."""
+"""Key of the group of the first and the last pipeline stage, which no axes describe."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(ADDED) + 1) for some in itertools.combinations(ADDED, n)),
@@ -43,33 +43,35 @@ else:
 
 
 class Mesh(_Sizes):
-    """Sizes of the axes of parallelism."""
+    """Sizes of the axes of parallelism; ranks are numbered with tp innermost, then ep, dp, pp."""
 
     __slots__ = ()
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return math.prod(self)
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that see different data: w = dp * ep."""
+        """Number of ranks that see different data, dp * ep."""
         return self.size_of(DATA)
 
     def size_of(self, axes: Collection[str]) -> int:
-        """How many ranks differ along the given axes alone."""
+        """Return the number of ranks in a group along the given axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    def number_of(self, place: Place, axes: Collection[str]) -> int:
-        """Which of those ranks lies at `place`, the innermost axis counted first."""
+    def number_of(self, coordinates: Place, axes: Collection[str]) -> int:
+        """Return the rank at `coordinates` within its group along the given axes; the innermost
+        axis varies fastest."""
         number = 0
-        for axis, size, index in zip(AXES, self, place, strict=True):
+        for axis, size, index in zip(AXES, self, coordinates, strict=True):
             if axis in axes:
                 number = number * size + index
         return number
 
     def place(self, rank: int) -> Place:
-        """Where a global rank lies along each axis."""
+        """Return the coordinates of a global rank along each axis."""
         assert 0 <= rank < self.world_size, (rank, self)
         indices = []
         for size in reversed(self):
@@ -77,12 +79,12 @@ class Mesh(_Sizes):
             indices.append(index)
         return Place(*reversed(indices))
 
-    def rank_at(self, place: Place) -> int:
-        """The global rank at a place."""
-        return self.number_of(place, AXES)
+    def rank_at(self, coordinates: Place) -> int:
+        """Return the global rank at the coordinates."""
+        return self.number_of(coordinates, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The global ranks, ascending, that lie where `rank` lies but for the given axes.
+        """Return the global ranks, ascending, that differ from `rank` along the given axes alone.
 
         A rank's number within such a group is `number_of`: over ("dp", "ep") the data rank.
         """
@@ -90,14 +92,14 @@ class Mesh(_Sizes):
         ranks, stride = [rank], 1
         for axis, size in zip(reversed(AXES), reversed(self), strict=True):
             if axis in axes:
-                own = rank // stride % size
-                steps = range(-own * stride, (size - own) * stride, stride)
-                ranks = [one + step for step in steps for one in ranks]
+                index = rank // stride % size
+                steps = range(-index * stride, (size - index) * stride, stride)
+                ranks = [member + step for step in steps for member in ranks]
             stride *= size
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """The global ranks of every group that a rank belongs to, by its axes, or ENDS."""
+        """Return the global ranks of each group of a rank, by its axes or ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -105,10 +107,15 @@ class Mesh(_Sizes):
 
 
 def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
-    """A mesh that fills the world; dp = 0 takes what the other axes leave. None: a world of dp
-    replicas, or one.
+    """Return the mesh of a world.
 
-    Raises ConfigError with the nearest legal sizes if the product cannot be the world's size.
+    Args:
+        parallel: Sizes of the axes; dp = 0 takes the ranks that the other axes leave.
+        world_size: Number of ranks; None for as many as the sizes give.
+
+    Raises:
+        ConfigError: The product of the sizes cannot be the number of ranks; names the nearest
+            legal sizes.
     """
     mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
     model_ranks, dp = mesh.size_of(MODEL), parallel.dp

@@ -1,7 +1,7 @@
-"""Who shards, who adds: the axes of a parameter's groups (CONTRACT.md, "Ranks").
+"""Axes of a parameter's shard, reduce and replica groups (CONTRACT.md, "Ranks").
 
-Pure values: `Mesh.group_of(rank, axes)` turns them into ranks. The optimizer, the reduction of
-gradients, the norm and checkpoints ask here and nowhere else.
+Pure values: `Mesh.group_of(rank, axes)` turns them into ranks. The only source of these groups for
+the optimizer, the reduction of gradients, the norm and checkpoints.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from optimus.config.axes import ADDED, AXES, Axes
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """How a parameter lies on the mesh, apart from its pipeline stage."""
+    """Distribution of a parameter over the mesh, apart from its pipeline stage.
+
+    Attributes:
+        divided: Axes along which each rank has another slice, whose gradient is complete on that
+            rank: ep for experts, which compute the rows of all ep ranks, tp for slices.
+        partial: Axes along which ranks have the whole parameter and see the same data, and the
+            backward of each gives a partial gradient: tp for norms under sequence parallelism.
+    """
 
     divided: Axes = ()
-    """Along which each rank holds a part of its own, whose gradient is complete by itself: ep for
-    experts, which have met the rows of all ep ranks, tp for slices."""
     partial: Axes = ()
-    """Along which ranks hold it whole and see the same data, and the backward of each gives a part
-    of its gradient: tp for norms under sequence parallelism."""
 
 
 def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> Axes:
-    """Axes over which optimizer states are divided."""
+    """Return the axes over which optimizer states are sharded."""
     if sharding == "none":
         return ()
     return _added(kind) if sharding == "epso" else ("dp",)
 
 
 def sum_axes(kind: ParameterKind) -> Axes:
-    """Axes along which gradients are added. A sum, nothing else: the loss carries the scale."""
+    """Return the axes over which gradients are summed; they are not averaged, since the loss has
+    the global scale."""
     assert not set(kind.divided) & set(kind.partial), kind
     return _added(kind) + kind.partial
 
 
 def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
-    """Axes along which ranks hold the same part of the optimizer states, divided over `sharding`:
-    of such ranks the first counts in the norm."""
+    """Return the axes along which ranks have the same shard of optimizer states that are divided
+    over `sharding`: the first of such ranks counts in the norm."""
     return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
 
 

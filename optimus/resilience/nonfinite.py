@@ -19,7 +19,7 @@ from optimus.distributed.collectives import (
     Group,
     all_gather_objects,
     greatest,
-    looking_at_what_is_sent,
+    observing_contributions,
 )
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
@@ -216,7 +216,7 @@ class Watch:
         """This rank's part of the story; None where it has none."""
         watch, stage = guards.ForwardWatch(), self._groups.place.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
-        looking = looking_at_what_is_sent(watch.look)
+        looking = observing_contributions(watch.look)
         with uncompiled(self._config), looking, watch.over(self._part.model):
             self._part.executor.evaluate(microbatches)
         if parameter:
@@ -232,7 +232,7 @@ class Watch:
         states, sent = self._states, []
         states.gradients.finish()  # what is under way
         states.gradients.start()
-        looking = looking_at_what_is_sent(lambda tensor: sent.append(guards.is_finite(tensor)))
+        looking = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
         with uncompiled(self._config), looking:
             self._part.executor.run(
                 microbatches,

@@ -20,20 +20,20 @@ from tests.helpers.worlds import everyone
 
 def run_all(dtype: torch.dtype) -> dict:
     group = everyone()
-    own = torch.tensor([float(group.rank + 1)], dtype=dtype)
-    summed, largest, sent, from_last = (own.clone() for _ in range(4))
+    contribution = torch.tensor([float(group.rank + 1)], dtype=dtype)
+    summed, largest, sent, from_last = (contribution.clone() for _ in range(4))
     collectives.all_reduce_sum(summed, group)
     collectives.all_reduce_max(largest, group)
     collectives.broadcast(sent, group)
     collectives.broadcast(from_last, group, group.size - 1)
     gathered = torch.empty(group.size, dtype=dtype)
-    collectives.all_gather(gathered, own, group)
-    exchanged, part = torch.empty(group.size, dtype=dtype), torch.empty(1, dtype=dtype)
+    collectives.all_gather(gathered, contribution, group)
+    exchanged, shard = torch.empty(group.size, dtype=dtype), torch.empty(1, dtype=dtype)
     pieces = torch.arange(group.size, dtype=dtype) + 10 * group.rank
     collectives.all_to_all(exchanged, pieces, group)
-    collectives.reduce_scatter_sum(part, pieces, group)
+    collectives.reduce_scatter_sum(shard, pieces, group)
     objects = collectives.all_gather_objects(f"rank {group.rank}", group, str)
-    told = collectives.broadcast_object(objects[-1] if group.rank == 0 else "", group, str)
+    message = collectives.broadcast_object(objects[-1] if group.rank == 0 else "", group, str)
     collectives.barrier(group)
     return {
         "sum": summed.item(),
@@ -41,9 +41,9 @@ def run_all(dtype: torch.dtype) -> dict:
         "broadcast": [sent.item(), from_last.item()],
         "gathered": gathered.tolist(),
         "exchanged": exchanged.tolist(),
-        "part": part.item(),
+        "shard": shard.item(),
         "objects": objects,
-        "told": told,
+        "message": message,
     }
 
 
@@ -53,12 +53,12 @@ def test_collectives_over_three_ranks(ranks, dtype):
         assert seen["sum"] == 6 and seen["max"] == 3 and seen["broadcast"] == [1, 3]
         assert seen["gathered"] == [1, 2, 3]
         assert seen["exchanged"] == [rank, 10 + rank, 20 + rank]
-        assert seen["part"] == 30 + 3 * rank
+        assert seen["shard"] == 30 + 3 * rank
         assert seen["objects"] == ["rank 0", "rank 1", "rank 2"]
-        assert seen["told"] == "rank 2"
+        assert seen["message"] == "rank 2"
 
 
-class Place(NamedTuple):
+class Entry(NamedTuple):
     name: str
     weight: float
     path: Path | None = None
@@ -66,13 +66,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    places: list[Place]
+    entries: list[Entry]
     settings: Mapping[str, Any]
     pair: tuple[int, str]
 
 
 REPORT = Report(
-    [Place("a\x00\u2028\N{GRINNING FACE}", float("-inf"), Path("x/y")), Place("", 5e-324)],
+    [Entry("a\x00\u2028\N{GRINNING FACE}", float("-inf"), Path("x/y")), Entry("", 5e-324)],
     {"lr": 0.1, "none": None, "nested": {"flags": [True, False], "inf": float("inf")}},
     (1 << 70, "b"),
 )
@@ -81,20 +81,20 @@ REPORT = Report(
 def exchange() -> tuple:
     """Ranks send values of unequal lengths."""
     group = everyone()
-    mine = replace(REPORT, places=REPORT.places * group.rank)
+    mine = replace(REPORT, entries=REPORT.entries * group.rank)
     first = collectives.broadcast_object(REPORT if group.rank == 0 else None, group, Report)
-    every = collectives.all_gather_objects(mine, group, Report)
+    gathered = collectives.all_gather_objects(mine, group, Report)
     numbers = collectives.all_gather_objects(float("nan"), group, float | None)
     texts = [collectives.broadcast_bytes(text, group) for text in (b"", bytes(range(256)))]
     data = collectives.gather_bytes(b"\xff" * group.rank, group)
-    return first, every, all(math.isnan(number) for number in numbers), texts, data
+    return first, gathered, all(math.isnan(number) for number in numbers), texts, data
 
 
 def test_values_and_bytes_of_ranks_arrive_as_they_were(ranks):
-    wanted = [replace(REPORT, places=REPORT.places * rank) for rank in range(3)]
-    for rank, (first, every, are_nan, texts, data) in enumerate(ranks(3, exchange)):
-        assert first == REPORT and every == wanted and are_nan
-        assert type(first.places[0]) is Place and type(first.places[0].path) is type(Path())
+    wanted = [replace(REPORT, entries=REPORT.entries * rank) for rank in range(3)]
+    for rank, (first, gathered, are_nan, texts, data) in enumerate(ranks(3, exchange)):
+        assert first == REPORT and gathered == wanted and are_nan
+        assert type(first.entries[0]) is Entry and type(first.entries[0].path) is type(Path())
         assert texts == [b"", bytes(range(256))]
         assert data == ([b"", b"\xff", b"\xff\xff"] if rank == 0 else [])
 
@@ -120,15 +120,15 @@ def test_a_value_of_another_type_is_refused_on_all_ranks(ranks):
         (b"1.5", int),
         (b"1", bool),
         (b"[1]", tuple[int, str]),
-        (b'["a",1,null,0]', Place),
-        (b'[["a","1"]]', list[Place]),
-        (b'{"places":[],"settings":{}}', Report),
+        (b'["a",1,null,0]', Entry),
+        (b'[["a","1"]]', list[Entry]),
+        (b'{"entries":[],"settings":{}}', Report),
         (b"", str),
         (b"\x80\x04K\x01.", int),
         (b"[" * 100_000, list[int]),
     ],
 )
-def test_what_is_not_of_the_type_is_not_decoded(data, kind):
+def test_a_value_of_another_type_is_not_decoded(data, kind):
     with pytest.raises(ValueError, match="validation error"):
         collectives.decode_object(data, kind)
 
@@ -142,8 +142,8 @@ def announce_too_much(size: int) -> str:
     """Send a length that no rank has; return the error of the first rank."""
     group = everyone()
     if group.rank == 1:
-        given = torch.tensor([size])
-        collectives._gather_into(torch.empty(2, dtype=torch.int64), given, group)
+        length = torch.tensor([size])
+        collectives._gather_into(torch.empty(2, dtype=torch.int64), length, group)
         return ""
     try:
         collectives.all_gather_objects(1, group, int)
@@ -153,13 +153,13 @@ def announce_too_much(size: int) -> str:
 
 
 @pytest.mark.parametrize("size", [1 << 45, -1])
-def test_length_that_no_rank_sends_is_refused_before_memory_is_taken(ranks, size):
+def test_length_that_no_rank_sends_is_refused_before_it_is_allocated(ranks, size):
     assert (
         f"rank 1 of 2 announces a message of {size:,} bytes" in ranks(2, announce_too_much, size)[0]
     )
 
 
-def test_a_group_of_one_changes_nothing():
+def test_a_group_of_a_single_rank_changes_nothing():
     group, tensor = Group(1, 0), torch.tensor([3.0])
     collectives.all_reduce_sum(tensor, group)
     collectives.broadcast(tensor, group)
@@ -169,24 +169,24 @@ def test_a_group_of_one_changes_nothing():
     assert collectives.all_gather_objects("x", group, str) == ["x"]
 
 
-def begin_all() -> dict:
-    """Three at once, awaited in another order than they were begun in."""
+def start_all() -> dict:
+    """Start three collectives and wait for them in another order."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
-    own = torch.tensor([float(group.rank + 1)])
-    summed, gathered, part = own.clone(), torch.empty(group.size), torch.empty(1)
-    begun = [
+    contribution = torch.tensor([float(group.rank + 1)])
+    summed, gathered, shard = contribution.clone(), torch.empty(group.size), torch.empty(1)
+    transfers = [
         collectives.begin_all_reduce_sum(summed, group),
-        collectives.begin_all_gather(gathered, own, group),
-        collectives.begin_reduce_scatter_sum(part, torch.arange(group.size) + own, group),
+        collectives.begin_all_gather(gathered, contribution, group),
+        collectives.begin_reduce_scatter_sum(shard, torch.arange(group.size) + contribution, group),
     ]
-    results = [one.wait().tolist() for one in reversed(begun)]
-    assert all(one.is_done() for one in begun)
+    results = [transfer.wait().tolist() for transfer in reversed(transfers)]
+    assert all(transfer.is_done() for transfer in transfers)
     return {"results": results, "traffic": meter.counts}
 
 
 def test_collectives_that_do_not_wait(ranks):
-    for rank, seen in enumerate(ranks(3, begin_all)):
+    for rank, seen in enumerate(ranks(3, start_all)):
         assert seen["results"] == [[6.0 + 3 * rank], [1, 2, 3], [6]]
         assert seen["traffic"] == {
             ("all ranks", "all_reduce"): [1, 4],
@@ -195,22 +195,22 @@ def test_collectives_that_do_not_wait(ranks):
         }
 
 
-def test_begun_alone_they_are_done():
+def test_collectives_of_a_single_rank_are_done_at_once():
     group, tensor, gathered = Group(1, 0), torch.tensor([3.0]), torch.zeros(1)
-    begun = [
+    transfers = [
         collectives.begin_all_reduce_sum(tensor, group),
         collectives.begin_all_gather(gathered, tensor, group),
         collectives.begin_reduce_scatter_sum(torch.zeros(1), tensor, group),
     ]
-    assert all(one.is_done() and one.wait().item() == 3 for one in begun)
+    assert all(transfer.is_done() and transfer.wait().item() == 3 for transfer in transfers)
 
 
-def wait_for_a_dead_peer(begun: bool) -> str:
+def wait_for_a_dead_peer(is_async: bool) -> str:
     group = everyone()
     if group.rank == 1:
         os._exit(0)
     try:
-        if begun:
+        if is_async:
             collectives.begin_all_gather(torch.ones(2), torch.ones(1), group).wait()
         else:
             collectives.all_reduce_sum(torch.ones(1), group)
@@ -219,19 +219,21 @@ def wait_for_a_dead_peer(begun: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("begun", "what"), [(True, "all_gather"), (False, "all_reduce_sum")])
-def test_a_dead_peer_is_named_as_such(ranks, begun, what):
+@pytest.mark.parametrize(
+    ("is_async", "operation"), [(True, "all_gather"), (False, "all_reduce_sum")]
+)
+def test_a_dead_peer_is_a_lost_peer(ranks, is_async, operation):
     with pytest.raises(RanksFailed) as failed:
-        ranks(2, wait_for_a_dead_peer, begun)
+        ranks(2, wait_for_a_dead_peer, is_async)
     word = failed.value.outcomes[0].value()
-    assert word.startswith(f"LostPeerError: {what} over all ranks did not complete")
+    assert word.startswith(f"LostPeerError: {operation} over all ranks did not complete")
 
 
-def do_wrong(what: str) -> str:
-    """Nobody is lost: the call itself is wrong on every rank."""
+def call_wrongly(mistake: str) -> str:
+    """Make a wrong call on all ranks, none of which is lost; return its error."""
     group = everyone()
     try:
-        if what == "shape":
+        if mistake == "shape":
             collectives.all_gather(torch.empty(5), torch.ones(2), group)
         else:
             collectives.all_to_all_rows(torch.ones(2, 1), [1, 1], [1 << 60, 1], group)
@@ -241,13 +243,13 @@ def do_wrong(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "where", "words"),
+    ("mistake", "operation", "text"),
     [("shape", "all_gather", "tensor size"), ("memory", "all_to_all_rows", "allocate memory")],
 )
-def test_an_error_that_lost_nobody_keeps_its_own_words(ranks, what, where, words):
-    for told in ranks(2, do_wrong, what):
-        assert told.startswith("RuntimeError") and words in told
-        assert f"in {where} over all ranks" in told
+def test_an_error_without_a_lost_peer_keeps_its_text(ranks, mistake, operation, text):
+    for message in ranks(2, call_wrongly, mistake):
+        assert message.startswith("RuntimeError") and text in message
+        assert f"in {operation} over all ranks" in message
 
 
 @pytest.mark.parametrize(
@@ -261,9 +263,9 @@ def test_an_error_that_lost_nobody_keeps_its_own_words(ranks, what, where, words
         (torch.OutOfMemoryError("out of memory after a timeout"), None),
     ],
 )
-def test_only_silence_is_a_lost_peer(error, wanted):
+def test_errors_of_lost_peers_are_recognised(error, wanted):
     kind = RuntimeError if wanted is None else LostPeerError
-    lost = collectives.lost_peers("send", Group(2, 0, axes="pp"))
+    lost = collectives.raising_lost_peers("send", Group(2, 0, axes="pp"))
     with pytest.raises(kind, match=wanted) as raised, lost:
         raise error
     assert (raised.value if wanted is None else raised.value.__cause__) is error

@@ -17,7 +17,7 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """By group: the ranks in it, as a collective sees them."""
+    """Return the ranks of each group, as a collective sees them."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -29,7 +29,7 @@ def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
         seen[name] = gathered.tolist()
     computing = [groups.everyone, *(groups.over(*axes) for axes in GROUPS if "dp" not in axes)]
     for states in (groups.over("dp"), groups.data):
-        assert states.size == 1 or all(states.handle is not one.handle for one in computing)
+        assert states.size == 1 or all(states.handle is not group.handle for group in computing)
     return seen
 
 
@@ -40,7 +40,7 @@ def make_world(timeout_s: float) -> World:
 
 
 def stay_away(when: str) -> str:
-    """Rank 3 of dp 2 x tp 2 is not there as groups are made, or once they are."""
+    """Let rank 3 of dp 2 x tp 2 be absent before or after groups are made; return the error."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)
@@ -51,87 +51,89 @@ def stay_away(when: str) -> str:
         collectives.all_reduce_sum(torch.ones(1), groups.over("tp"))
     except LostPeerError as error:
         return str(error)
-    return "nobody was missed"
+    return "no error"
 
 
-@pytest.mark.parametrize(("when", "what"), [("before", "join_groups"), ("after", "all_reduce_sum")])
-def test_groups_wait_no_longer_than_the_run_says(ranks, when, what):
-    told = ranks(4, stay_away, when, timeout_s=20)
-    assert f"{what} over tp did not complete: nobody answered within parallel.timeout_s" in told
+@pytest.mark.parametrize(
+    ("when", "operation"), [("before", "join_groups"), ("after", "all_reduce_sum")]
+)
+def test_groups_wait_for_the_time_limit_of_the_run(ranks, when, operation):
+    errors = ranks(4, stay_away, when, timeout_s=20)
+    lost = f"{operation} over tp did not complete: nobody answered within parallel.timeout_s"
+    assert lost in errors
 
 
-def test_each_group_holds_the_ranks_of_its_axes(ranks):
+def test_groups_have_the_ranks_of_their_axes(ranks):
     for sizes in ((2, 2, 1, 2), (1, 2, 2, 2), (4, 1, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)):
         mesh = Mesh(*sizes)
         for rank, seen in enumerate(ranks(8, sums, sizes)):
             for axes in GROUPS[:-1]:
                 assert seen[axes] == list(mesh.group_of(rank, axes))
             column = mesh.group_of(rank, ("pp",))
-            at_an_end = rank in (column[0], column[-1])
-            assert seen[ENDS] == (sorted({column[0], column[-1]}) if at_an_end else [rank])
+            is_end = rank in (column[0], column[-1])
+            assert seen[ENDS] == (sorted({column[0], column[-1]}) if is_end else [rank])
 
 
 def pass_along() -> list[float]:
-    """Two messages to the next rank, in order, both under way at once."""
+    """Send two messages to the next rank at the same time; return those received."""
     group = everyone()
     rank, size = group.rank, group.size
-    before, after = (rank - 1) % size, (rank + 1) % size
-    asked = [collectives.receive(torch.empty(1), group, before) for _ in range(2)]
-    sent = [collectives.send(torch.tensor([rank + n / 10]), group, after) for n in range(2)]
-    got = [one.wait().item() for one in asked]
-    for one in sent:
-        one.wait()
-    return got
+    previous, following = (rank - 1) % size, (rank + 1) % size
+    received = [collectives.receive(torch.empty(1), group, previous) for _ in range(2)]
+    sent = [collectives.send(torch.tensor([rank + n / 10]), group, following) for n in range(2)]
+    values = [transfer.wait().item() for transfer in received]
+    for transfer in sent:
+        transfer.wait()
+    return values
 
 
 def test_messages_arrive_in_order(ranks):
-    for rank, got in enumerate(ranks(3, pass_along)):
-        before = (rank - 1) % 3
-        assert got == [before, torch.tensor(before + 0.1).item()]
+    for rank, values in enumerate(ranks(3, pass_along)):
+        previous = (rank - 1) % 3
+        assert values == [previous, torch.tensor(previous + 0.1).item()]
 
 
 def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
-    """What comes through each channel in; receives are all asked for before anything is sent."""
+    """Return the value received through each channel; all receives are posted before a send."""
     world = make_world(timeout_s=600.0)
     channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
-    ways = {
+    directions = {
         "activations": (channels.activations_out, channels.activations_in, 1.0),
         "gradients": (channels.gradients_out, channels.gradients_in, 2.0),
     }
-    opened = [way for out, into, _ in ways.values() for way in (out, into) if way.size > 1]
-    shared = len(opened) - len({id(way.handle()) for way in opened})
+    pairs = [(out, into) for out, into, _ in directions.values()]
+    opened = [channel for pair in pairs for channel in pair if channel.size > 1]
+    shared = len(opened) - len({id(channel.handle()) for channel in opened})
     assert not shared, "a channel shares its communicator"
-    asked = {
+    received = {
         name: collectives.receive(torch.empty(1), into, 1 - into.rank)
-        for name, (_, into, _) in ways.items()
+        for name, (_, into, _) in directions.items()
         if into.size > 1
     }
     sent = [
         collectives.send(torch.tensor([10.0 * world.rank + mark]), out, 1 - out.rank)
-        for out, _, mark in ways.values()
+        for out, _, mark in directions.values()
         if out.size > 1
     ]
-    assert len(opened) == len(asked) + len(sent)
-    got = {name: one.wait().item() for name, one in asked.items()}
-    for one in sent:
-        one.wait()
-    return got
+    assert len(opened) == len(received) + len(sent)
+    values = {name: transfer.wait().item() for name, transfer in received.items()}
+    for transfer in sent:
+        transfer.wait()
+    return values
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 2)], ids=str)
-def test_each_neighbour_sends_each_way_through_a_communicator_of_its_own(
-    ranks, sizes, virtual_stages
-):
+def test_neighbours_have_a_communicator_for_each_direction(ranks, sizes, virtual_stages):
     mesh = Mesh(*sizes)
-    for rank, got in enumerate(ranks(mesh.world_size, over_channels, sizes, virtual_stages)):
+    for rank, values in enumerate(ranks(mesh.world_size, over_channels, sizes, virtual_stages)):
         column = mesh.group_of(rank, ("pp",))
-        place, wanted = column.index(rank), {}
-        if place > 0 or virtual_stages > 1:
-            wanted["activations"] = 10.0 * column[place - 1] + 1
-        if place < len(column) - 1 or virtual_stages > 1:
-            wanted["gradients"] = 10.0 * column[(place + 1) % len(column)] + 2
-        assert got == wanted
+        stage, wanted = column.index(rank), {}
+        if stage > 0 or virtual_stages > 1:
+            wanted["activations"] = 10.0 * column[stage - 1] + 1
+        if stage < len(column) - 1 or virtual_stages > 1:
+            wanted["gradients"] = 10.0 * column[(stage + 1) % len(column)] + 2
+        assert values == wanted
 
 
 def sums_twice(sizes: tuple[int, ...]) -> bool:
@@ -140,8 +142,7 @@ def sums_twice(sizes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
 def test_groups_may_be_made_again(ranks, sizes):
-    """torch names them by how many a rank has made: in a pipeline's middle no fewer than at its
-    ends."""
+    """torch names groups by the number that a rank has made, which must not depend on its stage."""
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 

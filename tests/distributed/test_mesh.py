@@ -18,7 +18,7 @@ def test_data_ranks_count_dp_then_ep_and_skip_tp_and_pp():
     assert [mesh.number_of(mesh.place(rank), DATA) for rank in range(24)] == expected
 
 
-def test_dp_takes_what_is_left():
+def test_dp_takes_the_ranks_that_are_left():
     assert make_mesh(ParallelConfig(), 12) == Mesh(dp=12)
     assert make_mesh(ParallelConfig(pp=2, dp=6), 12) == Mesh(pp=2, dp=6)
 
@@ -30,11 +30,13 @@ def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
         make_mesh(ParallelConfig(pp=2, ep=2), 6)
 
 
-def test_places_count_tp_first_and_pp_last():
+def test_tp_varies_fastest_and_pp_slowest():
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
-    places = [Place(*p) for p in itertools.product(range(2), range(3), range(2), range(2))]
-    assert [mesh.place(rank) for rank in range(mesh.world_size)] == places
-    assert [mesh.rank_at(place) for place in places] == list(range(mesh.world_size))
+    coordinates = [
+        Place(*indices) for indices in itertools.product(range(2), range(3), range(2), range(2))
+    ]
+    assert [mesh.place(rank) for rank in range(mesh.world_size)] == coordinates
+    assert [mesh.rank_at(entry) for entry in coordinates] == list(range(mesh.world_size))
 
 
 @pytest.mark.parametrize(
@@ -43,13 +45,13 @@ def test_places_count_tp_first_and_pp_last():
 def test_groups_are_those_of_brute_force(axes):
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
 
-    def together(a, b):
-        one, other = mesh.place(a), mesh.place(b)
-        return all(getattr(one, x) == getattr(other, x) for x in AXES if x not in axes)
+    def are_together(a, b):
+        first, second = mesh.place(a), mesh.place(b)
+        return all(getattr(first, x) == getattr(second, x) for x in AXES if x not in axes)
 
     world = range(mesh.world_size)
     for rank in world:
-        assert list(mesh.group_of(rank, axes)) == [b for b in world if together(rank, b)]
+        assert list(mesh.group_of(rank, axes)) == [b for b in world if are_together(rank, b)]
     groups = {mesh.group_of(rank, axes) for rank in world}
     assert sorted(rank for group in groups for rank in group) == list(world)
 
@@ -61,22 +63,24 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""By group: the axes along which two of its ranks do not differ."""
+"""Axes along which two ranks of a group do not differ, by group."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """By group and rank, whom it holds: ranks are counted through the axes and put together where
-    they agree."""
+    """Return the members of each rank's groups: ranks whose indices along the axes are equal."""
     counts = itertools.product(*(range(size) for size in mesh))
-    places = [dict(zip(AXES, indices, strict=True)) for indices in counts]
+    coordinates = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}
     for name, axes in APART.items():
         together: dict[tuple[int, ...], list[int]] = {}
-        of = [together.setdefault(tuple(place[axis] for axis in axes), []) for place in places]
-        for rank, group in enumerate(of):
+        joined = [
+            together.setdefault(tuple(indices[axis] for axis in axes), [])
+            for indices in coordinates
+        ]
+        for rank, group in enumerate(joined):
             group.append(rank)
         known = {id(group): tuple(group) for group in together.values()}
-        groups[name] = [known[id(group)] for group in of]
+        groups[name] = [known[id(group)] for group in joined]
     groups[ENDS] = [
         tuple(sorted({column[0], column[-1]})) if rank in (column[0], column[-1]) else (rank,)
         for rank, column in enumerate(groups["pp",])
@@ -85,7 +89,7 @@ def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("sizes", [(8, 128, 12, 1), (4, 64, 12, 4)], ids=str)
-def test_every_one_of_12288_ranks_is_in_its_groups_and_they_partition_the_world(sizes):
+def test_groups_of_12288_ranks_partition_the_world(sizes):
     mesh = Mesh(*sizes)
     expected = gathered(mesh)
     for name, groups in expected.items():
