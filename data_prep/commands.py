@@ -171,7 +171,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         "quarantined": set_aside,
         "wall_s": round(time.monotonic() - start, 3),
     }
-    lines = [f"set aside {problem}" for problem in set_aside]
+    lines = [f"quarantined {problem}" for problem in set_aside]
     if size < args.vocab_size:
         lines.append(f"the text has pairs for {size} ids only, not {args.vocab_size}")
     lines.append(
@@ -371,7 +371,7 @@ def _inspect(args: argparse.Namespace) -> int:
     lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
     if value["epoch"]:
         lines[0] += (
-            f"; beyond the {counted(value['instances'], 'instance')} of the data set: place "
+            f"; beyond the {counted(value['instances'], 'instance')} of the data set: position "
             f"{value['place']} of epoch {value['epoch']} (the first epoch is 0)"
         )
     for part in value["sources"]:

@@ -57,7 +57,7 @@ def report(
     value["quarantined"] = aside
     if aside:
         what = counted(aside, "document or file", "documents or files")
-        lines.append(f"{out}: set aside {what}, listed in quarantine.jsonl")
+        lines.append(f"{out}: quarantined {what}, listed in quarantine.jsonl")
     value["warnings"] = [_repeats(train, source) for source in train.blend if _too_often(source)]
     value["warnings"] += [_few_held_out(train, part) for part in manifests[1:] if _is_small(part)]
     lines += [f"{out}: warning: {warning}" for warning in value["warnings"]]

@@ -344,8 +344,8 @@ def duplicate_error(
                 own_id = item.id
                 break
     return DataError(
-        f"{file.name}:{line}: {duplicate_of(plan, own_id, first, first_line)}; set later ones "
-        f"aside with --on-error quarantine, or, if {plan.id_field!r} need not be unique, start "
+        f"{file.name}:{line}: {duplicate_of(plan, own_id, first, first_line)}; skip later ones "
+        f"with --on-error quarantine, or, if {plan.id_field!r} need not be unique, start "
         "again with --id-field ''"
     )
 
@@ -359,6 +359,6 @@ def duplicate_of(plan: TokenPlan, own_id: object, source: int, line: int) -> str
 
 def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:
     return (
-        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; fix it, or set such text "
-        "aside with --on-error quarantine"
+        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; fix it, or skip such "
+        "text with --on-error quarantine"
     )

@@ -183,7 +183,7 @@ def test_inspect_beyond_the_end_names_epoch_and_place(made, capsys):
     count = len(shards(made.data))
     assert main(["inspect", str(made.data), str(2 * count + 3)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert f"beyond the {count:,} instances of the data set: place 3 of epoch 2" in first
+    assert f"beyond the {count:,} instances of the data set: position 3 of epoch 2" in first
     assert main(["inspect", str(made.data), "3"]) == 0
     assert "epoch" not in capsys.readouterr().out.splitlines()[0]
     assert main(["inspect", str(made.data), str(count), "--json"]) == 0
