@@ -45,12 +45,12 @@ def _axes(*kinds: str) -> Axes:
 
 DATA = _axes("other data")
 """Axes along which ranks read different data."""
-ADDED = _axes("other data", "parts of the data")
+GRAD_SUM = _axes("other data", "parts of the data")
 """Axes along which gradients are summed."""
-SAME = _axes("the same data")
+SAME_DATA = _axes("the same data")
 """Axes along which ranks compute the same losses."""
-UNLIKE = _axes("other layers", "the same data")
-"""Axes along which ranks may have different numbers of parameters."""
+UNEQUAL = _axes("other layers", "the same data")
+"""Axes along which ranks may have model states of different sizes."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
 """Axes of the ranks that form one replica of the model; dp is the number of replicas."""
 WITHIN_BLOCK = tuple(

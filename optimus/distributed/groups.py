@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as distributed
 
-from optimus.config.axes import DATA, SAME, Axes
+from optimus.config.axes import DATA, SAME_DATA, Axes
 from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
 from optimus.distributed.collectives import ALONE, Group, raising_lost_peers
 from optimus.distributed.mesh import ENDS, Mesh, Place
@@ -61,7 +61,7 @@ class Groups:
     @property
     def counts(self) -> bool:
         """True if this rank's losses count: those of the first of the ranks with the same data."""
-        return not any(getattr(self.place, axis) for axis in SAME)
+        return not any(getattr(self.place, axis) for axis in SAME_DATA)
 
 
 def join_groups(

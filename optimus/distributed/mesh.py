@@ -11,7 +11,7 @@ from collections import namedtuple
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from optimus.config.axes import ADDED, AXES, DATA, MODEL, Axes
+from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
 from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
@@ -19,7 +19,7 @@ ENDS = ("ends",)
 """Key of the group of the first and the last pipeline stage, which no axes describe."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
-    *(some for n in range(2, len(ADDED) + 1) for some in itertools.combinations(ADDED, n)),
+    *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
 """The axes of every group that a run makes, in order."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from optimus.config.axes import ADDED, AXES, Axes
+from optimus.config.axes import AXES, GRAD_SUM, Axes
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,4 @@ def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
 
 
 def _added(kind: ParameterKind) -> Axes:
-    return tuple(axis for axis in ADDED if axis not in kind.divided)
+    return tuple(axis for axis in GRAD_SUM if axis not in kind.divided)

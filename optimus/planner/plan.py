@@ -6,7 +6,7 @@ from typing import Any
 
 from optimus.chunks.memory import KINDS
 from optimus.config import Config
-from optimus.config.axes import UNLIKE
+from optimus.config.axes import UNEQUAL
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted
 from optimus.model.flops import count_parameters, flops_per_token
@@ -29,7 +29,7 @@ def plan(config: Config) -> dict[str, Any]:
     total, active = count_parameters(config.model)
     mesh = make_mesh(config.parallel)
     ranks = [
-        {axis: getattr(coordinate, axis) for axis in UNLIKE} | sizes
+        {axis: getattr(coordinate, axis) for axis in UNEQUAL} | sizes
         for coordinate, sizes in plan_ranks(config, mesh)
     ]
     fullest = max(ranks, key=lambda rank: rank["total"])
@@ -41,7 +41,7 @@ def plan(config: Config) -> dict[str, Any]:
         "world": mesh.world_size,
         "mesh": mesh._asdict(),
         "sharding": config.optim.sharding,
-        "memory": {key: size for key, size in fullest.items() if key not in UNLIKE},
+        "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
         "ranks": ranks,
     }
     if not train.seq_len:
@@ -93,7 +93,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if len(ranks) > 1:
         for rank in ranks:
-            name = " ".join(f"{axis} {rank[axis]}" for axis in UNLIKE if mesh[axis] > 1)
+            name = " ".join(f"{axis} {rank[axis]}" for axis in UNEQUAL if mesh[axis] > 1)
             lines.append((f"on ranks of {name}", _size_text(rank["total"])))
     lines.append(("", f"{result['dtype']} training; activations are not included"))
     return lines

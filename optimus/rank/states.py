@@ -23,7 +23,7 @@ from optimus.chunks.residency import Residency, fewest_slots
 from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
 from optimus.config import Config
-from optimus.config.axes import UNLIKE
+from optimus.config.axes import UNEQUAL
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Mesh, Place
 from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
@@ -151,7 +151,7 @@ def plan_rank(config: Config, mesh: Mesh, place: Place) -> PlannedRank:
 def _kinds(mesh: Mesh) -> Iterator[Place]:
     """A rank of each kind. Along dp and ep ranks hold as much as each other: shards are of one
     length, and ep divides experts evenly."""
-    sizes = (size if axis in UNLIKE else 1 for axis, size in mesh._asdict().items())
+    sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Place, itertools.product(*map(range, sizes)))
 
 
