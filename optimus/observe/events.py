@@ -97,7 +97,7 @@ class EvalRecord:
         kinds = {"step": int, "source": str, "loss": float, "tokens": int}
         if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        return cls(**{name: values[name] for name in kinds})  # type: ignore[arg-type]
+        return cls(**{name: values[name] for name in kinds})  # type: ignore[arg-type]  # checked above
 
 
 class LayerLoad(NamedTuple):
