@@ -13,7 +13,7 @@ from optimus.config import Config
 from optimus.distributed.collectives import all_gather_objects
 from optimus.distributed.world import World
 from optimus.errors import OptimusError
-from optimus.parallel.recompute_cost import KeptBytes
+from optimus.parallel.recompute import KeptBytes
 
 _WARMUP = 2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

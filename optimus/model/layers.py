@@ -82,24 +82,27 @@ class _RMSNorm(torch.autograd.Function):
 class Embedding(nn.Module):
     """Rows of a table: int64 [...] -> [..., D]. A padding token's row receives no gradient."""
 
-    weight_grad: Callable[[], Tensor] | None = None
-    """Set by whoever owns the table's gradient: asked in each backward on a CPU for the memory to
-    add to, of any dtype, so that no gradient of the whole table is made and added for the rows of
-    a few tokens. Autograd then adds nothing to `.grad`; hooks behind it run all the same."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.padding = config.pad_token_id
+        self._weight_grad: Callable[[], Tensor] | None = None
+
+    def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
+        """Add the table's gradient, in each backward on a CPU, to the memory that `weight_grad`
+        returns, of any dtype, so that no gradient of the whole table is made and added for the rows
+        of a few tokens. Autograd then adds nothing to `.grad`; hooks after accumulation run all the
+        same."""
+        self._weight_grad = weight_grad
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
         """The given rows of the table; row `padding` receives no gradient, if it is one."""
-        owned = self.weight_grad is not None and self.weight.requires_grad
+        owned = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (owned or self.weight.dtype in (torch.bfloat16, torch.float16)):
-            return _LookUp.apply(self.weight, rows, padding, self.weight_grad)
+            return _LookUp.apply(self.weight, rows, padding, self._weight_grad)
         within = 0 <= padding < len(self.weight)
         return F.embedding(rows, self.weight, padding if within else None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # Elements of one fp32 working block. On a CPU it should stay in cache: at 2048 x 4096 this takes
@@ -16,6 +16,13 @@ from torch.autograd.function import once_differentiable
 # On an accelerator fewer, larger launches are better.
 _BLOCK_CPU = 1 << 18
 _BLOCK_DEVICE = 1 << 26
+
+
+class CrossEntropy(nn.Module):
+    """`cross_entropy_sum` as a module: logits [N, V], targets int64 [N] -> fp32 scalar."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy_sum(logits, targets)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -28,10 +28,18 @@ class FastSparseMoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+    def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
+        """`save_input_only`: as in `Experts.forward`."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
-        return self.experts(tokens, weights, chosen).view_as(x), routing
+        out = self.run_experts(tokens, weights, chosen, save_input_only)
+        return out.view_as(x), routing
+
+    def run_experts(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
+    ) -> Tensor:
+        """Return the experts' result for routed tokens, as `Experts.forward` does."""
+        return self.experts(x, weights, chosen, save_input_only)
 
 
 class Experts(nn.Module):
@@ -41,11 +49,6 @@ class Experts(nn.Module):
     number `first_expert` is the first one held; slots routed to experts outside add nothing.
     """
 
-    weight_grads: Callable[[], kernels.WeightGrads] | None = None
-    """Set by whoever owns the weights' gradients: asked for the memory to write them to whenever
-    they are computed. Autograd then adds nothing to `.grad`; hooks behind it run all the same. Not
-    asked in compiled code or where a weight is frozen, which go by autograd."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         experts, hidden, inner = config.experts, config.hidden_size, config.intermediate_size
@@ -53,12 +56,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
         self.num_experts = experts
         self.first_expert = 0
-        self.save_input_only = False
-        """Compute the pre-activation again in backward instead of keeping it
-        (`recompute.modules = ["experts"]`)."""
+        self._weight_grads: Callable[[], kernels.WeightGrads] | None = None
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
+        """Write the weights' gradients to the memory that `weight_grads` returns, whenever they are
+        computed. Autograd then adds nothing to `.grad`; hooks after accumulation run all the same.
+        Compiled code and experts with a frozen weight do not call it and use autograd."""
+        self._weight_grads = weight_grads
+
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
+    ) -> Tensor:
         """x [T, D], weights [T, K] of x's dtype, chosen int64 [T, K] -> [T, D].
+
+        `save_input_only`: compute the pre-activation again in backward instead of keeping it.
 
         Raises ValueError or TypeError naming shapes, dtypes or devices that do not match. With
         OPTIMUS_KERNELS_DEBUG=1 numbers that no expert has are refused; otherwise they add nothing.
@@ -72,7 +83,7 @@ class Experts(nn.Module):
             self.gate_up,
             self.down,
             rows,
-            save_input_only=self.save_input_only,
+            save_input_only=save_input_only,
             weight_grads=self._destination if self._may_choose() else None,
         )
 
@@ -86,12 +97,12 @@ class Experts(nn.Module):
         if late is not None:
             weights = (self.gate_up, self.down)
             return lambda work: late.put_off(partial(self._compute, work), *weights)
-        return None if self.weight_grads is None else self.weight_grads()
+        return None if self._weight_grads is None else self._weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:
         """Weight gradients that were put off."""
-        if self.weight_grads is not None:
-            work.compute(self.weight_grads())
+        if self._weight_grads is not None:
+            work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):
                 late_gradients.run_hooks(weight)
             return

@@ -5,7 +5,7 @@ Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from optimus.config import ModelConfig
 from optimus.model.attention import Attention, document_lengths
 from optimus.model.layers import MLP, Embedding, make_norm
-from optimus.model.loss import cross_entropy_sum
+from optimus.model.loss import CrossEntropy
 from optimus.model.moe import FastSparseMoE
 from optimus.model.rope import Rotary
 from optimus.model.router import Routing, layer_losses
@@ -40,14 +40,28 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         """`config` is that of one layer (`ModelConfig.layer`)."""
         super().__init__()
+        self.config = config
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
         self.mlp = FastSparseMoE(config) if config.num_experts else MLP(config)
+        self._compiled: Callable[..., tuple[Tensor, Routing | None]] | None = None
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> tuple[Tensor, Routing | None]:
+        run = self._compiled or self.run
+        return run(x, rope, documents)
+
+    def compile_run(self) -> None:
+        """Let torch.compile make the block's passes, as one graph without breaks, at their first
+        call; hooks of the block stay outside."""
+        self._compiled = torch.compile(self.run, fullgraph=True)
+
+    def run(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """Return the block's output without the block's hooks."""
         x = x + self.attend(x, rope, documents)
         out = self.feed_forward(x)
         out, routing = out if isinstance(out, tuple) else (out, None)
@@ -87,9 +101,7 @@ class Transformer(nn.Module):
         self.head: nn.Module | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.cross_entropy = cross_entropy_sum
-        self.sequence_shards = 1
-        """Ranks over which the sequence is divided between blocks (sequence parallelism)."""
+        self.cross_entropy = CrossEntropy()
         self._tied_head: Tensor | None = None
 
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -113,7 +125,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[Routing]]:
         """x [B, S, D] through the blocks of these layers (None: all that are here), with what
         their routers said."""
-        rope = self.rotary(x.shape[1] * self.sequence_shards, x.device)
+        rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
         for number, block in self.blocks.items():
@@ -158,10 +170,24 @@ class Transformer(nn.Module):
         return aux.sum() / layers, z.sum() / layers
 
     def compile_blocks(self) -> None:
-        """Let torch.compile make each block's passes, as one graph without breaks, at their first
-        call. Blocks of the same settings share the code; names and parameters stay as they are."""
-        for block in self.blocks.values():  # `forward` alone: hooks of a block stay outside
-            block.forward = torch.compile(block.forward, fullgraph=True)
+        """Let torch.compile make each block's passes. Blocks of the same settings share the code;
+        names and parameters stay as they are."""
+        for block in self.blocks.values():
+            block.compile_run()
+
+    def keep_stages(self, layers: Collection[int], has_first: bool, has_last: bool) -> None:
+        """Delete all modules that pipeline stages of these layers do not use.
+
+        Tied embeddings stay on the last stage too, which uses them as its head.
+        """
+        for name in list(self.blocks):
+            if int(name) not in layers:
+                del self.blocks[name]
+        if not has_first and not (has_last and self.config.tie_embeddings):
+            self.embed = None  # type: ignore[assignment]  # stages that use it have it
+        if not has_last:
+            self.final_norm = None  # type: ignore[assignment]  # the same
+            self.head = None
 
     def readers(self) -> Iterator[tuple[nn.Module, list[str]]]:
         """The modules that a forward pass here calls one after the other, each with the names of

@@ -1,22 +1,27 @@
-"""From a whole model to one rank's part: the whole order on one screen.
+"""From a whole model to one rank's model: the whole order on one screen.
 
-1. The model is built on the meta device: names and shapes, no memory.
-2. Pipeline: what other stages hold is deleted, so that nothing of it is wired or filled.
-3. Parameters get this rank's shapes (tensor and expert parallelism divide them by one value, the
-   layout's placements) and memory.
-4. Tensor parallelism wires communication around attention, feed-forward, embedding and loss.
-5. Expert parallelism wires the exchange of tokens around the experts; it comes behind tensor
-   parallelism, so that rows are exchanged once and then met by slices of experts.
-6. Recomputation wraps what is wired, so that communication is recomputed with its module.
-7. Linear layers of a zero-bubble schedule learn to put off their weight gradients, which experts
-   always can: last, since it changes how a layer computes and not what.
+`build_model` works on the meta device, where a model has names and shapes but no memory:
 
-At size 1 nothing is inserted.
+1. Pipeline: the modules of other ranks' stages are deleted, so that no style replaces them.
+2. Styles (`ParallelStyle`) replace modules by parallel ones, from the outside in, since a new
+   module brings new children:
+   a. Recomputation replaces blocks: it contains their communication, which is repeated with it.
+   b. Tensor parallelism replaces attention, feed-forward network, embedding, final norm and loss.
+   c. Expert parallelism replaces the experts inside: the tokens that tp ranks share are exchanged
+      once, then each computes with its slices of the experts.
+   d. For a zero-bubble schedule the linear layers that are left are replaced by ones that can defer
+      their weight gradients; experts and the linear layers of tensor parallelism always can.
+3. Parameters get this rank's shapes and memory, from one value, the layout's placements. They come
+   last, so that nothing is allocated for a module that is then replaced.
+
+A style of size 1 is not applied: nothing is inserted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -26,53 +31,88 @@ from optimus.distributed.mesh import Mesh, Place
 from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 from optimus.parallel import expert, tensor
+from optimus.parallel.deferred_linear import DeferredLinears
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
-from optimus.parallel.pipeline.split import split_linears
-from optimus.parallel.placement import Intervals, Placement, keep_stage, materialise, whole_model
-from optimus.parallel.recompute import wire_recompute
+from optimus.parallel.placement import Intervals, Placement, materialise, whole_model
+from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Of each axis that divides parameters: what one of so many ranks has of a module's own."""
+"""By axis that divides parameters: the function that returns a rank's share of a module's."""
+
+
+class ParallelStyle(Protocol):
+    """The extension point for parallelism: a style replaces modules of a model.
+
+    The new modules are subclasses of those they replace, constructed from the same configuration:
+    parameters keep their names, hooks and `isinstance` work as before, and nothing is assigned to a
+    module from outside.
+    """
+
+    def apply(self, model: Transformer) -> None:
+        """Replace modules of `model`, which is on the meta device, with `register_module`."""
 
 
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """This rank's part of the model, with empty parameters in fp32."""
-    model = _stages_here(config, layout)
+    """Return this rank's model with empty parameters in fp32 on `device`."""
+    model = _model_of_stages(config, layout)
+    with torch.device("meta"):
+        for style in _styles(config, layout, groups):
+            style.apply(model)
     materialise(model, layout.placements, device)
-    if layout.mesh.tp > 1:
-        tensor.wire_tensor_parallel(model, groups.over("tp"), config.parallel.sequence_parallel)
-    if layout.mesh.ep > 1:
-        expert.wire_expert_parallel(model, groups.over("ep"), config.parallel.ep_dispatch)
-    if config.recompute.modules:
-        wire_recompute(model, config.recompute.modules)
-    if layout.schedule.splits_backward:
-        split_linears(model)
     return model
 
 
+def _styles(config: Config, layout: Layout, groups: Groups) -> Iterator[ParallelStyle]:
+    """Return the styles to apply, in this order (see the top of the file)."""
+    parallel = config.parallel
+    if config.recompute.modules:
+        yield Recompute(config.recompute.modules)
+    if layout.mesh.tp > 1:
+        yield tensor.TensorParallel(groups.over("tp"), parallel.sequence_parallel)
+    if layout.mesh.ep > 1:
+        yield expert.ExpertParallel(groups.over("ep"), parallel.ep_dispatch)
+    if layout.schedule.splits_backward:
+        yield DeferredLinears()
+
+
 def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int) -> Layout:
-    """The layout of the rank at `place` with so many microbatches a step."""
+    """Return the layout of the rank at `place` for this number of microbatches a step."""
     schedule = schedule_of(config, mesh, num_microbatches)
-    layout = Layout(mesh, place, schedule, plan_stages(config, mesh.pp), {})
-    model, in_sequence = _stages_here(config, layout), config.parallel.sequence_parallel
+    in_sequence = config.parallel.sequence_parallel
+    layout = Layout(
+        mesh,
+        place,
+        schedule,
+        plan_stages(config, mesh.pp),
+        {},
+        sequence_shares=mesh.tp if in_sequence else 1,
+    )
+    model = _model_of_stages(config, layout)
     return replace(layout, placements=place_parameters(model, mesh, place, in_sequence))
 
 
-def _stages_here(config: Config, layout: Layout) -> Transformer:
-    """What the stages of this rank have of the model, whole and on the meta device."""
+def _model_of_stages(config: Config, layout: Layout) -> Transformer:
+    """Return the modules of this rank's stages, undivided and on the meta device."""
     model = whole_model(config.model)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
-    keep_stage(model, layers, layout.has_first, layout.has_last)
+    model.keep_stages(layers, layout.has_first, layout.has_last)
     return model
 
 
 def place_parameters(
     model: Transformer, mesh: Mesh, place: Place, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
-    """Every parameter of `model` (whole, say on meta) as the rank at `place` holds it, by name."""
+    """Return the placement of every parameter on the rank at `place`, by name.
+
+    Args:
+        model: an undivided model, which may be on the meta device.
+        mesh: the sizes of all axes.
+        place: the rank's index along each axis.
+        sequence_parallel: `parallel.sequence_parallel`.
+    """
     divided: dict[str, dict[str, tuple[int, Intervals]]] = {}
     for prefix, module in model.named_modules():
         for axis, slices in SLICES.items():
@@ -84,7 +124,7 @@ def place_parameters(
         by_axis, shape = divided.get(name, {}), tuple(parameter.shape)
         dims = dict(by_axis.values())
         assert len(dims) == len(by_axis), f"{name}: two axes divide one dim: {by_axis}"
-        partial = sequence_parallel and mesh.tp > 1 and tensor.meets_a_part_of_the_sequence(name)
+        partial = sequence_parallel and mesh.tp > 1 and tensor.sees_share_of_sequence(name)
         kind = ParameterKind(tuple(by_axis), ("tp",) if partial else ())
         local = tuple(dims.get(dim, ((0, size),)) for dim, size in enumerate(shape))
         placements[name] = Placement(shape, kind, local)

@@ -23,6 +23,8 @@ class Layout:
     """By stage."""
     placements: dict[str, Placement]
     """Of the parameters here, by name."""
+    sequence_shares: int = 1
+    """Tensor-parallel ranks over which the sequence is divided between blocks."""
 
     @property
     def stages(self) -> range:

@@ -6,7 +6,6 @@ this rank keeps. Initial weights, checkpoints and the planner all read this one 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from optimus.config import ModelConfig
 from optimus.distributed.rules import ParameterKind
-from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
@@ -58,29 +56,12 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
     return size * index // count, size * (index + 1) // count
 
 
-def keep_stage(model: Transformer, layers: Collection[int], is_first: bool, is_last: bool) -> None:
-    """Delete from a whole model what the stages of this rank do not hold.
-
-    Tied embeddings stay on the last stage too, which uses them as its head.
-    """
-    for name in list(model.blocks):
-        if int(name) not in layers:
-            del model.blocks[name]
-    if not is_first and not (is_last and model.config.tie_embeddings):
-        model.embed = None  # type: ignore[assignment]  # stages that use it have it
-    if not is_last:
-        model.final_norm = None  # type: ignore[assignment]  # the same
-        model.head = None
-
-
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
-    """Replace the meta parameters by empty ones of this rank's shapes, buffers included."""
+    """Replace the meta parameters of a model by empty ones of this rank's shapes."""
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
             empty = torch.empty(placements[full].local_shape, device=device)
-            setattr(module, name, nn.Parameter(empty))
-        if isinstance(module, Experts):
-            module.first_expert = placements[f"{prefix}.gate_up"].intervals[0][0][0]
-        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_parameter(name, nn.Parameter(empty))
+        for name, buffer in module.named_buffers(recurse=False):
             assert buffer.device.type != "meta", f"buffer {prefix}.{name} has no value on meta"

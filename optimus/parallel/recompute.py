@@ -1,17 +1,21 @@
-"""Selective activation checkpointing: what backward computes again instead of keeping.
+"""Selective activation checkpointing: parts of a block that backward computes again.
 
-Chosen for every block: `attention` and `moe` keep their input alone, `experts` keeps its own and no
-pre-activation, `norm` keeps none of its output, `block` keeps its input alone; `moe` includes
-`experts`, and `block` all others. A norm beside a chosen module is
-computed again together with it. Communication inside what is chosen is repeated with it, in the
-same order on all ranks. Nothing here draws random numbers, and the same operations on the same
-values give the same bits, so gradients do not change by a bit.
+Chosen for every block: `attention` and `moe` keep only their input, `experts` keeps its input and
+no pre-activation, `norm` keeps none of its output, `block` keeps only its input; `moe` includes
+`experts`, and `block` includes all others. A norm next to a chosen module is computed again
+together with it. Communication inside a chosen module is repeated with it, in the same order on all
+ranks. Nothing here draws random numbers, and the same operations on the same values give the same
+bits, so gradients do not change by a bit.
+
+Dims: B batch, S sequence (a tensor-parallel rank's share of it), D hidden.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,97 +23,115 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from optimus.model.moe import Experts, FastSparseMoE
-from optimus.model.transformer import Block
+from optimus import platform
+from optimus.config import ModelConfig
+from optimus.model.moe import FastSparseMoE
+from optimus.model.transformer import Block, Transformer
 
-_switched_off: list[bool] = []
-watching: list[Callable[[Tensor], None]] = []
-"""Told of what is kept where hooks of this file hide it from hooks around them."""
-
-
-def wire_recompute(model: nn.Module, modules: Collection[str]) -> None:
-    """Let every block compute `modules` ("norm", "attention", "moe", "experts", "block") again in
-    backward."""
-    for block in model.modules():
-        if not isinstance(block, Block):
-            continue
-        if "block" in modules:
-            _compute_again(block)
-            continue
-        moe = isinstance(block.mlp, FastSparseMoE) and "moe" in modules
-        if isinstance(block.mlp, FastSparseMoE) and "experts" in modules and not moe:
-            block.mlp.experts.register_forward_pre_hook(_without_preactivation)
-        norm = "norm" in modules
-        attend = _half(block.attention_norm, block.attention, norm, "attention" in modules)
-        block.attend = attend  # type: ignore[method-assign]  # replaced in this block only
-        feed_forward = _half(block.mlp_norm, block.mlp, norm, moe)
-        block.feed_forward = feed_forward  # type: ignore[method-assign]  # the same
+_TIMED = 2
 
 
-def _compute_again(module: nn.Module) -> None:
-    module.forward = _again(module.forward)
+class Recompute:
+    """Style that lets every block compute some of its modules again in backward.
+
+    Args:
+        modules: some of "norm", "attention", "moe", "experts" and "block".
+    """
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self._modules = modules
+
+    def apply(self, model: Transformer) -> None:
+        for number, block in model.blocks.items():
+            model.blocks.register_module(number, RecomputeBlock(block.config, self._modules))
 
 
-def _without_preactivation(experts: nn.Module, arguments: tuple[Any, ...]) -> None:
-    assert isinstance(experts, Experts)
-    experts.save_input_only = not _switched_off
+class RecomputeBlock(Block):
+    """A block that computes some of its modules again in backward."""
 
+    def __init__(self, config: ModelConfig, modules: Collection[str]) -> None:
+        super().__init__(config)
+        sparse = isinstance(self.mlp, FastSparseMoE)
+        self._whole = "block" in modules
+        self._norm = "norm" in modules and not self._whole
+        self._attention = "attention" in modules and not self._whole
+        self._moe = sparse and "moe" in modules and not self._whole
+        self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
+        self._enabled = True
+        self.observers: list[Callable[[Tensor], None]] = []
+        """Called with each tensor kept for backward that hooks of this class hide from hooks
+        around the block."""
 
-def _half(
-    norm: nn.Module, module: nn.Module, norm_again: bool, module_again: bool
-) -> Callable[..., Any]:
-    """module(norm(x), ...), of which some is computed again."""
+    def run(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
+    ) -> Any:
+        if self._whole and self._recomputes():
+            return _checkpoint(super().run, x, rope, documents)
+        return super().run(x, rope, documents)
 
-    def both(x: Tensor, *rest: Any) -> Any:
+    def attend(self, x: Tensor, *rest: Any) -> Any:
+        return self._run_half(self.attention_norm, self.attention, self._attention, x, *rest)
+
+    def feed_forward(self, x: Tensor) -> Any:
+        save_input_only = (True,) if self._experts and self._enabled else ()
+        return self._run_half(self.mlp_norm, self.mlp, self._moe, x, *save_input_only)
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Recompute, or keep everything, as a plain block does."""
+        self._enabled = enabled
+
+    def _recomputes(self) -> bool:
+        return self._enabled and torch.is_grad_enabled()
+
+    def _run_half(
+        self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
+    ) -> Any:
+        """Return module(norm(x), *rest)."""
+        if not self._recomputes():
+            return module(norm(x), *rest)
+        if self._norm and module_again:
+            return _checkpoint(lambda x, *rest: module(norm(x), *rest), x, *rest)
+        if module_again:
+            return _checkpoint(module, norm(x), *rest)
+        if self._norm:
+            return self._run_without_norm_output(norm, module, x, *rest)
         return module(norm(x), *rest)
 
-    if norm_again and module_again:
-        return _again(both)
-    if module_again:
-        alone = _again(module)
-        return lambda x, *rest: alone(norm(x), *rest)
-    return _without_norm_output(norm, module) if norm_again else both
-
-
-def _again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps its arguments alone; the rest is computed again when backward first asks for it."""
-
-    def run(*arguments: Any) -> Any:
-        if _switched_off or not torch.is_grad_enabled():
-            return function(*arguments)
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-    return run
-
-
-def _without_norm_output(norm: nn.Module, module: nn.Module) -> Callable[..., Any]:
-    """`module` keeps what it wants of its own, but of norm(x) only the way to compute it."""
-    checkpointed = _again(norm)
-
-    def run(x: Tensor, *rest: Any) -> Any:
-        if _switched_off or not torch.is_grad_enabled():
-            return module(norm(x), *rest)
-        normed = checkpointed(x)
-        output = _Output(norm, x, normed)
+    def _run_without_norm_output(
+        self, norm: nn.Module, module: nn.Module, x: Tensor, *rest: Any
+    ) -> Any:
+        """Return module(norm(x), *rest); of norm(x) only the way to compute it is kept."""
+        normed = _checkpoint(norm, x)
+        output = _NormOutput(norm, x, normed, self.observers)
         with saved_tensors_hooks(output.pack, _unpack):
             return module(normed, *rest)
 
-    return run
+
+def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Output:
-    """A norm's output that nobody keeps. Computed again once for all who saved it or a view."""
+class _NormOutput:
+    """A norm's output that nobody keeps. It is computed again once for all tensors and views saved
+    of it."""
 
-    def __init__(self, norm: nn.Module, x: Tensor, normed: Tensor) -> None:
-        self._norm, self._x, self._memory = norm, x.detach(), normed.untyped_storage().data_ptr()
+    def __init__(
+        self,
+        norm: nn.Module,
+        x: Tensor,
+        normed: Tensor,
+        observers: Iterable[Callable[[Tensor], None]],
+    ) -> None:
+        self._norm, self._x, self._observers = norm, x.detach(), observers
+        self._memory = normed.untyped_storage().data_ptr()
         self._value: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
-        """The memory cannot belong to another tensor: its own lives as long as `module` runs."""
+        # No other tensor can have this memory: the output lives until the module has run.
         if saved.untyped_storage().data_ptr() == self._memory:
             return self, saved.shape, saved.stride(), saved.storage_offset()
-        for watch in watching:
-            watch(saved)
+        for observe in self._observers:
+            observe(saved)
         return saved
 
     def view(self, *geometry: Any) -> Tensor:
@@ -127,10 +149,126 @@ def _unpack(packed: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def switched_off() -> Iterator[None]:
-    """Within, everything is kept."""
-    _switched_off.append(True)
+def recompute_disabled(model: nn.Module) -> Iterator[None]:
+    """Let the blocks of a model, or a block, keep everything within this context."""
+    blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
+    for block in blocks:
+        block.set_enabled(False)
     try:
         yield
     finally:
-        _switched_off.pop()
+        for block in blocks:
+            block.set_enabled(True)
+
+
+@dataclass(frozen=True)
+class RecomputeCost:
+    """Measured cost of one microbatch through the blocks of this rank, without recomputation and
+    with it."""
+
+    kept_bytes: tuple[int, int]
+    """Between forward and backward."""
+    seconds: tuple[float, float]
+    """Forward and backward."""
+
+    def __str__(self) -> str:
+        (before, after), (fast, slow) = self.kept_bytes, self.seconds
+        saved = 1 - after / before
+        return (
+            f"{after / 1e6:.2f} MB kept for backward instead of {before / 1e6:.2f} ({saved:.0%} "
+            f"less), {slow * 1e3:.1f} ms forward and backward instead of {fast * 1e3:.1f} "
+            f"({slow / fast - 1:+.0%})"
+        )
+
+
+def measure_recompute(
+    model: Transformer, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
+) -> RecomputeCost:
+    """Measure the bytes that recomputation saves and the seconds that it takes.
+
+    The blocks run one by one, so that no more than one block's tensors are kept. Gradients of
+    parameters do not change. A collective of the ranks that share blocks, over ep and tp.
+
+    Args:
+        model: this rank's model.
+        shape: [B, S, D] of a random input.
+        dtype: that of activations.
+        seed: for the input; ranks of one tp group give the same.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    rope = model.rotary(shape[1], device)
+    kept, seconds = [0, 0], [0.0, 0.0]
+    for number, block in enumerate(model.blocks.values()):
+        with recompute_disabled(block):
+            kept[0] += _kept_bytes(block, x, rope)
+        kept[1] += _kept_bytes(block, x, rope)
+        if number == 0:
+            _time_pass(block, x, rope)  # first calls are slow
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_TIMED):
+            with recompute_disabled(block):
+                times[0].append(_time_pass(block, x, rope))
+            times[1].append(_time_pass(block, x, rope))
+        seconds = [total + min(passes) for total, passes in zip(seconds, times, strict=True)]
+    return RecomputeCost((kept[0], kept[1]), (seconds[0], seconds[1]))
+
+
+def _kept_bytes(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> int:
+    with KeptBytes(block) as kept:
+        block(x, rope)
+    return kept.total
+
+
+def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
+    """Return the seconds of a forward and a backward pass."""
+    platform.synchronize(x.device)
+    start = time.perf_counter()
+    out, routing = block(x, rope)
+    roots = [out] if routing is None else [out, routing.z]
+    gradients = [torch.ones_like(root) for root in roots]
+    inputs = [x, *(p for p in block.parameters() if p.requires_grad)]
+    torch.autograd.grad(roots, inputs, gradients)
+    platform.synchronize(x.device)
+    return time.perf_counter() - start
+
+
+class KeptBytes:
+    """Counter of the bytes that forward passes of a model keep for backward, each storage once.
+
+    A context manager. Parameters do not count, nor do indices that autograd does not keep.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # By storage, since its memory may come only when the parameters are needed.
+        self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
+        self._kept: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no memory is counted under a second owner
+        self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved)
+
+    def __enter__(self) -> KeptBytes:
+        self._hooks.__enter__()
+        for block in self._blocks:
+            block.observers.append(self._count)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for block in self._blocks:
+            block.observers.remove(self._count)
+        self._hooks.__exit__(*error)
+
+    @property
+    def total(self) -> int:
+        return sum(self._kept.values())
+
+    def _pack(self, saved: Tensor) -> Tensor:
+        self._count(saved)
+        return saved
+
+    def _count(self, saved: Tensor) -> None:
+        memory = saved.untyped_storage()
+        if memory._cdata not in self._skipped:
+            self._kept[memory.data_ptr()] = memory.nbytes()
+            self._alive.append(saved.detach())

@@ -1,29 +1,33 @@
 """Tensor parallelism: heads, intermediate sizes and the vocabulary divided over tp ranks.
 
-Megatron's scheme (arXiv 1909.08053): what opens a block is divided by columns, what closes it by
-rows, so that a block needs one sum of its outputs, and one of its inputs' gradients. With sequence
-parallelism (arXiv 2205.05198) the residual stream between blocks is divided along the sequence, and
-the sums become reduce-scatters and all-gathers.
+Megatron's scheme (arXiv 1909.08053): the first linear layers of a block are divided by columns, the
+last one by rows, so that a block needs one sum of its outputs and one of its inputs' gradients.
+With sequence parallelism (arXiv 2205.05198) the residual stream between blocks is divided along the
+sequence, and the sums become reduce-scatters and all-gathers.
 
-Dims: B batch, S sequence, D hidden, N targets, V vocabulary of this rank.
+Dims: B batch, S sequence, D hidden, T tokens, K experts a token, N targets, V vocabulary of this
+rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from optimus.config import ModelConfig
 from optimus.distributed.collectives import Group, all_reduce_max, all_reduce_sum
 from optimus.model.attention import Attention
-from optimus.model.layers import MLP, Embedding, RMSNorm
-from optimus.model.loss import row_blocks
+from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm
+from optimus.model.loss import CrossEntropy, row_blocks
 from optimus.model.moe import Experts, FastSparseMoE
+from optimus.model.rope import Rotary
+from optimus.model.router import Routing
 from optimus.model.transformer import Transformer
+from optimus.parallel.deferred_linear import DeferredLinear
 from optimus.parallel.exchange import (
     gather_then_scatter_sum,
     gather_then_slice,
@@ -31,57 +35,66 @@ from optimus.parallel.exchange import (
     scatter_sum_then_gather,
     sum_then_identity,
 )
-from optimus.parallel.pipeline.split import SplitLinear
 from optimus.parallel.placement import Intervals, share
 
 _SEQUENCE = 1  # the dim of S in [B, S, D]
 
 
-class Wiring:
-    """How activations enter a divided block and leave it."""
+class TensorParallel:
+    """Style that divides attention, feed-forward networks, embedding and loss over tp ranks.
+
+    Args:
+        group: the tp ranks.
+        sequence_parallel: divide the residual stream along the sequence.
+    """
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
 
+    def apply(self, model: Transformer) -> None:
+        config = model.config
+        for block in model.blocks.values():
+            block.register_module("attention", TensorParallelAttention(block.config, self))
+            sparse = isinstance(block.mlp, FastSparseMoE)
+            feed_forward = TensorParallelMoE if sparse else TensorParallelMLP
+            block.register_module("mlp", feed_forward(block.config, self))
+        first, _ = share(config.vocab_size, self.group.rank, self.group.size)
+        if model.embed is not None:
+            model.register_module("embed", VocabularyParallelEmbedding(config, self, first))
+        if model.final_norm is not None:
+            norm = FinalRMSNorm if isinstance(model.final_norm, RMSNorm) else FinalLayerNorm
+            size, eps = config.hidden_size, config.norm_eps
+            model.register_module("final_norm", norm(size, eps, self))
+            model.register_module("cross_entropy", VocabularyParallelLoss(self.group, first))
+        if self.sequence_parallel:
+            model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
+
     def enter(self, x: Tensor) -> Tensor:
-        """The whole x [B, S, D], of whose gradient every rank has a part."""
+        """Return the whole x [B, S, D], of whose gradient every rank has a summand."""
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
         return identity_then_sum(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """From partial sums [B, S, D] to the residual stream."""
+        """Return the residual stream, given each rank's summand of it [B, S, D]."""
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
         return sum_then_identity(x, self.group)
 
 
-def wire_tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool) -> None:
-    """Put the communication of tp into a model whose parameters are this rank's slices."""
-    wiring = Wiring(group, sequence_parallel)
-    if sequence_parallel:
-        model.sequence_shards = group.size
-    for module in model.modules():
-        if isinstance(module, Attention):
-            _wire_attention(module, wiring)
-        elif isinstance(module, MLP):
-            module.register_forward_pre_hook(partial(_enter_first, wiring))
-            _make_row_linear(module.down_proj, wiring)
-        elif isinstance(module, FastSparseMoE):
-            _wire_moe(module, wiring)
-    first, _ = share(model.config.vocab_size, group.rank, group.size)
-    if model.embed is not None:
-        model.embed.__class__ = VocabularyParallelEmbedding
-        assert isinstance(model.embed, VocabularyParallelEmbedding)
-        model.embed.wiring, model.embed.first = wiring, first
-    if model.final_norm is not None:
-        model.final_norm.register_forward_hook(lambda module, inputs, out: wiring.enter(out))
-        model.cross_entropy = partial(vocabulary_parallel_cross_entropy, group=group, first=first)
-
-
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Name, dim and what rank `index` of `size` holds of it, of a module's own parameters: columns
-    of what opens a block, rows of what closes it."""
+    """Return how tp divides the parameters of a module: columns of the first linear layers of a
+    block, rows of the last.
+
+    Args:
+        module: a module of the whole model.
+        index: the rank's index along tp.
+        size: the number of tp ranks.
+
+    Returns:
+        For each divided parameter its name in `module`, the divided dim, and the intervals of that
+        dim on the rank.
+    """
     if size == 1:
         return
 
@@ -115,94 +128,146 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
         yield ("head.weight", 0, columns(module.head.out_features))
 
 
-def meets_a_part_of_the_sequence(name: str) -> bool:
-    """Under sequence parallelism the norms of the residual stream and biases added behind a
-    reduction see a share of the tokens on each tensor-parallel rank; the router sees all."""
+def sees_share_of_sequence(name: str) -> bool:
+    """Return whether, under sequence parallelism, the parameter sees only a share of the tokens on
+    each tp rank: norms of the residual stream and biases added after a reduction do, the router
+    sees all tokens."""
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
     norm = last in ("attention_norm", "mlp_norm", "final_norm")
     return norm or (last, leaf) == ("o_proj", "bias")
 
 
-def _enter_first(wiring: Wiring, module: nn.Module, inputs: tuple) -> tuple:
-    return (wiring.enter(inputs[0]), *inputs[1:])
+class RowParallelLinear(DeferredLinear):
+    """A linear layer that holds some columns of the weight and receives those of the input; the
+    bias is added once, after the sum."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, style: TensorParallel) -> None:
+        super().__init__(in_size, out_size, bias)
+        self.style = style
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.style.leave(self.multiply(x, None))
+        return out if self.bias is None else out + self.bias
 
 
-def _wire_attention(module: Attention, wiring: Wiring) -> None:
-    module.register_forward_pre_hook(partial(_enter_first, wiring))
-    _make_row_linear(module.o_proj, wiring)
-    for norm in (module.q_norm, module.k_norm):
-        if isinstance(norm, RMSNorm):
-            norm.__class__ = DividedRMSNorm
-            assert isinstance(norm, DividedRMSNorm)
-            norm.group = wiring.group
+class TensorParallelAttention(Attention):
+    """Attention over some of the heads."""
+
+    def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
+        super().__init__(config)
+        self.style = style
+        size = self.o_proj.in_features
+        self.o_proj = RowParallelLinear(size, config.hidden_size, config.attention_bias, style)
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            self.q_norm = DividedRMSNorm(len(self.q_norm.weight), config.norm_eps, style.group)
+            self.k_norm = DividedRMSNorm(len(self.k_norm.weight), config.norm_eps, style.group)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
+    ) -> Tensor:
+        return super().forward(self.style.enter(x), rope, documents)
 
 
-def _wire_moe(module: FastSparseMoE, wiring: Wiring) -> None:
-    """Every rank routes all tokens alike; the experts' intermediate size is divided.
+class TensorParallelMLP(MLP):
+    """A feed-forward network over some of the intermediate size."""
+
+    def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
+        super().__init__(config)
+        self.style = style
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, False, style
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.style.enter(x))
+
+
+class TensorParallelMoE(FastSparseMoE):
+    """A mixture whose experts have some of their intermediate size; every rank routes all tokens.
 
     The gradients of the experts' inputs and of the routing weights are partial and summed here, so
     that the router's gradient is complete on every rank (CONTRACT.md, "Ranks").
     """
-    group = wiring.group
 
-    def enter_experts(experts: nn.Module, inputs: tuple) -> tuple:
-        x, weights, *rest = inputs
-        return (identity_then_sum(x, group), identity_then_sum(weights, group), *rest)
+    def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
+        super().__init__(config)
+        self.style = style
 
-    module.experts.register_forward_pre_hook(enter_experts)
-    if not wiring.sequence_parallel:
-        module.experts.register_forward_hook(
-            lambda experts, inputs, out: sum_then_identity(out, group)
-        )
-        return
-    module.register_forward_pre_hook(
-        lambda moe, inputs: (gather_then_slice(inputs[0], group, _SEQUENCE), *inputs[1:])
-    )
-    module.register_forward_hook(lambda moe, inputs, out: (wiring.leave(out[0]), *out[1:]))
+    def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
+        if not self.style.sequence_parallel:
+            return super().forward(x, save_input_only)
+        x = gather_then_slice(x, self.style.group, _SEQUENCE)
+        out, routing = super().forward(x, save_input_only)
+        return self.style.leave(out), routing
 
-
-def _make_row_linear(linear: nn.Linear, wiring: Wiring) -> None:
-    linear.__class__ = RowLinear
-    assert isinstance(linear, RowLinear)
-    linear.wiring = wiring
-
-
-class RowLinear(SplitLinear):
-    """A linear layer of which each rank holds some columns of the weight and of the input; the bias
-    is added once, behind the sum."""
-
-    wiring: Wiring
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.wiring.leave(self.multiply(x, None))
-        return out if self.bias is None else out + self.bias
+    def run_experts(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
+    ) -> Tensor:
+        group = self.style.group
+        x, weights = identity_then_sum(x, group), identity_then_sum(weights, group)
+        out = super().run_experts(x, weights, chosen, save_input_only)
+        return out if self.style.sequence_parallel else sum_then_identity(out, group)
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """Looks up the tokens whose rows are here; the others come with the sum over ranks."""
+    """Looks up the tokens from `first` on whose rows are on this rank; the sum over ranks adds the
+    others."""
 
-    wiring: Wiring
-    first: int
+    def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:
+        super().__init__(config)
+        self.style, self.first = style, first
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.first
         absent = (local < 0) | (local >= self.weight.shape[0])
         rows = self.look_up(local.masked_fill(absent, 0), self.padding - self.first)
-        return self.wiring.leave(rows.masked_fill(absent.unsqueeze(-1), 0))
+        return self.style.leave(rows.masked_fill(absent.unsqueeze(-1), 0))
+
+
+class _FinalNorm(nn.Module):
+    """Mixin of the norm before the head, which is divided by columns."""
+
+    def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
+        super().__init__(size, eps)
+        self.style = style
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.style.enter(super().forward(x))
+
+
+class FinalRMSNorm(_FinalNorm, RMSNorm):
+    """RMSNorm before a head divided by columns."""
+
+
+class FinalLayerNorm(_FinalNorm, LayerNorm):
+    """LayerNorm before a head divided by columns."""
+
+
+class DividedSequenceRotary(Rotary):
+    """Rotary embedding of the whole sequence, given the length of a share of it."""
+
+    def __init__(self, config: ModelConfig, shares: int) -> None:
+        super().__init__(config)
+        self.shares = shares
+
+    def forward(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        return super().forward(seq_len * self.shares, device)
 
 
 class DividedRMSNorm(RMSNorm):
     """An RMSNorm over all heads of which each rank holds some: the sum of squares is summed."""
 
-    group: Group
+    def __init__(self, size: int, eps: float, group: Group) -> None:
+        super().__init__(size, eps)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         return _DividedRMSNorm.apply(x, self.weight, self.eps, self.group)
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """As RMSNorm's own, with the two sums over a row summed over ranks."""
+    """The formula of RMSNorm, with the two sums over a row summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
@@ -229,30 +294,34 @@ class _DividedRMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
-def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: Group, first: int
-) -> Tensor:
-    """Sum over targets of logsumexp(logits) - logits[target], fp32, in nats; alike on every rank.
+class VocabularyParallelLoss(CrossEntropy):
+    """Cross-entropy over a divided vocabulary; every rank returns the same sum.
 
     logits [N, V] are those of the tokens from `first` on, targets [N] numbers of the whole
-    vocabulary. Two numbers a row travel, never logits.
+    vocabulary. Three numbers of a row travel, never logits.
     """
-    return _VocabularyParallelCrossEntropy.apply(logits, targets, group, first)
+
+    def __init__(self, group: Group, first: int) -> None:
+        super().__init__()
+        self.group, self.first = group, first
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return _VocabularyParallelLoss.apply(logits, targets, self.group, self.first)
 
 
-class _VocabularyParallelCrossEntropy(torch.autograd.Function):
+class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
         local = targets - first
         absent = (local < 0) | (local >= logits.shape[1])
         local = local.masked_fill(absent, 0)
-        own = logits.new_empty(len(logits), dtype=torch.float32)
+        local_lse = logits.new_empty(len(logits), dtype=torch.float32)
         for rows in row_blocks(logits):
-            own[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
-        largest = own.clone()
+            local_lse[rows] = torch.logsumexp(logits[rows].float(), dim=-1)
+        largest = local_lse.clone()
         all_reduce_max(largest, group)
         chosen = logits.gather(1, local.unsqueeze(1)).squeeze(1).float().masked_fill_(absent, 0)
-        sums = torch.stack([(own - largest).exp_(), chosen])
+        sums = torch.stack([(local_lse - largest).exp_(), chosen])
         all_reduce_sum(sums, group)
         lse = sums[0].log() + largest
         ctx.save_for_backward(logits, local, absent, lse)

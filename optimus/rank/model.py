@@ -71,7 +71,7 @@ class RankModel:
 
         def boundary_shape(tokens: torch.Tensor) -> tuple[int, ...]:
             batch, length = tokens.shape
-            return batch, length // self.model.sequence_shards, model.hidden_size
+            return batch, length // self.layout.sequence_shares, model.hidden_size
 
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(
@@ -108,9 +108,9 @@ class RankModel:
         by which layers are measured, would get none."""
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
-                module.weight_grads = partial(_chunk_gradients, states, name)
+                module.write_gradients_to(partial(_chunk_gradients, states, name))
             elif isinstance(module, Embedding):
-                module.weight_grad = partial(states.gradient, f"{name}.weight")
+                module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Tokens where the model is; document ids stay on the host, whose lengths it wants."""
@@ -129,7 +129,7 @@ class RankModel:
         the others. A collective of the ranks of one model."""
         length = tokens.shape[1]
         # Sequence parallelism divides S evenly. What is appended is invisible to earlier tokens.
-        padded = F.pad(tokens, (0, -length % self.model.sequence_shards))
+        padded = F.pad(tokens, (0, -length % self.layout.sequence_shares))
         logits = self.executor.logits(padded, length - 1)
         if logits is None:
             return None

@@ -39,13 +39,8 @@ def _below(prefix: str, names: Any) -> tuple[str, ...]:
 
 
 def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
-    """From the final norm, whose weights belong to it, to the logits."""
+    """Watch from the final norm, whose weights belong to the head, to the logits."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
-    head = model._head
-
-    def watched(x: Any) -> Any:
-        logits = head(x)
-        on_gradient(logits, before_backward)
-        return logits
-
-    model._head = watched  # type: ignore[method-assign]  # replaced in this model only
+    model.cross_entropy.register_forward_pre_hook(
+        lambda module, inputs: on_gradient(inputs[0], before_backward)
+    )

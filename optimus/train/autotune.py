@@ -26,10 +26,10 @@ from optimus.distributed.world import World
 from optimus.errors import ConfigError, counted, one_line
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
-from optimus.parallel.dispatch import measure_dispatches
-from optimus.parallel.expert import dispatchers
+from optimus.parallel.dispatch_timing import time_dispatchers
+from optimus.parallel.expert import dispatched_experts, use_dispatcher
 from optimus.parallel.placement import share
-from optimus.parallel.recompute_cost import measure_recompute
+from optimus.parallel.recompute import measure_recompute
 from optimus.platform import dtype_of
 from optimus_kernels import backend
 from optimus_kernels.backend import Backend
@@ -367,9 +367,9 @@ def autotune_dispatch(
     recorded = _recorded_dispatch(config.parallel, train, stored)
     choice = choose_dispatch(device_type, train.deterministic, recorded)
     if choice is None:
-        experts = {id(p) for wired in dispatchers(model)[:1] for p in wired.experts.parameters()}
+        experts = {id(p) for layer in dispatched_experts(model)[:1] for p in layer.parameters()}
         states.gather([name for name, p in model.named_parameters() if id(p) in experts])
-        seconds = measure_dispatches(
+        seconds = time_dispatchers(
             model,
             (train.microbatch_size * train.seq_len, config.model.hidden_size),
             config.model.num_experts_per_tok,
@@ -382,8 +382,7 @@ def autotune_dispatch(
             min(seconds, key=lambda name: seconds[name]),
             f"{times} for a layer, forward and backward, on the slowest rank",
         )
-    for wired in dispatchers(model):
-        wired.dispatch = choice.name
+    use_dispatcher(model, choice.name)
     return choice
 
 
@@ -430,8 +429,8 @@ def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
     modules, train = config.recompute.modules, config.train
     if not modules:
         return ""
-    length = train.seq_len // model.sequence_shards
-    shape = (train.microbatch_size, length, config.model.hidden_size)
+    shares = groups.mesh.tp if config.parallel.sequence_parallel else 1
+    shape = (train.microbatch_size, train.seq_len // shares, config.model.hidden_size)
     cost = measure_recompute(model, shape, dtype_of(train.dtype), seed=groups.data.rank)
     layers = counted(len(model.blocks), "layer")
     return f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} of rank 0"

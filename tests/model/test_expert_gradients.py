@@ -36,11 +36,11 @@ def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, weights, torch.rand(TOKENS, held, generator=generator).topk(2).indices
 
 
-def one_backward(experts: Experts, number: int) -> list[Tensor]:
+def one_backward(experts: Experts, number: int, save_input_only: bool = False) -> list[Tensor]:
     """Gradients of x and of the routing weights."""
     x, weights, chosen = inputs(number, experts.down.dtype)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
-    out = experts(*leaves, chosen)
+    out = experts(*leaves, chosen, save_input_only)
     out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
     return [leaf.grad for leaf in leaves]
 
@@ -59,7 +59,7 @@ def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
 
 def straight(experts: Experts) -> list[Tensor]:
     sums = [torch.zeros(parameter.shape) for parameter in experts.parameters()]
-    experts.weight_grads = lambda: kernels.WeightGrads(*sums, add=True)
+    experts.write_gradients_to(lambda: kernels.WeightGrads(*sums, add=True))
     return sums
 
 
@@ -105,12 +105,11 @@ def test_what_waits_gives_the_same_bits(dtype, input_only, inner, owned, form, p
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)
     experts = make_experts(dtype, inner=inner)
-    experts.save_input_only = input_only
     memory = straight(experts) if owned else [torch.zeros_like(total) for total in sums]
     waiting = []
     for number in range(MICROBATCHES):
         with late_gradients.WeightGradients() as late:
-            found = one_backward(experts, number)
+            found = one_backward(experts, number, input_only)
         assert_same(found, of_inputs[2 * number : 2 * number + 2])
         waiting.append(late)
     assert not any(total.any() for total in memory)

@@ -8,9 +8,10 @@ import torch
 from optimus.distributed.collectives import Group
 from optimus.distributed.world import start_world
 from optimus.model.moe import Experts
+from optimus.model.transformer import Transformer
 from optimus.parallel import exchange
-from optimus.parallel.dispatch import measure_dispatches
-from optimus.parallel.expert import DISPATCHES, dispatchers, wire_expert_parallel
+from optimus.parallel.dispatch_timing import time_dispatchers
+from optimus.parallel.expert import DISPATCHERS, DispatchedExperts, ExpertParallel
 from tests.model.small import small_config
 
 D, E, K = 32, 12, 3
@@ -48,11 +49,11 @@ def through(experts: Experts, x, weights, chosen, grad) -> dict[str, torch.Tenso
     return {"out": out.detach(), "x": x.grad, "weights": weights.grad}
 
 
-def slice_of(experts: Experts, rank: int, size: int) -> Experts:
-    held = E // size
-    for parameter in experts.parameters():
-        parameter.data = parameter.data[rank * held : (rank + 1) * held].clone()
-    experts.first_expert = rank * held
+def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> DispatchedExperts:
+    experts, share = DispatchedExperts(small_config(**CONFIG), group, dispatcher), E // group.size
+    whole = dict(whole_experts(dtype).named_parameters())
+    for name, parameter in experts.named_parameters():
+        parameter.data = whole[name].data[group.rank * share : (group.rank + 1) * share].clone()
     return experts
 
 
@@ -87,16 +88,13 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
     torch.set_num_threads(1)
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
-    experts = slice_of(whole_experts(dtype), group.rank, group.size)
-    rows = []
-    experts_forward = experts.forward
+    experts, rows, forward = divided_experts(dtype, group, dispatch), [], Experts.forward
 
-    def counted(x, weights, chosen):
+    def counted(self, x, *rest, **options):
         rows.append(len(x))
-        return experts_forward(x, weights, chosen)
+        return forward(self, x, *rest, **options)
 
-    experts.forward = counted
-    wire_expert_parallel(torch.nn.Sequential(experts), group, dispatch)
+    Experts.forward = counted
     traffic, results = Traffic(), {}
     for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather takes equal T
         uneven = dispatch == "alltoall"
@@ -110,7 +108,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
     results = ranks(size, dispatched, dispatch, dtype, start_world=False)
@@ -164,16 +162,17 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str
 def measured() -> tuple[dict[str, float], list]:
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
-    experts = slice_of(whole_experts(torch.float32), group.rank, group.size)
-    model = torch.nn.Sequential(experts)
-    wire_expert_parallel(model, group, "alltoall")
-    times = measure_dispatches(model, (64, D), K, torch.float32, world.everyone, world.rank)
-    (one,) = dispatchers(model)
-    return times, [one.dispatch, [p.grad for p in experts.parameters()]]
+    model = Transformer(small_config(**CONFIG, num_layers=1))
+    ExpertParallel(group, "alltoall").apply(model)
+    experts = model.blocks["0"].mlp.experts
+    for parameter in experts.parameters():
+        parameter.data = torch.randn(E // group.size, *parameter.shape[1:])
+    times = time_dispatchers(model, (64, D), K, torch.float32, world.everyone, world.rank)
+    return times, [experts.dispatcher, [p.grad for p in experts.parameters()]]
 
 
 def test_measuring_is_agreed_and_leaves_no_trace(ranks):
     (times, left), other = ranks(2, measured, start_world=False)
     assert other == (times, left)
-    assert set(times) == set(DISPATCHES) and min(times.values()) > 0
+    assert set(times) == set(DISPATCHERS) and min(times.values()) > 0
     assert left == ["alltoall", [None, None]]

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from optimus.config import make_config
+from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
 from optimus.model.init import initialise_
 from optimus.parallel.apply import make_layout, place_parameters
+from optimus.parallel.expert import ExpertParallel
 from optimus.parallel.placement import materialise, whole_model
 from tests.helpers.tiny import DENSE, tiny_tree
 from tests.helpers.whole import put
@@ -75,6 +77,8 @@ def test_every_rank_starts_with_its_part_of_the_same_weights(mesh):
         place = mesh.place(rank)
         placements = place_parameters(whole_model(config.model), mesh, place)
         part = whole_model(config.model)
+        with torch.device("meta"):
+            ExpertParallel(Group(mesh.ep, place.ep), "allgather").apply(part)
         materialise(part, placements, torch.device("cpu"))
         initialise_(part, 3, placements)
         for name, parameter in part.named_parameters():

@@ -8,20 +8,28 @@ import torch
 from optimus.model.init import initialise_
 from optimus.model.late_gradients import WeightGradients
 from optimus.model.transformer import Transformer
-from optimus.parallel.pipeline.split import split_linears
-from optimus.parallel.recompute import switched_off, wire_recompute
-from optimus.parallel.recompute_cost import KeptBytes, measure_recompute
+from optimus.parallel.deferred_linear import DeferredLinears
+from optimus.parallel.recompute import (
+    KeptBytes,
+    Recompute,
+    measure_recompute,
+    recompute_disabled,
+)
 from optimus_kernels.experts_loop import extra_rows
 from tests.helpers.tiny import DENSE, VOCAB, tiny_config
 
 TOKENS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def make(modules: tuple[str, ...], dtype=torch.float32, **overrides) -> Transformer:
+def make(
+    modules: tuple[str, ...], dtype=torch.float32, defers: bool = False, **overrides
+) -> Transformer:
     model = Transformer(tiny_config("d", "r", **overrides).model)
+    Recompute(modules).apply(model)
+    if defers:
+        DeferredLinears().apply(model)
     initialise_(model, 4)
-    wire_recompute(model.to(dtype), modules)
-    return model
+    return model.to(dtype)
 
 
 def one_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
@@ -105,8 +113,7 @@ def test_a_norm_is_computed_once_more_for_all_who_use_its_output():
 def test_weight_gradients_that_are_put_off():
     expected = one_pass(make(()))[1]
     for modules in (("norm",), ("experts",), ("norm", "attention", "moe"), ("block",)):
-        model = make(modules)
-        split_linears(model)
+        model = make(modules, defers=True)
         terms = model.losses(TOKENS)
         with WeightGradients() as late:
             (terms.ce_sum + terms.aux + terms.z).backward()
@@ -119,7 +126,7 @@ def test_switched_off_and_without_gradient_nothing_is_computed_again():
     everything, _ = one_pass(make(()))
     for sparse in ("moe", "experts"):
         model = make(("norm", "attention", sparse))
-        with switched_off():
+        with recompute_disabled(model):
             assert one_pass(model)[0] == everything
         model.zero_grad()
         assert one_pass(model)[0] < everything

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.config import make_config
+from optimus.config import ModelConfig, make_config
 from optimus.model.layers import Embedding, RMSNorm
 from optimus.parallel.placement import share
 from optimus.parallel.tensor import (
     DividedRMSNorm,
+    TensorParallel,
     VocabularyParallelEmbedding,
-    Wiring,
-    vocabulary_parallel_cross_entropy,
+    VocabularyParallelLoss,
 )
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.worlds import everyone
@@ -32,7 +32,7 @@ def cross_entropy(scale: float) -> tuple[Tensor, Tensor]:
     group = everyone()
     start, stop = share(V, group.rank, group.size)
     logits = (numbers(0, N, V) * scale)[:, start:stop].clone().requires_grad_()
-    loss = vocabulary_parallel_cross_entropy(logits, TARGETS, group, start)
+    loss = VocabularyParallelLoss(group, start)(logits, TARGETS)
     (grad,) = torch.autograd.grad(loss, logits, torch.tensor(0.3))
     return loss.detach(), grad
 
@@ -51,8 +51,7 @@ def test_the_loss_over_a_divided_vocabulary(ranks, size, scale):
 
 def divided_norm() -> tuple[Tensor, Tensor, Tensor]:
     group = everyone()
-    norm = RMSNorm(D // group.size, 1e-5)
-    norm.__class__, norm.group = DividedRMSNorm, group
+    norm = DividedRMSNorm(D // group.size, 1e-5, group)
     columns = slice(*share(D, group.rank, group.size))
     norm.weight.data.copy_(numbers(1, D)[columns])
     x = numbers(0, N, D)[:, columns].clone().requires_grad_()
@@ -73,20 +72,18 @@ def test_a_norm_over_divided_heads(ranks):
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
 
 
-def _table(rows: int, padding: int) -> Embedding:
+def _config(padding: int) -> ModelConfig:
     model = make_config(tiny_tree("d", "r")).model
-    sizes = {"vocab_size": rows, "hidden_size": D, "pad_token_id": padding}
-    return Embedding(model.model_copy(update=sizes))
+    sizes = {"vocab_size": V, "hidden_size": D, "pad_token_id": padding}
+    return model.model_copy(update=sizes)
 
 
 def embedding(padding: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
     group = everyone()
     start, stop = share(V, group.rank, group.size)
-    table = _table(V, padding)
-    table.weight = torch.nn.Parameter(torch.empty(stop - start, D))
-    table.__class__ = VocabularyParallelEmbedding
-    table.wiring, table.first = Wiring(group, sequence_parallel), start
-    table.weight.data.copy_(numbers(0, V, D)[start:stop])
+    style = TensorParallel(group, sequence_parallel)
+    table = VocabularyParallelEmbedding(_config(padding), style, start)
+    table.weight = torch.nn.Parameter(numbers(0, V, D)[start:stop].clone())
     out = table(TARGETS.view(1, N))
     given = numbers(3, 1, N, D)
     if sequence_parallel:
@@ -98,7 +95,7 @@ def embedding(padding: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("padding", [-1, 0, 5, 10])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_an_embedding_of_a_divided_vocabulary(ranks, padding, sequence_parallel):
-    table = _table(V, padding)
+    table = Embedding(_config(padding))
     table.weight.data.copy_(numbers(0, V, D))
     out = table(TARGETS.view(1, N))
     (grad,) = torch.autograd.grad(out, table.weight, numbers(3, 1, N, D))

@@ -25,20 +25,20 @@ EP2 = {
 
 def run_measured(tree: dict) -> str:
     """Run with a real measurement whose result is then replaced; return the log."""
-    measure = autotune.measure_dispatches
+    measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
         seconds = measure(*arguments, **named)
         assert sorted(seconds) == ["allgather", "alltoall"] and min(seconds.values()) > 0
         return {"allgather": 0.25, "alltoall": 0.125}
 
-    autotune.measure_dispatches = measured
+    autotune.time_dispatchers = measured
     return told_by(tree)
 
 
 def run_unmeasured(tree: dict) -> str:
     """Run where a measurement would be an error; return the log."""
-    autotune.measure_dispatches = None
+    autotune.time_dispatchers = None
     return told_by(tree)
 
 
@@ -107,7 +107,7 @@ def model_on(device_type: str) -> SimpleNamespace:
 
 def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
     """Neither measures nor gathers states, which are missing."""
-    monkeypatch.setattr(autotune, "measure_dispatches", None)
+    monkeypatch.setattr(autotune, "time_dispatchers", None)
     groups = SimpleNamespace(mesh=Mesh(ep=2))
     for setting, expected in (("auto", "allgather"), ("alltoall", "alltoall")):
         settings = {

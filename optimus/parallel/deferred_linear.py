@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient can be put off, for schedules with I and W."""
+"""Linear layers whose weight gradient can be deferred, for schedules with I and W."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from optimus.model.late_gradients import later_or_now
+from optimus.model.transformer import Transformer
 
 
-class SplitLinear(nn.Linear):
-    """nn.Linear whose weight gradient can be put off. The bias's is cheap and comes at once."""
+class DeferredLinears:
+    """Style that lets every plain nn.Linear defer its weight gradient (experts always can)."""
+
+    def apply(self, model: Transformer) -> None:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    bias = child.bias is not None
+                    linear = DeferredLinear(child.in_features, child.out_features, bias)
+                    parent.register_module(name, linear)
+
+
+class DeferredLinear(nn.Linear):
+    """nn.Linear that can defer its weight gradient. The bias's is cheap and is computed at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
@@ -45,10 +58,3 @@ class _Linear(torch.autograd.Function):
         grad_weight = later_or_now(weight, weight_gradient) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias
-
-
-def split_linears(model: nn.Module) -> None:
-    """Make every nn.Linear of `model` put off its weight gradient where it is asked to."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = SplitLinear

@@ -1,0 +1,124 @@
+"""Parallelism reaches a model through one extension point: styles that replace modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimus.config import make_config
+from optimus.distributed.groups import plan_groups
+from optimus.distributed.mesh import Mesh
+from optimus.model.transformer import Transformer
+from optimus.parallel.apply import build_model, make_layout
+from tests.helpers.tiny import DENSE, tiny_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("optimus/parallel", "optimus/rank")
+OWNERS = ("self", "ctx")
+"""Objects to whose attributes code assigns: its instance and autograd's context."""
+SWAPS = ("__class__", "forward")
+CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
+"""Other ways to change a module. Pre-hooks of segments, in `rank`, observe and change nothing."""
+PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
+
+
+def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
+    """Return a line for each statement that changes an object whose class does not contain it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in SWAPS or owner not in OWNERS:
+                yield f"line {node.lineno}: {ast.unparse(node)} = ..."
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in calls:
+                yield f"line {node.lineno}: {name}(...)"
+        elif isinstance(node, ast.Attribute) and node.attr == "__dict__":
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_nothing_is_assigned_to_a_module_from_outside(folder):
+    calls = PARALLEL_CALLS if folder == "optimus/parallel" else CALLS
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line in changes_from_outside(path.read_text(encoding="utf-8"), calls)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "linear.__class__ = RowLinear",
+        "self.__class__ = RowLinear",
+        "module.forward = run",
+        "self.forward = run",
+        "model.embed, x = None, 1",
+        "block.mlp.experts.first_expert = 3",
+        "module.size += 1",
+        "del block.mlp",
+        "setattr(module, name, value)",
+        "object.__setattr__(module, name, value)",
+        "vars(module).update(other)",
+        "module.__dict__['forward'] = run",
+        "module.register_forward_hook(hook)",
+        "module.register_forward_pre_hook(hook)",
+    ],
+)
+def test_planted_change_is_detected(text):
+    assert list(changes_from_outside(text, PARALLEL_CALLS))
+
+
+def test_assignments_to_own_attributes_pass():
+    text = "class A:\n def f(self, ctx, x):\n  self.x = ctx.x = x\n  x[0] = 1\n  y: int = 1"
+    assert not list(changes_from_outside(text, PARALLEL_CALLS))
+
+
+LAYOUTS = [
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
+    {"tp": 2, "pp": 2, "schedule": "zb-h1"},
+    {"ep": 2, "pp": 2},
+    {"tp": 2, "dense": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_styles_keep_names_order_and_types(layout):
+    """Parameters of all ranks have the names and order of the whole model, and each module is of
+    the type that it replaces."""
+    sizes = {f"parallel__{key}": value for key, value in layout.items() if key != "dense"}
+    recompute = {"recompute__modules": ["norm", "attention"]}
+    config = make_config(
+        tiny_tree("d", "r", **sizes, **recompute, **(DENSE if "dense" in layout else {}))
+    )
+    mesh = Mesh(**{axis: layout.get(axis, 1) for axis in ("pp", "dp", "ep", "tp")})
+    with torch.device("meta"):
+        whole = Transformer(config.model)
+    order = [name for name, _ in whole.named_parameters()]
+    types = {name: type(module) for name, module in whole.named_modules()}
+    for rank in range(mesh.world_size):
+        groups = plan_groups(mesh, rank)
+        rank_layout = make_layout(config, mesh, mesh.place(rank), num_microbatches=4)
+        model = build_model(config, rank_layout, groups, torch.device("meta"))
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name in order if name in set(names)]
+        assert set(names) == set(rank_layout.placements)
+        for name, module in model.named_modules():
+            assert isinstance(module, types[name]), name
+
+
+def test_a_single_rank_has_the_plain_model():
+    config = make_config(tiny_tree("d", "r"))
+    groups, layout = plan_groups(Mesh(), 0), make_layout(config, Mesh(), Mesh().place(0), 4)
+    model = build_model(config, layout, groups, torch.device("meta"))
+    modules = [type(module).__module__ for module in model.modules()]
+    assert all(name.startswith(("optimus.model.", "torch.nn.")) for name in modules)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert isinstance(model, nn.Module)
