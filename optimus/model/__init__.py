@@ -1,1 +1,1 @@
-"""The decoder: OLMo (dense) or OLMoE (sparse) by configuration. No process group is known here."""
+"""The decoder in plain PyTorch: OLMo (dense) or OLMoE (sparse) by configuration."""

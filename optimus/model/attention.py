@@ -18,11 +18,11 @@ from optimus.model.rope import rotate
 
 
 class Attention(nn.Module):
-    """x [B, S, D] -> [B, S, D].
+    """Causal self-attention: x [B, S, D] -> [B, S, D].
 
-    OLMoE norms q and k over the whole projection (all heads at once), before clipping and rotation.
-    The number of heads is read off the projections' width, so that a module that holds a slice of
-    the heads is this same module.
+    OLMoE normalises q and k over the whole projection (all heads at once), before clipping and
+    rotation. The number of heads follows from the width of the projections, so that this class also
+    computes a slice of the heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -43,7 +43,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> Tensor:
-        """`documents`: lengths as from `document_lengths`; None: one document a sequence."""
+        """Attend within each sequence, or within each document.
+
+        Args:
+            x: [B, S, D].
+            rope: cosines and sines from `Rotary`.
+            documents: lengths from `document_lengths`; None for one document a sequence.
+        """
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
@@ -51,10 +57,11 @@ class Attention(nn.Module):
             q, k, v = (projected.clamp(-self.clip, self.clip) for projected in (q, k, v))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
-        return self.o_proj(self.mix(q, k, v, documents).flatten(-2))
+        return self.o_proj(self.attend(q, k, v, documents).flatten(-2))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
-        """What passes from token to token: q [B, S, H, C], k and v [B, S, G, C] -> [B, S, H, C]."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
+        """Return scaled dot-product attention: q [B, S, H, C], k and v [B, S, G, C] ->
+        [B, S, H, C]."""
         if documents is not None:
             return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
@@ -62,15 +69,16 @@ class Attention(nn.Module):
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
-    """Lengths of the documents along the flattened document_ids [B, S]; they add up to B*S.
+    """Return the lengths of the documents along the flattened document_ids [B, S]; their sum is
+    B*S.
 
-    A document begins where the id changes, and with every sequence. Ids on the CPU cost no wait for
-    a device.
+    A document begins where the id changes, and with every sequence. Ids on the CPU need no
+    synchronisation with a device.
     """
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    places = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]
-    return [stop - start for start, stop in itertools.pairwise(places)]
+    bounds = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,12 +90,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
     """Block-diagonal causal attention: q [B, S, H, C], k and v [B, S, G, C] -> [B, S, H, C].
 
-    One fused call a document, so that what the mask forbids is not computed: the cost is the sum
-    of L^2, not S^2, and no [S, S] mask exists (docs/benchmarks/document_mask.md).
+    One fused call for each document, so that masked scores are not computed: the cost is the sum of
+    L^2, not S^2, and there is no [S, S] mask (docs/benchmarks/document_mask.md).
     """
-    parts = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
-    mixed = [
-        _causal(*(heads.transpose(0, 1).unsqueeze(0) for heads in part)).squeeze(0).transpose(0, 1)
-        for part in parts
+    by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
+    outputs = [
+        _causal(*(heads.transpose(0, 1).unsqueeze(0) for heads in qkv)).squeeze(0).transpose(0, 1)
+        for qkv in by_document
     ]
-    return torch.cat(mixed).view_as(q)
+    return torch.cat(outputs).view_as(q)

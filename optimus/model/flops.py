@@ -1,4 +1,4 @@
-"""How many parameters a model has and how many operations a token takes, without building it."""
+"""Numbers of parameters and of floating-point operations of a model, without building it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Parameters in all, and those a token passes through: K of E experts, everything else.
+    """Count all parameters, and the active ones of a token: K of E experts, everything else.
 
-    Counted on the meta device, with one layer standing for all that have as many experts:
-    milliseconds for the largest.
+    The count uses the meta device and one layer for all layers with the same number of experts;
+    the largest models take milliseconds.
     """
-    import torch  # here, so that a launcher can count operations without it
+    import torch  # not at the top, so that a launcher can count operations without torch
 
     from optimus.model.moe import FastSparseMoE
     from optimus.model.transformer import Block, Transformer
@@ -38,18 +38,21 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward and backward FLOPs of one token in a sequence of `seq_len` (CONTRACT.md, "Words").
+    """Return the forward and backward FLOPs of one token in a sequence of `seq_len` tokens
+    (CONTRACT.md, "Words").
 
-    Two a multiply-add and three times forward; matrix products of active parameters, and attention
-    scores over the whole square as PaLM counts them (arXiv 2204.02311, appendix B), since kernels
-    differ in how much of the causal half they skip. Look-ups, norms and recomputation are left out.
+    A multiply-add counts 2, forward and backward 3 times forward. Matrix products of active
+    parameters count, and attention scores over the whole square as PaLM counts them (arXiv
+    2204.02311, appendix B), since kernels differ in how much of the causal half they skip.
+    Look-ups, norms and recomputation do not count.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     return 3.0 * 2.0 * (layers + head_multiply_adds(config))
 
 
 def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
-    """Forward multiply-adds of one token in layer `number`, counted as `flops_per_token` does."""
+    """Return the forward multiply-adds of one token in layer `number`, counted as
+    `flops_per_token` does."""
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
@@ -63,7 +66,7 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
-    """Forward multiply-adds of one token in the output head."""
+    """Return the forward multiply-adds of one token in the output head."""
     return config.hidden_size * config.vocab_size
 
 

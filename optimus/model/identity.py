@@ -1,4 +1,4 @@
-"""Whether two configurations describe the same function of the same weights."""
+"""Comparison of model configurations: do two compute the same logits from the same weights?"""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ FREE_IN_LOGITS = {
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
-    """The first field in which the two compute other logits, and both its values; None if none.
+    """Return the first field that makes the logits differ, with both its values; None without one.
 
-    Derived values stand in for 0, so that an explicit `num_key_value_heads` equals a derived one.
+    Derived values replace 0, so that an explicit `num_key_value_heads` equals a derived one.
     """
     for key in ModelConfig.model_fields:
-        one, other = setting(ours, key), setting(theirs, key)
-        if one != other and not (key in FREE_IN_LOGITS and not _matters(ours, key)):
-            return key, one, other
+        our_value, their_value = setting(ours, key), setting(theirs, key)
+        is_free = key in FREE_IN_LOGITS and not _matters(ours, key)
+        if our_value != their_value and not is_free:
+            return key, our_value, their_value
     return None
 
 
 def _matters(config: ModelConfig, key: str) -> bool:
-    """`dynamic` stretching is the one reader of the longest context."""
+    """Return whether a field of FREE_IN_LOGITS changes logits after all: only `dynamic` scaling
+    reads the longest context."""
     scaling = config.rope_scaling
     return key == "max_position_embeddings" and scaling is not None and scaling.type == "dynamic"
 
 
 def setting(config: ModelConfig, key: str) -> object:
-    """A field's value, in its shortest form and with 0 as what it is derived to."""
+    """Return a field's value in its shortest form, with the derived value in place of 0."""
     if key == "num_key_value_heads":
         return config.num_kv_heads
     if key == "head_dim":

@@ -2,7 +2,7 @@
 
 Every parameter, and every expert of a merged one, draws from its own generator seeded by (seed,
 global name, expert number). Order of construction, number of ranks, threads and devices make no
-difference: a rank that holds some blocks or experts gets exactly its part of the whole model.
+difference: a rank with some blocks or experts gets exactly their weights in the whole model.
 """
 
 from __future__ import annotations
@@ -25,65 +25,72 @@ _CUT = 3.0  # standard deviations
 _BLOCK = 1 << 20
 
 
-class Part(Protocol):
-    """What a rank holds of a parameter."""
+class ParamSlice(Protocol):
+    """A rank's slice of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's part."""
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a tensor of that shape."""
 
-    def of_one(self) -> Part:
-        """The same for one entry of the first dim, such as an expert."""
+    def of_entry(self) -> ParamSlice:
+        """Return the slice of one entry of the first dim, such as an expert."""
 
 
-def initialise_(model: nn.Module, seed: int, parts: Mapping[str, Part] | None = None) -> None:
-    """Fill all parameters in place: norm weights 1, biases 0, the rest a normal of standard
-    deviation `init_std` cut at three of them, as OLMoE does; that of the embedding is
-    `embedding_init_std` where it is set. A padding token's row is 0.
+def initialise_(
+    model: nn.Module, seed: int, slices: Mapping[str, ParamSlice] | None = None
+) -> None:
+    """Fill all parameters in place.
 
-    `model` is a Transformer or some ranks' part of one; `parts` names what it holds where
-    parameters are divided.
+    Norm weights are 1, biases 0; the rest is normal with standard deviation `init_std`, cut at
+    three deviations, as OLMoE does; that of the embedding is `embedding_init_std` where it is set.
+    A padding token's row is 0.
+
+    Args:
+        model: a Transformer, or a rank's share of one.
+        seed: `train.seed`.
+        slices: by name, the rank's slices of divided parameters.
     """
     config = model.config
     assert isinstance(config, ModelConfig)
-    std, parts = config.init_std, parts or {}
+    std, slices = config.init_std, slices or {}
     with torch.no_grad():
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 full_name = f"{prefix}.{name}"
-                part = parts.get(full_name) or _Whole(parameter.shape)
+                rank_slice = slices.get(full_name) or _Whole(parameter.shape)
                 if isinstance(module, Experts):
-                    one = part.of_one()
+                    entry = rank_slice.of_entry()
                     for expert, target in enumerate(parameter, start=module.first_expert):
-                        target.copy_(one.take(draw(one.shape, std, seed, full_name, expert)))
+                        whole = draw(entry.shape, std, seed, full_name, expert)
+                        target.copy_(entry.slice_of(whole))
                 else:
                     is_embedding = isinstance(module, Embedding)
-                    width = config.embedding_init_std if is_embedding else 0.0
-                    _fill(module, name, parameter, part, width or std, seed, full_name)
+                    own_std = config.embedding_init_std if is_embedding else 0.0
+                    _fill(module, name, parameter, rank_slice, own_std or std, seed, full_name)
 
 
 class _Whole:
-    """A parameter that a rank holds whole."""
+    """The slice of a parameter that is not divided."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = tuple(shape)
 
-    def take(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         return whole
 
-    def of_one(self) -> _Whole:
+    def of_entry(self) -> _Whole:
         return _Whole(torch.Size(self.shape[1:]))
 
 
 def draw(
     shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
 ) -> Tensor:
-    """A parameter's initial value in fp32 on the CPU, of the shape it has in the whole model.
+    """Return a parameter's initial value, fp32 on the CPU, with its shape in the whole model.
 
-    A rank that holds a slice of a parameter draws it whole and keeps its slice.
+    A rank with a slice of a parameter draws the whole and keeps its slice.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()
@@ -91,7 +98,7 @@ def draw(
     source = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     out = torch.empty(math.prod(shape), dtype=torch.float32)
     bound = math.erf(_CUT / math.sqrt(2))
-    for block in out.split(_BLOCK):  # uniform on what the normal's erf takes between the cuts
+    for block in out.split(_BLOCK):  # uniform over the range of the normal's erf between the cuts
         source.random(dtype=np.float32, out=block.numpy())
         block.mul_(2).sub_(1).mul_(bound).erfinv_().mul_(std * math.sqrt(2))
     return out.clamp_(-_CUT * std, _CUT * std).view(shape)
@@ -101,7 +108,7 @@ def _fill(
     module: nn.Module,
     name: str,
     parameter: Tensor,
-    part: Part,
+    rank_slice: ParamSlice,
     std: float,
     seed: int,
     full_name: str,
@@ -113,7 +120,7 @@ def _fill(
     else:
         known = isinstance(module, (nn.Linear, Embedding, Router))
         assert known, f"no initial value is known for {full_name}"
-        whole = draw(part.shape, std, seed, full_name)
+        whole = draw(rank_slice.shape, std, seed, full_name)
         if isinstance(module, Embedding) and module.padding >= 0:
             whole[module.padding] = 0
-        parameter.copy_(part.take(whole))
+        parameter.copy_(rank_slice.slice_of(whole))

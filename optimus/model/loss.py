@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Elements of one fp32 working block. On a CPU it should stay in cache: at 2048 x 4096 this takes
+# Elements of one fp32 working block. On a CPU it should fit the cache: at 2048 x 4096 it takes
 # 0.58 (fp32) and 0.37 (bf16) of the time of torch's cross_entropy, at 2048 x 50304 0.7 and 0.57.
 # On an accelerator fewer, larger launches are better.
 _BLOCK_CPU = 1 << 18
@@ -26,10 +26,14 @@ class CrossEntropy(nn.Module):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over targets of logsumexp(logits) - logits[target], an fp32 scalar in nats.
+    """Return the sum over targets of logsumexp(logits) - logits[target], an fp32 scalar in nats.
 
-    logits [N, V] in any float dtype are widened to fp32 block by block; targets [N] int64. Only the
-    logits and one number a row are kept for backward, whose result has the logits' dtype.
+    Logits are widened to fp32 block by block. Only the logits and one number a row are kept for
+    backward; the gradient has the dtype of the logits.
+
+    Args:
+        logits: [N, V] in any float dtype.
+        targets: int64 [N].
     """
     return _CrossEntropySum.apply(logits, targets)
 
@@ -60,7 +64,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Rows [N, V] whose fp32 copies are small."""
+    """Return blocks of rows of logits [N, V] whose fp32 copies are small."""
     elements = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
     step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]

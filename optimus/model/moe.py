@@ -1,9 +1,11 @@
 """FastSparseMoE: dropless mixture of experts over merged weights (Optimus paper, section 3.1).
 
-Dims: T tokens, D hidden, F intermediate of an expert, E experts held here, K experts per token.
+Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
+token.
 
-The paper's stages: token communication wraps `Experts` from outside (`optimus.parallel`), counting
-and index generation are the op `route`, expert computation and output reduction the op `experts`.
+The paper's stages: token communication is a subclass of `Experts` (`optimus.parallel.expert`),
+counting and index generation are the op `route`, expert computation and output reduction the op
+`experts`.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from torch import Tensor, nn
 
 import optimus_kernels as kernels
 from optimus.config import ModelConfig
-from optimus.model import late_gradients
+from optimus.model import deferred_gradients
 from optimus.model.router import Router, Routing
 
 
 class FastSparseMoE(nn.Module):
-    """x [..., D] -> (sum over a token's K experts of weight * expert(x), Routing)."""
+    """Mixture: x [..., D] -> (sum over a token's K experts of weight * expert(x), Routing)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,10 +45,10 @@ class FastSparseMoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts with merged weights, laid out as transformers 5 does.
+    """SwiGLU experts with merged weights, laid out as in transformers 5.
 
-    gate_up [E, 2F, D] holds each expert's gate rows above its up rows; down is [E, D, F]. Expert
-    number `first_expert` is the first one held; slots routed to experts outside add nothing.
+    gate_up [E, 2F, D] has each expert's gate rows above its up rows; down is [E, D, F]. The experts
+    are those from number `first_expert` on; slots routed to other experts add nothing.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,16 +69,22 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """x [T, D], weights [T, K] of x's dtype, chosen int64 [T, K] -> [T, D].
+        """Return the weighted sum of the chosen experts of each token, [T, D] in the dtype of x.
 
-        `save_input_only`: compute the pre-activation again in backward instead of keeping it.
+        Under autocast products are in its dtype, as for a linear layer.
 
-        Raises ValueError or TypeError naming shapes, dtypes or devices that do not match. With
-        OPTIMUS_KERNELS_DEBUG=1 numbers that no expert has are refused; otherwise they add nothing.
-        Under autocast products are in its dtype, as for a linear layer, and the result in x's.
+        Args:
+            x: [T, D].
+            weights: [T, K] in the dtype of x.
+            chosen: numbers of the experts, int64 [T, K].
+            save_input_only: compute the pre-activation again in backward instead of keeping it.
+
+        Raises:
+            ValueError, TypeError: shapes, dtypes or devices do not match; with
+                OPTIMUS_KERNELS_DEBUG=1 also for numbers that no expert has, which otherwise add
+                nothing.
         """
-        held = self.gate_up.shape[0]
-        rows = kernels.route(chosen, self.first_expert, held, of=self.num_experts)
+        rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(
             x,
             weights,
@@ -84,29 +92,30 @@ class Experts(nn.Module):
             self.down,
             rows,
             save_input_only=save_input_only,
-            weight_grads=self._destination if self._may_choose() else None,
+            weight_grads=self._destination if self._may_write() else None,
         )
 
-    def _may_choose(self) -> bool:
+    def _may_write(self) -> bool:
         trained = self.gate_up.requires_grad and self.down.requires_grad
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Of a backward's weight gradients: asked in it, since its schedule decides."""
-        late = late_gradients.in_force()
-        if late is not None:
+        """Return the destination of a backward's weight gradients; called in the backward, since
+        the schedule decides."""
+        deferred = deferred_gradients.active_deferral()
+        if deferred is not None:
             weights = (self.gate_up, self.down)
-            return lambda work: late.put_off(partial(self._compute, work), *weights)
+            return lambda work: deferred.defer(partial(self._compute, work), *weights)
         return None if self._weight_grads is None else self._weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:
-        """Weight gradients that were put off."""
+        """Compute deferred weight gradients."""
         if self._weight_grads is not None:
             work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):
-                late_gradients.run_hooks(weight)
+                deferred_gradients.run_hooks(weight)
             return
         gate_up, down = (torch.empty_like(weight) for weight in (self.gate_up, self.down))
         work.compute(kernels.WeightGrads(gate_up, down, add=False))
-        late_gradients.accumulate(self.gate_up, gate_up)
-        late_gradients.accumulate(self.down, down)
+        deferred_gradients.accumulate(self.gate_up, gate_up)
+        deferred_gradients.accumulate(self.down, down)

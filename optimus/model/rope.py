@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) and the stretchings Hugging Face names.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with the scalings that Hugging Face names.
 
-Dims: B batch, S sequence, H heads, C head_dim. A head's first and second half are the pairs that
-are rotated together, as in transformers. Angles are fp32 whatever the model's dtype.
+Dims: B batch, S sequence, H heads, C head_dim. A rotated pair has one element of a head's first
+half and one of its second, as in transformers. Angles are fp32 for every dtype of the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from optimus.config.sections import RopeScaling
 class Rotary(nn.Module):
     """Cosines and sines for a sequence length: S -> two tensors [S, C/2] in fp32.
 
-    Tables are kept outside the module's state: casting the model must not round them, and a model
-    built on the meta device has nothing to fill.
+    The tables are not part of the module's state: casting the model does not round them, and a
+    model built on the meta device needs no values for them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,12 +45,13 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of x [B, S, H, C] by its position's angle, in fp32; the dtype is x's."""
+    """Rotate each pair of x [B, S, H, C] by the angle of its position, computed in fp32; the result
+    has the dtype of x."""
     return _Rotate.apply(x, *table)
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation backwards; nothing but the table is saved."""
+    """Rotation whose gradient is the rotation backwards; only the table is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Radians per token of each pair, fp32 [C/2], and the factor on cosines and sines."""
+    """Return radians per token of each pair, fp32 [C/2], and the factor on cosines and sines."""
     dim, scaling, theta = config.head_size, config.rope_scaling, config.rope_theta
     if scaling is None:
         return _plain(theta, dim), 1.0
@@ -95,7 +96,8 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide slow frequencies by the factor, keep fast ones, blend between by turns per context."""
+    """Divide low frequencies by the factor, keep high ones, and blend between them by turns per
+    context."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -103,7 +105,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """YaRN (arXiv 2309.00071): the blend is linear in the pair's number, between two bounds."""
+    """Return YaRN's frequencies (arXiv 2309.00071): the blend is linear in the pair's number,
+    between two bounds."""
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:
@@ -116,7 +119,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """The (fractional) pair that makes this many turns over the original context."""
+    """Return the (fractional) number of the pair that makes this many turns over the original
+    context."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

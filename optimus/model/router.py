@@ -1,7 +1,7 @@
-"""Which experts a token goes to, with which weights, and how unevenly.
+"""Router: the experts and weights of each token, and the auxiliary losses of their balance.
 
-A way to choose is a function of the probabilities alone: add one to `CHOICES` under the name that
-`model.router` is to have.
+A choice of experts is a function of the probabilities: to add one, put it into `CHOICES` under its
+name in `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -19,31 +19,31 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """What one layer's router says of one microbatch; auxiliary losses are made from it."""
+    """Statistics of one layer's router for one microbatch, from which auxiliary losses are made."""
 
     counts: Tensor
-    """int64 [E]: rows sent to each expert; they sum to T*K."""
+    """int64 [E]: rows sent to each expert; the sum is T*K."""
     mean_prob: Tensor
-    """fp32 [E]: the softmax averaged over tokens. Carries gradient."""
+    """fp32 [E]: the softmax averaged over tokens. Has a gradient."""
     z: Tensor
-    """fp32 scalar: mean over tokens of logsumexp(logits)^2. Carries gradient."""
+    """fp32 scalar: mean over tokens of logsumexp(logits)^2. Has a gradient."""
 
     def balance(self) -> Tensor:
-        """OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e, 1 when balanced; f_e is the share
-        of rows sent to expert e, P_e its mean probability."""
+        """Return the load-balancing loss in OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e,
+        1 when balanced; f_e is the share of rows sent to expert e, P_e its mean probability."""
         shares = self.counts / self.counts.sum().clamp(min=1)
         return len(shares) * (shares * self.mean_prob).sum()
 
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable experts of each token, largest first."""
+    """Choose the k most probable experts of each token, largest first."""
     return probs.topk(k, dim=-1)
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Forced uniform routing: token t of the microbatch, slot j -> expert (t*k + j) mod E. Experts
-    get equally many rows, up to one, whatever the probabilities, which still train (CONTRACT.md,
-    "Loss")."""
+    """Choose expert (t*k + j) mod E for slot j of token t of the microbatch (forced uniform
+    routing). Numbers of rows of two experts differ by one at most, whatever the probabilities,
+    which still train (CONTRACT.md, "Loss")."""
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
     chosen = slots.remainder_(experts)
@@ -51,15 +51,15 @@ def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Probabilities fp32 [T, E] and K -> the chosen ones' [T, K] and their experts, int64 [T, K], no
-expert twice for a token."""
+"""Probabilities fp32 [T, E] and K -> probabilities [T, K] and numbers, int64 [T, K], of the chosen
+experts, none twice for a token."""
 
 CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 
 
 class Router(nn.Module):
-    """A linear layer, softmax in fp32, a choice: x [T, D] -> weights [T, K], experts int64 [T, K],
-    Routing. Weights have x's dtype. T are the tokens of one microbatch of one data rank."""
+    """A linear layer, softmax in fp32, a choice: x [T, D] -> weights [T, K] in the dtype of x,
+    experts int64 [T, K], Routing. T are the tokens of one microbatch of one data rank."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Router(nn.Module):
         weights, experts = self.choose(probs, self.top_k)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        tokens = max(1, len(x))  # no token at all: zeros rather than NaN
+        tokens = max(1, len(x))  # without tokens the means are 0, not NaN
         routing = Routing(
             counts=torch.zeros(len(self.weight), dtype=torch.int64, device=x.device).scatter_add_(
                 0, experts.flatten(), torch.ones_like(experts).flatten()
@@ -88,10 +88,14 @@ class Router(nn.Module):
 def layer_losses(
     config: ModelConfig, routings: Sequence[Routing]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Load-balancing and z-losses of each layer given, fp32 [layers], and its counts.
+    """Return load-balancing losses and z-losses, each fp32 [layers], and counts by layer.
 
-    Their sums divided by the number of layers with experts are the losses; a pipeline stage has
-    its layers' share. transformers' form has one value for all layers together.
+    The sums over layers divided by the number of layers with experts are the losses; a pipeline
+    stage has the share of its layers. The Hugging Face form has one value for all layers.
+
+    Args:
+        config: the model's.
+        routings: one for each layer with experts, in order.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
@@ -104,9 +108,10 @@ def layer_losses(
 
 
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
-    """transformers' form: layers are pooled before the product, and f_e is K times larger.
+    """Return the load-balancing loss in the form of transformers: layers are pooled before the
+    product, and f_e is K times larger.
 
-    It couples all layers, so it is for parity on one stage only.
+    It couples all layers, so it needs all of them on one stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

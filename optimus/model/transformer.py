@@ -1,4 +1,4 @@
-"""The decoder: OLMo or OLMoE by configuration.
+"""Transformer: the decoder of OLMo and OLMoE.
 
 Dims: B batch (sequences), S sequence, T tokens (B*S), D hidden, V vocabulary, E experts.
 """
@@ -22,12 +22,12 @@ from optimus.model.router import Routing, layer_losses
 
 
 class LossTerms(NamedTuple):
-    """One microbatch's contributions to the objective, unscaled."""
+    """Terms of the objective of one microbatch, before their coefficients."""
 
     ce_sum: Tensor
     """fp32 scalar: cross-entropy summed over the targets, in nats."""
     num_targets: int
-    """B * (S-1): the targets inside the instances."""
+    """B * (S-1): the targets inside the sequences."""
     aux: Tensor
     """fp32 scalar: load-balancing loss, averaged over MoE layers; 0 for a dense model."""
     z: Tensor
@@ -38,7 +38,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, D] -> [B, S, D], Routing if sparse."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """`config` is that of one layer (`ModelConfig.layer`)."""
+        """Build the block from the configuration of its layer (`ModelConfig.layer`)."""
         super().__init__()
         self.config = config
         self.attention_norm = make_norm(config)
@@ -75,18 +75,20 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens int64 [B, S] -> logits [B, S, V] in the parameters' dtype.
+    """Decoder: tokens int64 [B, S] -> logits [B, S, V] in the dtype of the parameters.
 
-    Weights are not set by construction: call `optimus.model.init.initialise_` or load some. Build
-    large models under `torch.device("meta")` and place them with `to_empty`.
+    The constructor does not set weights: call `optimus.model.init.initialise_` or load some. Build
+    large models under `torch.device("meta")`.
 
-    The steps of `forward` and `losses` are methods of their own and blocks are keyed by their
-    global number, so that a pipeline stage is this model with the other stages' blocks deleted.
+    The steps of `forward` and `losses` are separate methods and blocks are keyed by their global
+    number, so that a pipeline stage is this model without the other stages' modules
+    (`keep_stages`).
 
     `document_ids` [B, S], of any integer dtype and best on the CPU, divide sequences into documents
-    that do not see each other: a document begins where the id changes (CONTRACT.md, "Data set").
-    Positions run on through the sequence. Rotary embedding is relative, so a document gives what it
-    gives alone, up to rounding (but for rope_scaling = dynamic, which looks at the whole length).
+    that do not attend to each other: a document begins where the id changes (CONTRACT.md, "Data
+    set"). Positions count through the sequence. Rotary embedding is relative, so a document gets
+    the logits that it gets alone, up to rounding (except for rope_scaling = dynamic, which depends
+    on the length of the sequence).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -109,7 +111,7 @@ class Transformer(nn.Module):
         return self.logits(x)
 
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
-        """The loss of predicting tokens[:, 1:] from what precedes them (CONTRACT.md, "Loss").
+        """Return the loss of predicting tokens[:, 1:] from the tokens before (CONTRACT.md, "Loss").
 
         The first token of a document counts too, predicted from the document before it.
         """
@@ -123,8 +125,16 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         layers: Collection[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """x [B, S, D] through the blocks of these layers (None: all that are here), with what
-        their routers said."""
+        """Run blocks.
+
+        Args:
+            x: [B, S, D].
+            document_ids: as for the class.
+            layers: numbers of the layers to run; None for all in this model.
+
+        Returns:
+            [B, S, D], and the routings of the layers with experts.
+        """
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
@@ -137,31 +147,35 @@ class Transformer(nn.Module):
         return x, routings
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., D] from the last block -> [..., V]."""
+        """Return logits [..., V] for the last block's output [..., D]."""
         return self._head(self.final_norm(x))
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
-        """x [B, S, D] from the last block -> [B, V], the logits of the token after `position`."""
-        return self._head(self.final_norm(x)[:, position])  # the norm may gather the sequence
+        """Return the logits [B, V] of the token after `position`, for the last block's output
+        [B, S, D]."""
+        # The norm comes before the slice: with sequence parallelism it gathers the sequence.
+        return self._head(self.final_norm(x)[:, position])
 
     def _head(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)
         weight: Tensor = self.embed.weight
         if self._tied_head is not None:
-            assert self._tied_head.data_ptr() == weight.data_ptr(), "separate_tied_uses() again"
+            same = self._tied_head.data_ptr() == weight.data_ptr()
+            assert same, "the embedding has moved: call separate_tied_uses() again"
             weight = self._tied_head
         return F.linear(x, weight)
 
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
-        """Cross-entropy of x [B, S, D] from the last block, summed, and its number of targets."""
+        """Return the summed cross-entropy of the last block's output x [B, S, D], in nats, and the
+        number of targets."""
         targets = tokens[:, 1:]
-        x = self.final_norm(x)  # before the cut: its result may be gathered along the sequence
+        x = self.final_norm(x)  # before the slice: with sequence parallelism it gathers
         logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """aux and z as in LossTerms; a stage's share where it holds some blocks."""
+        """Return `aux` and `z` of LossTerms; the share of a stage that has some of the blocks."""
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
@@ -190,28 +204,29 @@ class Transformer(nn.Module):
             self.head = None
 
     def readers(self) -> Iterator[tuple[nn.Module, list[str]]]:
-        """The modules that a forward pass here calls one after the other, each with the names of
-        all parameters that it reads; the final norm also with what is read behind it."""
-        behind = ("final_norm.", "head.") + (("embed.",) if self.config.tie_embeddings else ())
-        parts: list[tuple[nn.Module | None, tuple[str, ...]]] = [(self.embed, ("embed.",))]
-        parts += [(block, (f"blocks.{number}.",)) for number, block in self.blocks.items()]
+        """Return the modules that a forward pass calls one after the other, each with the names of
+        all parameters that it reads; the final norm also with those of the head."""
+        last = ("final_norm.", "head.") + (("embed.",) if self.config.tie_embeddings else ())
+        readers: list[tuple[nn.Module | None, tuple[str, ...]]] = [(self.embed, ("embed.",))]
+        readers += [(block, (f"blocks.{number}.",)) for number, block in self.blocks.items()]
         names = [name for name, _ in self.named_parameters()]
-        for module, prefixes in [*parts, (self.final_norm, behind)]:
+        for module, prefixes in [*readers, (self.final_norm, last)]:
             if module is not None:
                 yield module, [name for name in names if name.startswith(prefixes)]
 
     def separate_tied_uses(self) -> None:
-        """Give the head's use of tied embeddings a leaf of its own over the same storage.
+        """Give the head's use of tied embeddings a separate leaf over the same storage.
 
         Each use then has its own gradient, and they can be added in one order on every layout
-        (CONTRACT.md, "Deterministic mode"). Call it once the weights have their place; casting and
-        moving the model afterwards keeps it. Whoever clears or reduces gradients minds `tied_uses`.
+        (CONTRACT.md, "Deterministic mode"). Call it after the weights have their storage; casting
+        and moving the model afterwards repeats it. Code that clears or reduces gradients must
+        include those of `tied_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
-        """The separate leaves by name: {} if untied or before `separate_tied_uses`."""
+        """Return the separate leaves by name: {} if untied or before `separate_tied_uses`."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

@@ -78,20 +78,20 @@ def _styles(config: Config, layout: Layout, groups: Groups) -> Iterator[Parallel
         yield DeferredLinears()
 
 
-def make_layout(config: Config, mesh: Mesh, place: Place, num_microbatches: int) -> Layout:
-    """Return the layout of the rank at `place` for this number of microbatches a step."""
+def make_layout(config: Config, mesh: Mesh, coordinate: Place, num_microbatches: int) -> Layout:
+    """Return the layout of the rank at `coordinate` for this number of microbatches a step."""
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
     layout = Layout(
         mesh,
-        place,
+        coordinate,
         schedule,
         plan_stages(config, mesh.pp),
         {},
         sequence_shares=mesh.tp if in_sequence else 1,
     )
     model = _model_of_stages(config, layout)
-    return replace(layout, placements=place_parameters(model, mesh, place, in_sequence))
+    return replace(layout, placements=place_parameters(model, mesh, coordinate, in_sequence))
 
 
 def _model_of_stages(config: Config, layout: Layout) -> Transformer:
@@ -103,20 +103,22 @@ def _model_of_stages(config: Config, layout: Layout) -> Transformer:
 
 
 def place_parameters(
-    model: Transformer, mesh: Mesh, place: Place, sequence_parallel: bool = False
+    model: Transformer, mesh: Mesh, coordinate: Place, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
-    """Return the placement of every parameter on the rank at `place`, by name.
+    """Return the placement of every parameter on the rank at `coordinate`, by name.
 
     Args:
         model: an undivided model, which may be on the meta device.
         mesh: the sizes of all axes.
-        place: the rank's index along each axis.
+        coordinate: the rank's index along each axis.
         sequence_parallel: `parallel.sequence_parallel`.
     """
     divided: dict[str, dict[str, tuple[int, Intervals]]] = {}
     for prefix, module in model.named_modules():
         for axis, slices in SLICES.items():
-            for name, dim, intervals in slices(module, getattr(place, axis), getattr(mesh, axis)):
+            for name, dim, intervals in slices(
+                module, getattr(coordinate, axis), getattr(mesh, axis)
+            ):
                 full = f"{prefix}.{name}" if prefix else name
                 divided.setdefault(full, {})[axis] = dim, intervals
     placements = {}

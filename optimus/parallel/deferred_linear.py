@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from optimus.model.late_gradients import later_or_now
+from optimus.model.deferred_gradients import compute_or_defer
 from optimus.model.transformer import Transformer
 
 
@@ -55,6 +55,6 @@ class _Linear(torch.autograd.Function):
             return flat.t() @ x.reshape(-1, x.shape[-1])
 
         grad_x = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = later_or_now(weight, weight_gradient) if ctx.needs_input_grad[1] else None
+        grad_weight = compute_or_defer(weight, weight_gradient) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias

@@ -1,4 +1,4 @@
-"""Whether the sizes of the mesh divide the model. Needs no torch, so a launcher can ask first."""
+"""Check that the sizes of the mesh divide the model. Needs no torch, so launchers can check too."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from optimus.model.identity import setting
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError, naming the nearest legal choice, where sizes do not divide the model, or
-    where nothing would be divided that a setting wants divided."""
+    """Check the sizes of the mesh against the model.
+
+    Raises:
+        ConfigError: a size does not divide the model (the message has the nearest legal one), or
+            parallel.sequence_parallel has no ranks to divide the sequence over.
+    """
     in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel = true divides norms over the tensor-parallel ranks, and "
-            "parallel.tp = 1; leave it out, or use parallel.tp of at least 2"
+            "parallel.tp = 1; remove it, or use parallel.tp of at least 2"
         )
     for name, axis in AXES.items():
         size, keys = getattr(mesh, name), axis.divides
@@ -34,8 +38,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                     f"divide; use parallel.{name} = 1"
                 )
             if count % size:
-                together = math.gcd(mesh.dp * size, *(count for _, count in counts))
-                near = nearest_divisor(together, size)
+                divisor = math.gcd(mesh.dp * size, *(count for _, count in counts))
+                near = nearest_divisor(divisor, size)
                 raise ConfigError(
                     f"parallel.{name} = {size} does not divide {key} = {count}; the nearest that "
                     f"fits the model and {counted(mesh.world_size, 'rank')} is {near}"
@@ -43,7 +47,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """What a setting is in the layers of the model, but for those that have none of it."""
+    """Return the values of a setting over the layers of the model, except those without it."""
     section, name = key.split(".")
     if section != "model":
         return [getattr(getattr(config, section), name)]

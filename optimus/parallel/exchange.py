@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through. Names say what forward does, then what backward does.
+"""Differentiable collectives. A name gives the operation of forward, then that of backward.
 
 Dims: T tokens, S sequence, B batch, D hidden; n ranks of the group.
 """
@@ -22,64 +22,77 @@ from optimus.distributed.collectives import (
 
 
 def identity_then_sum(x: Tensor, group: Group) -> Tensor:
-    """x on every rank; the gradient is the sum of all ranks'."""
-    return _ThereAndBack.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
+    """Return x; its gradient is the sum of all ranks' gradients."""
+    return _Exchange.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def sum_then_identity(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x; every rank's gradient is that of the sum."""
-    return _ThereAndBack.apply(x, lambda x: _summed(x, group), lambda grad: grad)
+    """Return the sum of all ranks' x; the gradient of x is that of the sum."""
+    return _Exchange.apply(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
 def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """All ranks' x one behind the other along `dim`; each gets the sum of the gradients of its
-    own."""
-    return _ThereAndBack.apply(
+    """Return all ranks' x, concatenated along `dim`; the gradient of x is the sum over ranks of the
+    gradients of its slice."""
+    return _Exchange.apply(
         x, lambda x: _gathered(x, group, dim), lambda grad: _scattered_sum(grad, group, dim)
     )
 
 
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """All ranks' x one behind the other along `dim`, where all ranks then compute the same: each
-    takes the gradient of its own, unsummed."""
+    """Return all ranks' x, concatenated along `dim`, of which all ranks then compute the same; the
+    gradient of x is that of its slice, without a sum."""
 
-    def own(grad: Tensor) -> Tensor:
+    def slice_grad(grad: Tensor) -> Tensor:
         return grad.chunk(group.size, dim)[group.rank].contiguous()
 
-    return _ThereAndBack.apply(x, lambda x: _gathered(x, group, dim), own)
+    return _Exchange.apply(x, lambda x: _gathered(x, group, dim), slice_grad)
 
 
 def scatter_sum_then_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """This rank's part, along `dim`, of the sum of all ranks' x."""
-    return _ThereAndBack.apply(
+    """Return this rank's slice, along `dim`, of the sum of all ranks' x; the gradient of x is
+    gathered from all ranks."""
+    return _Exchange.apply(
         x, lambda x: _scattered_sum(x, group, dim), lambda grad: _gathered(grad, group, dim)
     )
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """x [sum(sent), ...]: the first sent[0] rows go to rank 0, and so on; returns
-    [sum(received), ...], by rank. Gradients travel back the same way."""
-    return _ThereAndBack.apply(
+    """Exchange rows between all ranks; gradients travel back the same way.
+
+    Args:
+        x: [sum(sent), ...], rows in the order of the ranks that they go to.
+        sent: the number of rows that go to each rank.
+        received: the number of rows that come from each rank.
+        group: the ranks.
+
+    Returns:
+        [sum(received), ...], rows in the order of the ranks that they come from.
+    """
+    return _Exchange.apply(
         x,
         lambda x: all_to_all_rows(x.contiguous(), sent, received, group),
         lambda grad: all_to_all_rows(grad.contiguous(), received, sent, group),
     )
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """`there` of x, and `back` of its gradient."""
+class _Exchange(torch.autograd.Function):
+    """`exchange` of x, and `exchange_back` of its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        exchange: Callable[[Tensor], Tensor],
+        exchange_back: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.back = back
-        return there(x)
+        ctx.exchange_back = exchange_back
+        return exchange(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.exchange_back(grad), None, None
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
@@ -89,7 +102,8 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Collectives lay ranks out along the first dim; other dims are brought there and back."""
+    """Gather along `dim`, which is moved to the front and back, since collectives concatenate along
+    the first dim."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
     all_gather(out, front, group)

@@ -1,4 +1,4 @@
-"""A rank's share of the run as one value: its stages, its parameters, who adds what."""
+"""Layout: the stages and parameters of one rank as a value."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""Names under which a tied parameter is used once more: that parameter."""
+"""By name of a further use of a tied parameter: the parameter."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds and does."""
+    """The stages, actions and parameters of one rank."""
 
     mesh: Mesh
-    place: Place
+    coordinate: Place
     schedule: Schedule
     layers: tuple[range, ...]
-    """By stage."""
+    """The layers of each stage of the run."""
     placements: dict[str, Placement]
-    """Of the parameters here, by name."""
+    """By name, for the parameters on this rank."""
     sequence_shares: int = 1
-    """Tensor-parallel ranks over which the sequence is divided between blocks."""
+    """The number of tp ranks over which the sequence is divided between blocks."""
 
     @property
     def stages(self) -> range:
-        """The stages of this rank, first to last."""
-        return self.schedule.stages_of(self.place.pp)
+        """Return the stages of this rank, first to last."""
+        return self.schedule.stages_of(self.coordinate.pp)
 
     @property
     def has_first(self) -> bool:
@@ -40,17 +40,18 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def owner_of(self, name: str) -> str:
-        """The parameter here behind a name: itself, or that of which the name is a further use; ""
-        for a name of neither."""
+        """Return the parameter on this rank that `name` is, or is a further use of; "" for another
+        name."""
         owner = name if name in self.placements else FURTHER_USES.get(name, "")
         return owner if owner in self.placements else ""
 
     def is_far_copy(self, name: str) -> bool:
-        """Whether a parameter lies here for a further use and another stage answers for it."""
+        """Return whether a parameter is on this rank for a further use only; the stage of its first
+        use updates and saves it."""
         return name in FURTHER_USES.values() and not self.has_first
 
     def stage_of(self, name: str) -> int:
-        """The stage of this rank that a parameter, or a further use of one, belongs to."""
+        """Return the stage of this rank that a parameter, or a further use of one, belongs to."""
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

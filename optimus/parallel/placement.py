@@ -1,4 +1,4 @@
-"""Which part of every parameter a rank holds: a value, from shapes and the rank's place alone.
+"""Placements: the slices of parameters on a rank, computed from shapes and the rank's coordinates.
 
 The model is built whole on the meta device; each parameter then gets the intervals of each dim that
 this rank keeps. Initial weights, checkpoints and the planner all read this one description.
@@ -16,43 +16,44 @@ from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of one dim, in order; their elements lie one behind the other."""
+"""Ranges [start, stop) of one dim; on the rank their elements follow each other in this order."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter on one rank."""
+    """The slice of one parameter on one rank."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     kind: ParameterKind
     intervals: tuple[Intervals, ...]
-    """What this rank holds of each dim."""
+    """This rank's intervals of each dim."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter; a view where the part is one block."""
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole parameter; a view where it has one interval a dim."""
         for dim, intervals in enumerate(self.intervals):
-            parts = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
+            whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
         return whole
 
-    def of_one(self) -> Placement:
-        """The same for one entry of the first dim, such as an expert."""
+    def of_entry(self) -> Placement:
+        """Return the placement of one entry of the first dim, such as an expert."""
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
 
 
 def whole_model(config: ModelConfig) -> Transformer:
-    """The model on the meta device: names and shapes without memory."""
+    """Return the undivided model on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """The range of `size` that part `index` of `count` takes; parts differ by one at most."""
+    """Return the range [start, stop) of `size` elements for share `index` of `count`; shares differ
+    by one element at most."""
     return size * index // count, size * (index + 1) // count
 
 

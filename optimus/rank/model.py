@@ -16,7 +16,7 @@ from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.groups import Groups
-from optimus.model.late_gradients import put_off_whole
+from optimus.model.deferred_gradients import defer_whole_gradients
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
@@ -100,7 +100,7 @@ class RankModel:
         where its backward is split (deterministic mode)."""
         if self.layout.schedule.splits_backward:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
-            put_off_whole(leaf for leaf in leaves if leaf.requires_grad)
+            defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def add_in_place(self, states: ChunkEngine) -> None:
         """From now on experts and embeddings add their weights' gradients to the chunks themselves,
@@ -133,8 +133,8 @@ class RankModel:
         logits = self.executor.logits(padded, length - 1)
         if logits is None:
             return None
-        mesh, place, vocab_size = self.layout.mesh, self.layout.place, self.model.config.vocab_size
-        start, stop = share(vocab_size, place.tp, mesh.tp)
+        mesh, vocab_size = self.layout.mesh, self.model.config.vocab_size
+        start, stop = share(vocab_size, self.layout.coordinate.tp, mesh.tp)
         whole = torch.zeros(1, 1, vocab_size, device=logits.device)
         whole[..., start:stop] = logits
         all_reduce_sum(whole, self._groups.over("tp"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 
 from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from optimus.parallel.pipeline.communicate import (
-    GIVES_WEIGHT_GRADIENT,
+    WEIGHT_GRADIENT,
     needs_of,
     received_by,
     sends_of,
@@ -133,7 +133,7 @@ def _check_ends(schedule: Schedule) -> None:
         assert sum(a.kind is Kind.OPT_STEP for a in actions) == 1, f"rank {rank} updates twice"
         found: dict[int, list[Action]] = defaultdict(list)
         for action in actions:
-            if action.kind in (*GIVES_WEIGHT_GRADIENT, Kind.REDUCE_GRAD):
+            if action.kind in (*WEIGHT_GRADIENT, Kind.REDUCE_GRAD):
                 found[action.stage].append(action)
         for stage in schedule.stages_of(rank):
             wanted = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import optimus_kernels as kernels
-from optimus.model import late_gradients
+from optimus.model import deferred_gradients
 from optimus.model.moe import Experts
 from optimus_kernels import experts_loop
 from tests.helpers.forms import FORMS, in_form
@@ -108,7 +108,7 @@ def test_what_waits_gives_the_same_bits(dtype, input_only, inner, owned, form, p
     memory = straight(experts) if owned else [torch.zeros_like(total) for total in sums]
     waiting = []
     for number in range(MICROBATCHES):
-        with late_gradients.WeightGradients() as late:
+        with deferred_gradients.DeferredGradients() as late:
             found = one_backward(experts, number, input_only)
         assert_same(found, of_inputs[2 * number : 2 * number + 2])
         waiting.append(late)
@@ -130,7 +130,7 @@ def test_hooks_behind_accumulation_run_whoever_adds(late):
     for name, parameter in experts.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: ran.append(name))
     if late:
-        with late_gradients.WeightGradients() as work:
+        with deferred_gradients.DeferredGradients() as work:
             one_backward(experts, 0)
         ran.clear()  # autograd ran them for gradients that were not there yet
         work.compute()
@@ -147,7 +147,7 @@ def test_where_a_weight_is_frozen_autograd_does_the_other(frozen):
     experts = make_experts(torch.float32)
     memory = straight(experts)
     getattr(experts, frozen).requires_grad_(False)
-    with late_gradients.WeightGradients() as late:
+    with deferred_gradients.DeferredGradients() as late:
         one_backward(experts, 1)
     late.compute()
     for name, parameter in experts.named_parameters():
@@ -171,7 +171,7 @@ def test_no_memory_as_large_as_all_experts_is_taken(monkeypatch):
 
     monkeypatch.setattr(experts_loop.memory, "empty", empty)
     one_backward(experts, 1)
-    with late_gradients.WeightGradients() as late:
+    with deferred_gradients.DeferredGradients() as late:
         one_backward(experts, 1)
     late.compute()
     assert taken.count(experts.gate_up[0].numel()) == 2

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from optimus.model.late_gradients import WeightGradients
+from optimus.model.deferred_gradients import DeferredGradients
 from optimus.model.layers import Embedding, LayerNorm, RMSNorm
 from optimus.model.rope import Rotary, inverse_frequencies, rotate
 from tests.model.small import relative, small_config, small_model, some_tokens
@@ -92,6 +92,6 @@ def test_an_embedding_adds_to_the_owners_gradient_what_autograd_would():
         embed.write_gradients_to(partial(target.view_as, target))
         embed(tokens).backward(slope)
         assert embed.weight.grad is None and torch.equal(target, wanted)
-        with WeightGradients():
+        with DeferredGradients():
             embed(tokens).backward(slope)
         assert embed.weight.grad is not None and torch.equal(target, wanted)

@@ -40,7 +40,7 @@ def test_the_ranks_of_one_model_hold_every_element_and_copies_agree(mesh, model)
         for rank in mesh.group_of(0, ("ep", "tp")):
             place = mesh.place(rank)
             placement = place_parameters(whole, mesh, place)[name]
-            part = placement.take(numbers)
+            part = placement.slice_of(numbers)
             assert tuple(part.shape) == placement.local_shape
             back = torch.full_like(numbers, -1)
             put(placement, back, part)
@@ -82,7 +82,7 @@ def test_every_rank_starts_with_its_part_of_the_same_weights(mesh):
         materialise(part, placements, torch.device("cpu"))
         initialise_(part, 3, placements)
         for name, parameter in part.named_parameters():
-            assert torch.equal(parameter, placements[name].take(weights[name])), name
+            assert torch.equal(parameter, placements[name].slice_of(weights[name])), name
 
 
 def test_experts_are_divided_gate_with_gate_and_up_with_up():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optimus.model.deferred_gradients import DeferredGradients
 from optimus.model.init import initialise_
-from optimus.model.late_gradients import WeightGradients
 from optimus.model.transformer import Transformer
 from optimus.parallel.deferred_linear import DeferredLinears
 from optimus.parallel.recompute import (
@@ -115,7 +115,7 @@ def test_weight_gradients_that_are_put_off():
     for modules in (("norm",), ("experts",), ("norm", "attention", "moe"), ("block",)):
         model = make(modules, defers=True)
         terms = model.losses(TOKENS)
-        with WeightGradients() as late:
+        with DeferredGradients() as late:
             (terms.ce_sum + terms.aux + terms.z).backward()
         late.compute()
         for name, parameter in model.named_parameters():

@@ -68,7 +68,7 @@ def pieces(built: Built):
             high = min(slot.stop, one.first + one.chunk.shard_length)
             placement = built.shard.layout.placements[slot.name]
             for state in STATES:
-                part = placement.take(whole(state, slot.name, placement.shape)).reshape(-1)
+                part = placement.slice_of(whole(state, slot.name, placement.shape)).reshape(-1)
                 memory = one.states[state]
                 if low < high:
                     here = memory[low - one.first : high - one.first]

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as values, and what runs and times them."""
+"""Pipeline parallelism: schedules as values, their executor and their simulation."""

@@ -1,4 +1,4 @@
-"""From compute actions to complete lists: what travels between ranks, the reduction, the update."""
+"""Completion of compute actions with transfers between ranks, reductions and the update."""
 
 from __future__ import annotations
 
@@ -7,76 +7,76 @@ from collections.abc import Iterable, Sequence
 
 from optimus.parallel.pipeline.actions import Action, Channel, Kind, channel_of
 
-_GIVES_INPUT_GRADIENT = (Kind.B, Kind.I)
-GIVES_WEIGHT_GRADIENT = (Kind.B, Kind.W)
+_INPUT_GRADIENT = (Kind.B, Kind.I)
+WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
-class _Sent:
-    """What travels through each channel, as receives, in the order in which it is sent."""
+class _Traffic:
+    """The receives of each channel, in the order of their sends."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
         self.queues: dict[Channel, list[Action]] = defaultdict(list)
-        self.place: dict[Action, int] = {}
-        """Of each receive in its channel's queue."""
+        self.position: dict[Action, int] = {}
+        """The position of each receive in the queue of its channel."""
         for actions in lists:
             for receive in _receives_of(actions, num_stages):
                 channel = channel_of(receive, num_ranks)
                 if channel.source != channel.to:
-                    self.place[receive] = len(self.queues[channel])
+                    self.position[receive] = len(self.queues[channel])
                     self.queues[channel].append(receive)
 
 
 def add_transfers(
     lists: Sequence[Sequence[Action]], num_ranks: int, virtual_stages: int
 ) -> list[list[Action]]:
-    """The compute actions of each rank with the sends and receives between them.
+    """Return the compute actions of each rank with the sends and receives between them.
 
-    A send stands right behind what it sends. Receives through one channel are asked for in the
-    order in which they are sent, as backends without tags need, and one compute action ahead of
-    their use, so that data travels while the action before is computed. Stages on one rank send
-    nothing.
+    A send follows the action whose result it sends. Receives of one channel are posted in the order
+    of their sends, as backends without tags need, and one compute action before their use, so that
+    data travels while that action is computed. Stages on one rank send nothing.
     """
-    sent = _Sent(lists, num_ranks, num_ranks * virtual_stages)
-    return [_with_transfers(actions, num_ranks, virtual_stages, sent) for actions in lists]
+    traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
+    return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
 
 
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
-    """A rank's list with its reductions, each behind the last gradient that it adds, and its
-    update."""
-    last_of = {a.stage: a for a in actions if a.kind in GIVES_WEIGHT_GRADIENT}
+    """Return a rank's actions with its reductions, each after the last gradient that it adds, and
+    its update."""
+    last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
     ready: list[Action] = []
     for action in actions:
-        if ready and action.kind is not Kind.SEND_GRADIENT:  # a send goes first: others wait for it
+        if ready and action.kind is not Kind.SEND_GRADIENT:  # sends first: another rank waits
             out.append(ready.pop())
         out.append(action)
-        gives = action.kind in GIVES_WEIGHT_GRADIENT
-        if gives and (reduce_each or last_of[action.stage] == action):
+        adds = action.kind in WEIGHT_GRADIENT
+        if adds and (reduce_each or last_of[action.stage] == action):
             ready.append(action._replace(kind=Kind.REDUCE_GRAD))
     return (*out, *ready, Action(Kind.OPT_STEP))
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """What an action's result is sent on as, were its neighbours on other ranks."""
+    """Return the sends of an action's result, as if its neighbour stages were on other ranks."""
     if action.kind is Kind.F and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.SEND_ACTIVATION)]
-    if action.kind in _GIVES_INPUT_GRADIENT and action.stage > 0:
+    if action.kind in _INPUT_GRADIENT and action.stage > 0:
         return [action._replace(kind=Kind.SEND_GRADIENT)]
     return []
 
 
 def received_by(send: Action) -> Action:
-    """The receive on the other side of a send."""
+    """Return the receive that matches a send."""
     if send.kind is Kind.SEND_ACTIVATION:
         return send._replace(kind=Kind.RECV_ACTIVATION, stage=send.stage + 1)
     return send._replace(kind=Kind.RECV_GRADIENT, stage=send.stage - 1)
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """The receives that an action waits for, were its neighbours on other ranks."""
+    """Return the receives that an action waits for, as if its neighbour stages were on other
+    ranks."""
     if action.kind is Kind.F and action.stage > 0:
         return [action._replace(kind=Kind.RECV_ACTIVATION)]
-    if action.kind in _GIVES_INPUT_GRADIENT and action.stage < num_stages - 1:
+    if action.kind in _INPUT_GRADIENT and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.RECV_GRADIENT)]
     return []
 
@@ -87,25 +87,26 @@ def _receives_of(actions: Iterable[Action], num_stages: int) -> Iterable[Action]
 
 
 def _with_transfers(
-    actions: Sequence[Action], num_ranks: int, virtual_stages: int, sent: _Sent
+    actions: Sequence[Action], num_ranks: int, virtual_stages: int, traffic: _Traffic
 ) -> list[Action]:
     num_stages = num_ranks * virtual_stages
-    asked: dict[Channel, int] = defaultdict(int)
+    posted: dict[Channel, int] = defaultdict(int)
     out: list[Action] = []
 
-    def ask_for(action: Action) -> None:
+    def post_receives(action: Action) -> None:
         for receive in needs_of(action, num_stages):
-            if receive in sent.place:
+            if receive in traffic.position:
                 channel = channel_of(receive, num_ranks)
-                until = sent.place[receive] + 1
-                out.extend(sent.queues[channel][asked[channel] : until])
-                asked[channel] = max(asked[channel], until)
+                until = traffic.position[receive] + 1
+                out.extend(traffic.queues[channel][posted[channel] : until])
+                posted[channel] = max(posted[channel], until)
 
     for index, action in enumerate(actions):
         if index == 0:
-            ask_for(action)
+            post_receives(action)
         if index + 1 < len(actions):
-            ask_for(actions[index + 1])
+            post_receives(actions[index + 1])
         out.append(action)
-        out.extend(send for send in sends_of(action, num_stages) if received_by(send) in sent.place)
+        sends = sends_of(action, num_stages)
+        out.extend(send for send in sends if received_by(send) in traffic.position)
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 from optimus.distributed.channels import Channels
 from optimus.distributed.collectives import Transfer, receive, send
 from optimus.errors import LostPeerError
-from optimus.model.late_gradients import WeightGradients
+from optimus.model.deferred_gradients import DeferredGradients
 from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_evaluation
@@ -147,7 +147,7 @@ class Executor:
         self._arrived: dict[Action, Tensor | Transfer] = {}
         self._leaving: dict[Action, Tensor] = {}
         self._sent: deque[Transfer] = deque()
-        self._late: dict[tuple[int, int], WeightGradients] = {}
+        self._late: dict[tuple[int, int], DeferredGradients] = {}
         self._waited_ns = 0
         self.terms = {}
         if self.recorder.records_actions:
@@ -214,7 +214,7 @@ class Executor:
             grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
         self._before_backward(action.stage)
         if action.kind is Kind.I:
-            with WeightGradients() as late:
+            with DeferredGradients() as late:
                 backward(held.output, grad, self.loss_scale)
             self._late[action.stage, action.microbatch] = late
         else:

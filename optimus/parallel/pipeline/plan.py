@@ -1,4 +1,4 @@
-"""The pipeline that a configuration asks for. Needs no torch, so a launcher can ask first."""
+"""Stages and schedule of a configuration. Needs no torch, so a launcher can check them too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from optimus.parallel.pipeline.schedules import make_schedule
 
 
 def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
-    """The layers of every stage of a run; ConfigError where they cannot be divided so."""
+    """Return the layers of every stage of a run.
+
+    Raises:
+        ConfigError: there are more stages than layers, or parallel.stage_layers does not fit.
+    """
     parallel, model = config.parallel, config.model
     num_stages = num_ranks * parallel.virtual_stages
     if parallel.stage_layers:
@@ -27,11 +31,18 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
 def assign_layers(
     layer_costs: Sequence[float], num_stages: int, last_cost: float = 0.0
 ) -> tuple[range, ...]:
-    """Contiguous layers for each stage, such that the dearest stage is as cheap as possible.
+    """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
 
-    `last_cost` (head and loss) comes on top of the last stage's, in the unit of `layer_costs`.
-    Among equals the layers lie as late as possible, since early stages keep more microbatches
-    alive. Raises ConfigError where there are more stages than layers.
+    Of equally good assignments the one with the latest layers is returned, since early stages keep
+    more microbatches alive.
+
+    Args:
+        layer_costs: of each layer, in any unit.
+        num_stages: the number of stages.
+        last_cost: added to the last stage (head and loss), in the same unit.
+
+    Raises:
+        ConfigError: there are more stages than layers.
     """
     num_layers = len(layer_costs)
     if num_stages > num_layers:
@@ -48,7 +59,7 @@ def assign_layers(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: the dearest of the stages from `stage` on, if they begin with layer n.
+    # best[n]: cost of the most expensive stage from `stage` on, if they begin with layer n.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []
@@ -57,10 +68,10 @@ def assign_layers(
         for start in range(num_layers):
             for stop in range(start + 1, num_layers + 1):
                 if sums[stop] - sums[start] > row[start]:
-                    break  # more layers only make this stage dearer
-                dearest = max(cost_of(stage, start, stop), best[stop])
-                if dearest < row[start]:
-                    row[start], choice[start] = dearest, stop
+                    break  # more layers make this stage only more expensive
+                worst = max(cost_of(stage, start, stop), best[stop])
+                if worst < row[start]:
+                    row[start], choice[start] = worst, stop
         best = row
         ends.insert(0, choice)
     stages, start = [], 0
@@ -71,7 +82,11 @@ def assign_layers(
 
 
 def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """`parallel.stage_layers` as ranges; ConfigError unless it names every layer once."""
+    """Return `parallel.stage_layers` as ranges of layers.
+
+    Raises:
+        ConfigError: the counts do not cover every layer once.
+    """
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(
             f"parallel.stage_layers = {list(counts)} must give each of "
@@ -82,7 +97,7 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 
 
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
-    """The schedule that a configuration asks for; for a single stage all are the same."""
+    """Return the schedule of a configuration; for a single stage all are the same."""
     parallel = config.parallel
     several = mesh.pp * parallel.virtual_stages > 1
     return make_schedule(

@@ -1,4 +1,4 @@
-"""The schedules: pure functions that write each rank's forward and backward passes in order.
+"""Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
 Every stage does its backward passes (and its W) in microbatch order, which bit-identical sums of
 gradients need (CONTRACT.md, "Deterministic mode"). Communication, reduction and the update are
@@ -31,9 +31,10 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     return ranks
 
 
-def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Forwards until the first backward can come, then one of each: rank r keeps at most p - r
-    microbatches alive (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
+def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """Forwards until the first backward is possible, then one of each in turn: rank r keeps at
+    most p - r microbatches alive (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, figure
+    4)."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -44,18 +45,18 @@ def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 
 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """1F1B over v stages a rank: microbatches pass in rounds of about p through one stage of each
-    rank after the other, which divides the bubble by v (arXiv 2104.04473, section 2.2).
+    """1F1B over v stages a rank: rounds of about p microbatches pass through one stage of each rank
+    after the other, which divides the bubble by v (arXiv 2104.04473, section 2.2).
 
-    Where p does not divide m, rounds are made as equal as possible, none smaller than p unless
-    there are fewer microbatches than that.
+    Where p does not divide m, rounds are as equal as possible, none smaller than p unless there are
+    fewer than p microbatches.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
     for rank in range(num_ranks):
         stages = list(range(rank, num_ranks * virtual_stages, num_ranks))
-        forwards = [Action(Kind.F, s, j) for part in rounds for s in stages for j in part]
-        backwards = [Action(Kind.B, s, j) for part in rounds for s in stages[::-1] for j in part]
+        forwards = [Action(Kind.F, s, j) for group in rounds for s in stages for j in group]
+        backwards = [Action(Kind.B, s, j) for group in rounds for s in stages[::-1] for j in group]
         longest = max(map(len, rounds))
         warm_up = (virtual_stages - 1) * longest + 2 * (num_ranks - rank - 1)
         ranks.append(_alternate(forwards, backwards, warm_up))
@@ -63,9 +64,9 @@ def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 
 
 def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, W put off into
-    what would be idle time: by r microbatches on rank r, so that every rank keeps at most p alive,
-    as 1F1B's first does."""
+    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, W deferred into
+    time that is idle otherwise: by r microbatches on rank r, so that every rank keeps at most p
+    alive, as the first rank does in 1F1B."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -83,12 +84,12 @@ def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -
 
 GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "gpipe": gpipe,
-    "1f1b": one_f_one_b,
+    "1f1b": pipedream_flush,
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
 """By the names of `parallel.schedule`."""
-_ONE_STAGE_A_RANK = ("1f1b", "zb-h1")
+_ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
 def make_schedule(
@@ -98,13 +99,21 @@ def make_schedule(
     num_microbatches: int,
     reduce_each: bool = False,
 ) -> Schedule:
-    """The lists of all `num_ranks` pipeline ranks for one step, communication included.
+    """Return the schedule of one step, communication included.
 
-    `reduce_each`: REDUCE_GRAD after every microbatch of a stage (deterministic mode) rather than
-    after its last. Raises ConfigError where the schedule cannot have that many stages a rank.
+    Args:
+        name: a key of GENERATORS.
+        num_ranks: p, the number of pipeline ranks.
+        virtual_stages: v, the number of stages of a rank.
+        num_microbatches: m, of one data rank.
+        reduce_each: reduce after every microbatch of a stage (deterministic mode), rather than
+            after its last.
+
+    Raises:
+        ConfigError: the schedule cannot have this number of stages on a rank.
     """
     assert num_ranks >= 1 and num_microbatches >= 1
-    if name in _ONE_STAGE_A_RANK and virtual_stages > 1:
+    if name in _ONE_STAGE_ONLY and virtual_stages > 1:
         raise ConfigError(
             f"parallel.virtual_stages = {virtual_stages}: schedule {name!r} holds one stage a "
             "rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or virtual_stages = 1"
@@ -116,15 +125,15 @@ def make_schedule(
 
 
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """Forwards alone, for an evaluation: in rounds of about p microbatches, as `interleaved` does
-    them, so that every rank has work while the others' results travel."""
+    """Return a schedule of forwards, for an evaluation: in rounds of about p microbatches, as in
+    `interleaved`, so that every rank computes while the results of others travel."""
     rounds = _rounds(num_microbatches, num_ranks)
     lists = [
         [
             Action(Kind.F, stage, j)
-            for part in rounds
+            for group in rounds
             for stage in range(rank, num_ranks * virtual_stages, num_ranks)
-            for j in part
+            for j in group
         ]
         for rank in range(num_ranks)
     ]
@@ -133,7 +142,8 @@ def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the other backwards."""
+    """Return `warm_up` forwards, then one forward and one backward in turn, then the remaining
+    backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = list(chain.from_iterable(pairs))

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, given what actions cost: the same lists, timed."""
+"""Simulation of a schedule: the time of each action, given the costs of actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cost = Callable[[Action], float]
 
 
 class Span(NamedTuple):
-    """One action on its rank's time line."""
+    """One action in the timeline of its rank."""
 
     action: Action
     start: float
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All ranks' compute, reduction and update actions with their times."""
+    """The compute, reduction and update actions of all ranks with their times."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -32,38 +32,38 @@ class Timeline:
         return max(spans[-1].end for spans in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """Time in which a rank computes."""
+        """Return the time in which a rank computes."""
         return sum(s.end - s.start for s in self.ranks[rank] if s.action.kind in COMPUTE)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time by useful time, mean over ranks; (p-1)/(m*v) for even 1F1B."""
+        """Return idle time divided by useful time, mean over ranks; (p-1)/(m*v) for even 1F1B."""
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """A forward takes 1/v, a backward twice that, each half of one as long as a forward;
-    everything else takes no time."""
+    """Return costs by which a forward takes 1/v, a backward twice that, each half of a backward as
+    long as a forward, and everything else no time."""
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Play a schedule that can run. Sends travel while ranks compute."""
+    """Time a schedule that can run. Sends travel while ranks compute."""
     clock = [0.0] * schedule.num_ranks
-    places = [0] * schedule.num_ranks
+    next_action = [0] * schedule.num_ranks
     arrives: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    while any(place < len(schedule.ranks[rank]) for rank, place in enumerate(places)):
+    while any(index < len(schedule.ranks[rank]) for rank, index in enumerate(next_action)):
         for rank, actions in enumerate(schedule.ranks):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
+            while next_action[rank] < len(actions):
+                action = actions[next_action[rank]]
                 needs = needs_of(action, schedule.num_stages) if action.kind in COMPUTE else []
                 if any(need not in arrives for need in needs):
                     break
-                places[rank] += 1
+                next_action[rank] += 1
                 if action.kind in SENDS:
                     arrives[received_by(action)] = clock[rank] + cost(action)
                 elif action.kind in COMPUTE or action.kind in (Kind.REDUCE_GRAD, Kind.OPT_STEP):

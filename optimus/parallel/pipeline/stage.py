@@ -17,33 +17,33 @@ from optimus.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Objective:
-    """How a microbatch's terms add up to what is differentiated (CONTRACT.md, "Ranks")."""
+    """Coefficients of the terms of a microbatch in the objective (CONTRACT.md, "Ranks")."""
 
     num_targets: int
-    """Of the global batch."""
+    """Targets of the global batch."""
     num_microbatches: int
     """k * w, over all data ranks."""
     num_layers: int
-    """That have experts, in the whole model."""
+    """Layers with experts in the whole model."""
     aux_coef: float
     z_coef: float
 
 
 class Terms(NamedTuple):
-    """What a stage adds to the losses of one microbatch, without gradient."""
+    """Terms that a stage adds to the losses of one microbatch, without gradient."""
 
     ce_sum: Tensor | None
-    """fp32 scalar in nats; None but on the last stage."""
+    """fp32 scalar in nats on the last stage, None on others."""
     aux: Tensor
-    """fp32 [MoE layers here]: load-balancing loss of each."""
+    """fp32 [MoE layers of the stage]: load-balancing losses."""
     z: Tensor
-    """fp32 [MoE layers here]: router z-loss of each."""
+    """fp32 [MoE layers of the stage]: router z-losses."""
     counts: list[Tensor]
-    """int64 [E] of each MoE layer here: rows sent to each expert."""
+    """int64 [E] for each MoE layer of the stage: rows sent to each expert."""
 
 
 class Output(NamedTuple):
-    """A forward pass: what the next stage reads, and what this stage differentiates."""
+    """Result of a forward pass: the input of the next stage, and the stage's objective."""
 
     x: Tensor | None
     """[B, S, D]; None on the last stage."""
@@ -53,7 +53,7 @@ class Output(NamedTuple):
 
 
 class Stage:
-    """Some blocks of this rank's `model`, run as one stage of the pipeline."""
+    """One stage of the pipeline: some blocks of this rank's model."""
 
     def __init__(
         self,
@@ -70,8 +70,13 @@ class Stage:
     def forward(
         self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None = None
     ) -> Output:
-        """x [B, S, D] from the stage before, None on the first; tokens int64 [B, S] live on the
-        device, document_ids [B, S] on the host."""
+        """Run the stage for one microbatch.
+
+        Args:
+            x: [B, S, D] from the previous stage; None on the first.
+            tokens: int64 [B, S] on the device.
+            document_ids: [B, S] on the host, or None.
+        """
         x, routings = self._run_blocks(x, tokens, document_ids)
         aux, z, counts = layer_losses(self.model.config, routings)
         objective = None
@@ -89,8 +94,8 @@ class Stage:
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
 
     def infer(self, x: Tensor | None, tokens: Tensor, position: int) -> Tensor:
-        """The same pass without losses: x [B, S, D] for the next stage or, on the last stage, the
-        logits at `position` [B, V], V being this rank's part of the vocabulary."""
+        """Run the stage without losses; return x [B, S, D] for the next stage or, on the last
+        stage, the logits at `position` [B, V], V being this rank's share of the vocabulary."""
         x, _ = self._run_blocks(x, tokens, None)
         return self.model.logits_at(x, position) if self.is_last else x
 
@@ -104,15 +109,20 @@ class Stage:
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
-    """Add the stage's gradients; `grad` is that of output.x, from the stage behind, which carries
-    the loss scale already. A first stage of frozen parameters has none to add."""
+    """Add the gradients of a stage. A first stage of frozen parameters has none.
+
+    Args:
+        output: of the forward pass.
+        grad: gradient of output.x from the next stage, with the loss scale; None on the last stage.
+        loss_scale: factor on the stage's objective.
+    """
     objective, scale = output.objective, None
     if objective is not None and loss_scale != 1.0:
         scale = torch.full_like(objective, loss_scale)
     roots = [
-        (root, given)
-        for root, given in ((output.x, grad), (objective, scale))
+        (root, root_grad)
+        for root, root_grad in ((output.x, grad), (objective, scale))
         if root is not None and root.requires_grad
     ]
     if roots:
-        torch.autograd.backward([root for root, _ in roots], [given for _, given in roots])
+        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
