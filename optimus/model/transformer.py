@@ -186,8 +186,14 @@ class Transformer(nn.Module):
     def compile_blocks(self) -> None:
         """Let torch.compile make each block's passes. Blocks of the same settings share the code;
         names and parameters stay as they are."""
-        for block in self.blocks.values():
+        for block in self.each_block():
             block.compile_run()
+
+    def each_block(self) -> Iterator[Block]:
+        """Return the blocks of this model in order."""
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            yield block
 
     def keep_stages(self, layers: Collection[int], has_first: bool, has_last: bool) -> None:
         """Delete all modules that pipeline stages of these layers do not use.

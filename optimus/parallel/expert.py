@@ -52,7 +52,7 @@ class ExpertParallel:
         self._dispatcher = "allgather" if dispatcher == "auto" else dispatcher
 
     def apply(self, model: Transformer) -> None:
-        for block in model.blocks.values():
+        for block in model.each_block():
             if isinstance(block.mlp, FastSparseMoE):
                 experts = DispatchedExperts(block.config, self._group, self._dispatcher)
                 block.mlp.register_module("experts", experts)

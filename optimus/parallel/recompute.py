@@ -42,7 +42,7 @@ class Recompute:
         self._modules = modules
 
     def apply(self, model: Transformer) -> None:
-        for number, block in model.blocks.items():
+        for number, block in zip(list(model.blocks), model.each_block(), strict=True):
             model.blocks.register_module(number, RecomputeBlock(block.config, self._modules))
 
 

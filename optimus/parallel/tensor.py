@@ -53,7 +53,7 @@ class TensorParallel:
 
     def apply(self, model: Transformer) -> None:
         config = model.config
-        for block in model.blocks.values():
+        for block in model.each_block():
             block.register_module("attention", TensorParallelAttention(block.config, self))
             sparse = isinstance(block.mlp, FastSparseMoE)
             feed_forward = TensorParallelMoE if sparse else TensorParallelMLP

@@ -1,4 +1,4 @@
-"""What a rank trains: its part of the model, wired by `optimus.parallel`, and what runs it."""
+"""One rank's model: built by `optimus.parallel`, run by the executor of the pipeline."""
 
 from __future__ import annotations
 
@@ -33,13 +33,21 @@ from optimus_kernels import WeightGrads
 
 
 def uncompiled(config: Config) -> AbstractContextManager:
-    """Within it compiled blocks run as written: only updates are worth code of their own, while an
-    evaluation's last batch or a growing sample would be compiled anew for each shape."""
+    """Return a context in which compiled blocks run without their compiled code: updates repeat one
+    shape, while the last batch of an evaluation and a growing sample would be compiled again for
+    each shape."""
     return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
 
 
 class RankModel:
-    """One rank's model and what runs it."""
+    """One rank's model, its layout and its executor.
+
+    Args:
+        config: the run's.
+        groups: of this rank.
+        plan: the division of the global batch.
+        device: for parameters and activations.
+    """
 
     def __init__(
         self, config: Config, groups: Groups, plan: BatchPlan, device: torch.device
@@ -79,8 +87,12 @@ class RankModel:
         )
 
     def make_states(self, poison: bool = False) -> ChunkEngine:
-        """The model's states, from the values its parameters have now; they become views of
-        chunks. `poison`: as in Residency. A collective of all ranks."""
+        """Make the states of the model from the current values of its parameters, which become
+        views of chunks. A collective of all ranks.
+
+        Args:
+            poison: as in Residency.
+        """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(config, self.layout, self._groups, self.model, poison)
         if config.optim.overlap:
@@ -96,16 +108,16 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """See to it that what is added up behind a microbatch's last action is its gradient alone,
-        where its backward is split (deterministic mode)."""
+        """Let gradients that are added after a microbatch's last action be of that microbatch only,
+        where its backward is divided into I and W (deterministic mode)."""
         if self.layout.schedule.splits_backward:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def add_in_place(self, states: ChunkEngine) -> None:
-        """From now on experts and embeddings add their weights' gradients to the chunks themselves,
-        without a buffer of their own and a pass to add it. Not to be undone: `torch.autograd.grad`,
-        by which layers are measured, would get none."""
+        """Let experts and embeddings add their weights' gradients to the chunks from now on,
+        without a buffer and a pass to add it. This cannot be undone, and `torch.autograd.grad`, by
+        which layers are timed, then returns no gradient for them."""
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.write_gradients_to(partial(_chunk_gradients, states, name))
@@ -113,22 +125,23 @@ class RankModel:
                 module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Tokens where the model is; document ids stay on the host, whose lengths it wants."""
-        return [one._replace(tokens=one.tokens.to(self._device)) for one in microbatches]
+        """Copy tokens to the device; document ids stay on the host, which computes lengths."""
+        return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Forward alone: cross-entropy sums in nats on the last stage, [] on the others and on
-        copies of it. A collective of the ranks of one model."""
+        """Run only forwards; return the sum of cross-entropies of each microbatch in nats on the
+        last stage, [] on other stages and on tp ranks other than the first. A collective of the
+        ranks of one model."""
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
             return []
-        return [one.ce_sum for one in terms.values() if one.ce_sum is not None]
+        return [term.ce_sum for term in terms.values() if term.ce_sum is not None]
 
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """tokens int64 [1, S] -> logits fp32 [1, 1, V] of the next token on the last stage, None on
-        the others. A collective of the ranks of one model."""
+        """Return the logits fp32 [1, 1, V] of the next token after tokens int64 [1, S] on the last
+        stage, None on other stages. A collective of the ranks of one model."""
         length = tokens.shape[1]
-        # Sequence parallelism divides S evenly. What is appended is invisible to earlier tokens.
+        # Sequence parallelism divides S evenly. Appended tokens change nothing for earlier ones.
         padded = F.pad(tokens, (0, -length % self.layout.sequence_shares))
         logits = self.executor.logits(padded, length - 1)
         if logits is None:
@@ -142,6 +155,6 @@ class RankModel:
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Where the gradients of the experts of this name add up."""
+    """Return the memory in which the gradients of the experts of this name add up."""
     gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
     return WeightGrads(gate_up, down, add=True)

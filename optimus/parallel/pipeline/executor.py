@@ -1,4 +1,4 @@
-"""Runs one rank's list of actions: the only place where a schedule meets tensors."""
+"""Executor of a pipeline schedule: it runs the actions of one rank on tensors."""
 
 from __future__ import annotations
 
@@ -25,22 +25,33 @@ Microbatch = tuple[Tensor, Tensor | None]
 """Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
 
 FEW_TOKENS = 256
-"""Attention to fewer is slower through oneDNN, up to six times where every length is new to it."""
+"""With fewer tokens attention is slower through oneDNN, up to six times where every length is new
+to it."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
-"""`last_backward(stage, late)` is entered around the stage's last B, or its last W: no gradient of
-the stage is added to behind it. In a W `late` are the weights whose gradients are still to come."""
+"""`last_backward(stage, deferred)` is entered around the stage's last B, or its last W, after which
+no gradient of the stage changes. For a W, `deferred` is the weights whose gradients it computes;
+for a B it is None."""
 
 
-class _Held(NamedTuple):
-    """What a microbatch leaves on a stage between its forward and its backward."""
+class _Saved(NamedTuple):
+    """Tensors of a microbatch on a stage between its forward and its backward."""
 
     x: Tensor | None
     output: Output
 
 
 class Executor:
-    """One rank of the pipeline, step after step."""
+    """One rank of the pipeline, for all steps of a run.
+
+    Args:
+        schedule: the actions of all ranks for one step.
+        stages: this rank's stages, by number.
+        channels: to and from the neighbour ranks.
+        boundary_shape: function from tokens [B, S] to the shape that travels between stages.
+        dtype: that of activations.
+        recorder: receives the actions.
+    """
 
     def __init__(
         self,
@@ -51,8 +62,6 @@ class Executor:
         dtype: torch.dtype,
         recorder: Recorder = NO_RECORDER,
     ) -> None:
-        """`boundary_shape` says which shape travels between stages for tokens [B, S]; `dtype` is
-        that of activations; `recorder` receives the actions."""
         self._rank = channels.rank
         assert set(stages) == set(schedule.stages_of(self._rank)), (set(stages), self._rank)
         self._schedule, self._stages = schedule, stages
@@ -67,7 +76,7 @@ class Executor:
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._last = {
             (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
-        }  # later ones replace earlier ones
+        }  # the last of a kind and stage replaces earlier ones
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -79,11 +88,11 @@ class Executor:
             Kind.RECV_GRADIENT: self._receive,
         }
         self.loss_scale = 1.0
-        """What backward starts from (fp16)."""
+        """Factor on the objective in backward (fp16)."""
         self.recorder = recorder
         self._before_backward: Callable[[int], None] = lambda stage: None
         self.terms: dict[tuple[int, int], Terms] = {}
-        """Those of the last step so far, by stage and microbatch."""
+        """Terms of the current or last step, by stage and microbatch."""
 
     def run(
         self,
@@ -91,13 +100,22 @@ class Executor:
         reduce_grad: Callable[[int, int], None],
         opt_step: Callable[[], None],
         before_backward: Callable[[int], None] = lambda stage: None,
-        last_backward: LastBackward = lambda stage, late: nullcontext(),
+        last_backward: LastBackward = lambda stage, deferred: nullcontext(),
     ) -> dict[tuple[int, int], Terms]:
-        """One step; returns the terms of each (stage, microbatch) here.
+        """Run one step.
 
-        `reduce_grad(stage, microbatch)` and `opt_step()` do these two actions;
-        `before_backward(stage)` is called before each that adds to gradients. Raises LostPeerError
-        naming the action that waited.
+        Args:
+            microbatches: of this data rank, in order.
+            reduce_grad: function of (stage, microbatch) that does REDUCE_GRAD.
+            opt_step: does OPT_STEP.
+            before_backward: called with the stage before each action that adds to gradients.
+            last_backward: see LastBackward.
+
+        Returns:
+            The terms of this rank's stages, by (stage, microbatch).
+
+        Raises:
+            LostPeerError: a peer was lost; the message has the action that waited.
         """
         assert len(microbatches) == self._schedule.num_microbatches
         self._last_backward = last_backward
@@ -110,31 +128,30 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
-        """Forward alone, any number of microbatches; returns the terms of each (stage, microbatch)
-        here."""
+        """Run only forwards, of any number of microbatches; return the terms of this rank's stages,
+        by (stage, microbatch)."""
         return self._play(self._forwards(len(microbatches)), microbatches, self._table)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, position: int) -> Tensor | None:
-        """Forward alone of tokens [B, S]; the logits at `position` as of `Stage.infer` where the
-        last stage is, None elsewhere."""
-        found: list[Tensor] = []
+        """Run only the forward of tokens [B, S]; return the logits at `position`, as `Stage.infer`
+        does, on the rank of the last stage and None on others."""
+        logits: list[Tensor] = []
 
         def infer(action: Action) -> None:
             stage = self._stages[action.stage]
             out = stage.infer(self._input(action), tokens, position)
             if stage.is_last:
-                found.append(out)
+                logits.append(out)
             else:
                 self._pass_on(action._replace(kind=Kind.SEND_ACTIVATION), out)
 
         self._play(self._forwards(1), [(tokens, None)], self._table | {Kind.F: infer})
-        return found[0] if found else None
+        return logits[0] if logits else None
 
     def _forwards(self, num_microbatches: int) -> Sequence[Action]:
-        of = self._schedule
-        lists = make_evaluation(of.num_ranks, of.virtual_stages, num_microbatches).ranks
-        return lists[self._rank]
+        ranks, virtual_stages = self._schedule.num_ranks, self._schedule.virtual_stages
+        return make_evaluation(ranks, virtual_stages, num_microbatches).ranks[self._rank]
 
     def _play(
         self,
@@ -143,11 +160,11 @@ class Executor:
         table: Mapping[Kind, Callable[[Action], None]],
     ) -> dict[tuple[int, int], Terms]:
         self._microbatches = microbatches
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
         self._arrived: dict[Action, Tensor | Transfer] = {}
         self._leaving: dict[Action, Tensor] = {}
         self._sent: deque[Transfer] = deque()
-        self._late: dict[tuple[int, int], DeferredGradients] = {}
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._waited_ns = 0
         self.terms = {}
         if self.recorder.records_actions:
@@ -163,7 +180,9 @@ class Executor:
                 self._sent.popleft().wait()
         except LostPeerError as error:
             raise LostPeerError(f"{error}; the rank was at {action}") from error
-        assert not (self._held or self._arrived or self._leaving or self._late), "left behind"
+        assert not (self._saved or self._arrived or self._leaving or self._deferred), (
+            "a tensor was not used"
+        )
         return self.terms
 
     def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
@@ -180,8 +199,8 @@ class Executor:
         return run_and_record
 
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
-        """Where products of a pass go: batches have few shapes, documents have many, and oneDNN
-        compiles each."""
+        """Choose the library of matrix products: oneDNN compiles each shape, of which batches have
+        few and documents have many."""
         if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
             return nullcontext()
         return fastest_library(tokens.new_empty(0, dtype=self._dtype))
@@ -192,52 +211,52 @@ class Executor:
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         output = stage.forward(x, *self._microbatches[action.microbatch])
-        place = (action.stage, action.microbatch)
-        self.terms[place] = output.terms
+        key = (action.stage, action.microbatch)
+        self.terms[key] = output.terms
         if output.x is not None:
             self._pass_on(action._replace(kind=Kind.SEND_ACTIVATION), output.x.detach())
         if torch.is_grad_enabled():
-            self._held[place] = _Held(x, output)
+            self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """What the stage before has sent for a forward pass; None on the first stage."""
+        """Return the input of a forward pass from the previous stage; None on the first stage."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """B, or I: then the gradients of weights are put off."""
+        """Run B, or I, which defers the gradients of weights."""
         stage = self._stages[action.stage]
-        held = self._held.pop((action.stage, action.microbatch))
+        saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
         if not stage.is_last:
             grad = self._take(action._replace(kind=Kind.RECV_GRADIENT))
         self._before_backward(action.stage)
         if action.kind is Kind.I:
-            with DeferredGradients() as late:
-                backward(held.output, grad, self.loss_scale)
-            self._late[action.stage, action.microbatch] = late
+            with DeferredGradients() as deferred:
+                backward(saved.output, grad, self.loss_scale)
+            self._deferred[action.stage, action.microbatch] = deferred
         else:
             with self._perhaps_last(action, None):
-                backward(held.output, grad, self.loss_scale)
-        if held.x is not None:
-            assert held.x.grad is not None
-            self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), held.x.grad)
+                backward(saved.output, grad, self.loss_scale)
+        if saved.x is not None:
+            assert saved.x.grad is not None
+            self._pass_on(action._replace(kind=Kind.SEND_GRADIENT), saved.x.grad)
 
     def _weights(self, action: Action) -> None:
         self._before_backward(action.stage)
-        late = self._late.pop((action.stage, action.microbatch))
-        with self._perhaps_last(action, late.weights):
-            late.compute()
+        deferred = self._deferred.pop((action.stage, action.microbatch))
+        with self._perhaps_last(action, deferred.weights):
+            deferred.compute()
 
     def _perhaps_last(
-        self, action: Action, late: Collection[Tensor] | None
+        self, action: Action, deferred: Collection[Tensor] | None
     ) -> AbstractContextManager:
         is_last = self._last[action.kind, action.stage] == action
-        return self._last_backward(action.stage, late) if is_last else nullcontext()
+        return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Leave a result for the send behind it, or for the neighbouring stage on this rank."""
+        """Keep a result for the send that follows, or for the neighbour stage on this rank."""
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
         if self._schedule.rank_of(neighbour) != self._rank:
@@ -247,7 +266,7 @@ class Executor:
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 
     def _take(self, receive_action: Action) -> Tensor:
-        """What a receive has brought, waiting for it if need be."""
+        """Return the tensor of a receive, after waiting for it if needed."""
         arrived = self._arrived.pop(receive_action)
         if not isinstance(arrived, Transfer):
             return arrived
@@ -270,7 +289,7 @@ class Executor:
 
 
 def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
-    """The same under the action's name, for a profiler."""
+    """Return a function that runs an action in a profiler range of its name."""
 
     def named(action: Action) -> None:
         with torch.profiler.record_function(str(action)):
