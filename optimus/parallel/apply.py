@@ -91,7 +91,7 @@ def make_layout(config: Config, mesh: Mesh, coordinate: Place, num_microbatches:
         sequence_shares=mesh.tp if in_sequence else 1,
     )
     model = _model_of_stages(config, layout)
-    return replace(layout, placements=place_parameters(model, mesh, coordinate, in_sequence))
+    return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
 
 
 def _model_of_stages(config: Config, layout: Layout) -> Transformer:
@@ -102,7 +102,7 @@ def _model_of_stages(config: Config, layout: Layout) -> Transformer:
     return model
 
 
-def place_parameters(
+def make_placements(
     model: Transformer, mesh: Mesh, coordinate: Place, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
     """Return the placement of every parameter on the rank at `coordinate`, by name.

@@ -1,1 +1,1 @@
-"""What one rank holds: its share of the model, groups, states and segments."""
+"""One rank: its model, groups, states and segments; on a device for training, on meta for plans."""

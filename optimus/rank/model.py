@@ -114,7 +114,7 @@ class RankModel:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
-    def add_in_place(self, states: ChunkEngine) -> None:
+    def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
         """Let experts and embeddings add their weights' gradients to the chunks from now on,
         without a buffer and a pass to add it. This cannot be undone, and `torch.autograd.grad`, by
         which layers are timed, then returns no gradient for them."""

@@ -1,7 +1,7 @@
-"""The model states of a rank: made here for training, and on the meta device for plans.
+"""Model states of a rank, for training on its device and for plans on the meta device.
 
-There is one description: a plan makes the very engine that a run would, of tensors without memory,
-and counts their bytes.
+Both use one description: a plan makes the engine of the run from tensors without memory and counts
+their bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ from optimus.rank.segments import units_of
 def make_states(
     config: Config, layout: Layout, groups: Groups, model: Transformer, poison: bool = False
 ) -> ChunkEngine:
-    """The states of this rank's `model`, from the values its parameters have now; they become views
-    of chunks. `poison`: as in Residency."""
+    """Make the states of a rank's model from the current values of its parameters, which become
+    views of chunks.
+
+    Args:
+        config: the run's.
+        layout: of the rank.
+        groups: of the rank.
+        model: from `build_model`.
+        poison: as in Residency.
+    """
     optim = config.optim
     engine = ChunkEngine(
         dict(model.named_parameters()),
@@ -71,23 +79,24 @@ def make_states(
 def states_of_rank(
     config: Config, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
-    """What this rank holds, as checkpoints see it."""
+    """Return the description of this rank's states that checkpoints use."""
     tied = config.model.tie_embeddings and groups.mesh.pp > 1
     return RankStates(
         groups,
         states.shards(),
-        {name: one.intervals for name, one in layout.placements.items()},
+        {name: placement.intervals for name, placement in layout.placements.items()},
         {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
         on_both_ends=("embed.weight",) if tied else (),
     )
 
 
 def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home | None:
-    """Whose the gradient of a parameter is, or of a further use of one; None for other names."""
+    """Return the groups that reduce and shard a parameter, or a further use of one; None for other
+    names."""
     owner = layout.owner_of(name)
     if not owner:
         return None
-    kind, place = layout.placements[owner].kind, groups.place
+    kind = layout.placements[owner].kind
     adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
     setting = setting_of(owner, config.optim)
     sharding = () if setting.frozen else shard_axes(kind, config.optim.sharding)
@@ -102,23 +111,31 @@ def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home |
         copies=copies,
         far_copy=layout.is_far_copy(owner),
         setting=setting,
-        first_copy=not groups.mesh.number_of(place, copies),
+        first_copy=not groups.mesh.number_of(groups.place, copies),
     )
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError for patterns of `[optim]` that name none of the model's parameters."""
+    """Check the patterns of `[optim]`.
+
+    Raises:
+        ConfigError: a pattern matches no parameter of the model.
+    """
     optim = config.optim
     if optim.groups or optim.frozen:
         check_patterns(optim, dict(whole_model(config.model).named_parameters()))
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError unless each unit of each rank finds its chunks together in the cache."""
+    """Check that the cache of parameters has room for all chunks of any segment of any rank.
+
+    Raises:
+        ConfigError: optim.cache_chunks is too small.
+    """
     slots = config.optim.cache_chunks
     least = 0
     if slots:
-        least = max(plan_rank(config, mesh, place).fewest_slots for place in _kinds(mesh))
+        least = max(plan_rank(config, mesh, rank).fewest_slots for rank in _kinds(mesh))
     if least > slots:
         raise ConfigError(
             f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
@@ -128,20 +145,20 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 class PlannedRank(NamedTuple):
-    """A rank's states without memory."""
+    """The states of a rank on the meta device."""
 
     engine: ChunkEngine
     layout: Layout
     groups: Groups
     fewest_slots: int
-    """With which its cache of parameters could do."""
+    """The smallest cache of parameters, in chunks, with which the rank can run."""
 
 
-def plan_rank(config: Config, mesh: Mesh, place: Place) -> PlannedRank:
-    """The rank at `place`, of which nothing is computed."""
-    # How many microbatches there are changes no state.
-    layout = make_layout(config, mesh, place, num_microbatches=mesh.pp)
-    groups = plan_groups(mesh, mesh.rank_at(place))
+def plan_rank(config: Config, mesh: Mesh, coordinate: Place) -> PlannedRank:
+    """Make the states of the rank at `coordinate` on the meta device."""
+    # The number of microbatches changes no state.
+    layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
+    groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config, layout, groups, model)
     fewest = fewest_slots(engine.needs(units_of(model, layout)))
@@ -149,29 +166,33 @@ def plan_rank(config: Config, mesh: Mesh, place: Place) -> PlannedRank:
 
 
 def _kinds(mesh: Mesh) -> Iterator[Place]:
-    """A rank of each kind. Along dp and ep ranks hold as much as each other: shards are of one
-    length, and ep divides experts evenly."""
+    """Return a rank of each kind. Ranks that differ along dp or ep have states of the same size:
+    shards have one length, and ep divides experts evenly."""
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Place, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
-    """Bytes on one rank of each kind, with "cache" in their total: chunks of parameters that are
-    whole at a time under optim.resident = "cache". Host memory for checkpoint.async_save is
-    "staging", not in the total; along dp and ep it differs by the padding of pieces, and with
-    checkpoint.scatter = "paper" only those that write have it.
+    """Plan the model states of one rank of each kind.
 
-    Raises ConfigError where the mesh does not divide the model, a pattern names no parameter or the
-    cache is too small.
+    Returns:
+        Coordinates and bytes by use. "total" includes "cache", the chunks of parameters that are
+        whole at a time under optim.resident = "cache". "staging" is host memory for
+        checkpoint.async_save, not in the total; along dp and ep it differs by padding, and with
+        checkpoint.scatter = "paper" only ranks that write have it.
+
+    Raises:
+        ConfigError: the mesh does not divide the model, a pattern matches no parameter, or the
+            cache is too small.
     """
     check_divisible(config, mesh)
     check_names(config)
     check_slots(config, mesh)
     scatter = config.checkpoint.scatter
-    for place in _kinds(mesh):
+    for coordinate in _kinds(mesh):
         if scatter == "paper":
-            place = place._replace(dp=writer_in_paper(mesh, place))
-        planned = plan_rank(config, mesh, place)
+            coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
+        planned = plan_rank(config, mesh, coordinate)
         sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
         staging = 0
         if config.checkpoint.async_save:
@@ -179,4 +200,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, in
             staging = staging_bytes(share_of(of_rank, scatter))
             if config.checkpoint.model_interval:
                 staging += staging_bytes(model_parts(of_rank, scatter), MODEL_DTYPE)
-        yield place, sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging}
+        yield (
+            coordinate,
+            sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging},
+        )

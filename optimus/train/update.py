@@ -63,7 +63,7 @@ class Updater:
         )
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
         self._part, self._states = part, states
-        part.add_in_place(states)
+        part.write_gradients_to_chunks(states)
         if config.train.deterministic:
             part.keep_microbatches_apart()
         self._watch = Watch(config, groups, part, states)

@@ -1,4 +1,4 @@
-"""Small models for the tests of this folder."""
+"""Small models for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def some_tokens(batch: int = 3, length: int = 16, vocab: int = 61, seed: int = 0
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """||a - b|| / ||b||, as CONTRACT.md defines it."""
+    """Return ||a - b|| / ||b|| (CONTRACT.md)."""
     return float((value - reference).detach().norm() / reference.detach().norm())

@@ -1,4 +1,4 @@
-"""Settings of [model] that cannot go together."""
+"""Checks of settings of [model] that exclude each other."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("key", IMPOSSIBLE)
-def test_refused_by_key_in_one_line(key):
+def test_impossible_setting_is_refused_by_key_in_a_single_line(key):
     architecture, fields = IMPOSSIBLE[key]
     with pytest.raises(ConfigError, match=rf"model\.{key}") as error:
         small_config(architecture, **fields)
     assert "\n" not in str(error.value)
 
 
-def test_what_a_dense_model_leaves_at_its_default_is_no_mistake():
+def test_defaults_of_sparse_settings_are_allowed_for_a_dense_model():
     small_config("olmo", norm_topk_prob=False, aux_loss_coef=0.0, z_loss_coef=0.001)

@@ -1,4 +1,4 @@
-"""Document masks: a document in a sequence gives what it gives alone, forward and backward."""
+"""Document masks: a document has the same outputs and gradients in a sequence and alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(row, first, stop) of every document of IDS, found without the code under test."""
-    found = []
+    """Return (row, first, stop) of every document of IDS, without the code under test."""
+    ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
-        found += [(row, *pair) for pair in zip(begins, [*begins[1:], len(ids)], strict=True)]
-    return found
+        ranges += [(row, *pair) for pair in zip(begins, [*begins[1:], len(ids)], strict=True)]
+    return ranges
 
 
 def test_lengths_add_up_over_sequences():
@@ -42,7 +42,7 @@ def test_lengths_add_up_over_sequences():
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
-def test_it_is_attention_under_a_block_diagonal_mask(heads, groups):
+def test_attention_equals_a_block_diagonal_mask(heads, groups):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(3, 16, n, 8, generator=generator, requires_grad=True)
@@ -55,20 +55,20 @@ def test_it_is_attention_under_a_block_diagonal_mask(heads, groups):
     ).transpose(1, 2)
     weight = torch.randn(reference.shape, generator=generator)
     expected = torch.autograd.grad((reference * weight).sum(), (q, k, v))
-    mixed = _within_documents(q, k, v, LENGTHS)
-    assert relative(mixed, reference) < 1e-6
-    found = torch.autograd.grad((mixed * weight).sum(), (q, k, v))
-    assert max(relative(a, b) for a, b in zip(found, expected, strict=True)) < 1e-6
+    output = _within_documents(q, k, v, LENGTHS)
+    assert relative(output, reference) < 1e-6
+    gradients = torch.autograd.grad((output * weight).sum(), (q, k, v))
+    assert max(relative(a, b) for a, b in zip(gradients, expected, strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
-    """The target behind an end of document counts: it is predicted from the document before."""
+    """The target after an end of document counts: it is predicted from the document before."""
     model, tokens = small_model(architecture, **fields), some_tokens()
     terms = model.losses(tokens, IDS)
     assert terms.num_targets == 3 * 15
     terms.ce_sum.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     total = torch.zeros(())
     for row, first, stop in documents(tokens):
@@ -79,11 +79,12 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
     assert float(terms.ce_sum.detach()) == pytest.approx(float(total.detach()), rel=1e-6)
     for name, p in model.named_parameters():
         expected = p.grad if p.grad is not None else torch.zeros_like(p)
-        assert torch.equal(found[name], expected) or relative(found[name], expected) < 1e-5, name
+        close = relative(gradients[name], expected) < 1e-5
+        assert torch.equal(gradients[name], expected) or close, name
 
 
-def test_nothing_crosses_the_border():
-    """Bit for bit: no token of one document moves anything of another."""
+def test_documents_do_not_affect_each_other():
+    """Changed tokens of one document change no bit of another's logits."""
     model, tokens = small_model("olmo"), some_tokens()
     changed = tokens.clone()
     changed[0, :5] = (tokens[0, :5] + 1) % 61
@@ -92,7 +93,7 @@ def test_nothing_crosses_the_border():
     assert not torch.equal(before[0, :5], after[0, :5])
 
 
-def test_without_ids_nothing_changes():
-    """One document a sequence is plain causal attention; without ids no code of masks runs."""
+def test_a_single_document_is_plain_causal_attention():
+    """Without ids no code of masks runs."""
     model, tokens = small_model(), some_tokens()
     assert relative(model(tokens, torch.zeros_like(tokens)), model(tokens)) < 1e-6

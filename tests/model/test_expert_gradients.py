@@ -1,4 +1,4 @@
-"""Where the gradients of experts' weights go: to autograd, straight to their memory, or later."""
+"""Gradients of experts' weights: by autograd, written to other memory, or deferred."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def make_experts(dtype, inner: int = 24) -> Experts:
 
 
 def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weights and choices of a microbatch; expert 4 gets no row in the first."""
+    """Return x, weights and choices of a microbatch; expert 4 gets no row in the first."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(TOKENS, D, generator=generator).to(dtype)
     weights = torch.rand(TOKENS, 2, generator=generator).to(dtype)
-    held = E if number else E - 1
-    return x, weights, torch.rand(TOKENS, held, generator=generator).topk(2).indices
+    used = E if number else E - 1
+    return x, weights, torch.rand(TOKENS, used, generator=generator).topk(2).indices
 
 
-def one_backward(experts: Experts, number: int, save_input_only: bool = False) -> list[Tensor]:
-    """Gradients of x and of the routing weights."""
+def run_backward(experts: Experts, number: int, save_input_only: bool = False) -> list[Tensor]:
+    """Return the gradients of x and of the routing weights."""
     x, weights, chosen = inputs(number, experts.down.dtype)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     out = experts(*leaves, chosen, save_input_only)
@@ -46,18 +46,18 @@ def one_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of inputs, and of weights made apart in `dtype` and then added up in fp32."""
+    """Return gradients of inputs, and of weights computed in `dtype` and then added in fp32."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):
         experts.zero_grad()
-        of_inputs += one_backward(experts, number)
+        of_inputs += run_backward(experts, number)
         for total, parameter in zip(sums, experts.parameters(), strict=True):
             total += parameter.grad
     return of_inputs, sums
 
 
-def straight(experts: Experts) -> list[Tensor]:
+def write_to_sums(experts: Experts) -> list[Tensor]:
     sums = [torch.zeros(parameter.shape) for parameter in experts.parameters()]
     experts.write_gradients_to(lambda: kernels.WeightGrads(*sums, add=True))
     return sums
@@ -71,7 +71,7 @@ def form(request):
 
 @pytest.fixture(params=[True, False], ids=["own-products", "torch-products"])
 def products(request, monkeypatch):
-    """With our bf16 kernel where this machine has it, and as on one that has not."""
+    """Run with the bf16 kernel of Optimus if the machine has it, and without."""
     if not request.param:
         for module in ("product", "experts_loop"):
             monkeypatch.setattr(f"optimus_kernels.{module}.amx_kernel", lambda like: None)
@@ -83,72 +83,72 @@ def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_have_the_bits_of_gradients_made_apart_and_then_added(dtype, form, products):
+def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
     if form == "torch" and dtype is torch.float16:
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype)
     experts = make_experts(dtype)
-    memory = straight(experts)
+    memory = write_to_sums(experts)
     for number in range(MICROBATCHES):
-        assert_same(one_backward(experts, number), of_inputs[2 * number : 2 * number + 2])
+        assert_same(run_backward(experts, number), of_inputs[2 * number : 2 * number + 2])
     assert_same(memory, sums)
     assert all(parameter.grad is None for parameter in experts.parameters())
 
 
-@pytest.mark.parametrize("owned", [True, False], ids=["straight", "to-grad"])
+@pytest.mark.parametrize("to_sums", [True, False], ids=["to-sums", "to-grad"])
 @pytest.mark.parametrize("inner", [24, 20])
 @pytest.mark.parametrize("input_only", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_waits_gives_the_same_bits(dtype, input_only, inner, owned, form, products):
-    """Of 20 fp32 or 16-bit numbers, rows do not begin on 64 bytes."""
+def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
+    """Rows of 20 fp32 or 16-bit numbers do not begin on 64 bytes."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)
     experts = make_experts(dtype, inner=inner)
-    memory = straight(experts) if owned else [torch.zeros_like(total) for total in sums]
+    memory = write_to_sums(experts) if to_sums else [torch.zeros_like(total) for total in sums]
     waiting = []
     for number in range(MICROBATCHES):
         with deferred_gradients.DeferredGradients() as late:
-            found = one_backward(experts, number, input_only)
-        assert_same(found, of_inputs[2 * number : 2 * number + 2])
+            of_batch = run_backward(experts, number, input_only)
+        assert_same(of_batch, of_inputs[2 * number : 2 * number + 2])
         waiting.append(late)
     assert not any(total.any() for total in memory)
     for late in waiting:
         assert all(parameter.grad is None for parameter in experts.parameters())
         late.compute()
-        if not owned:
+        if not to_sums:
             for total, parameter in zip(memory, experts.parameters(), strict=True):
                 total += parameter.grad
             experts.zero_grad()
     assert_same(memory, sums)
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_hooks_behind_accumulation_run_whoever_adds(late):
+@pytest.mark.parametrize("deferred", [True, False])
+def test_hooks_after_accumulation_run_if_experts_add(deferred):
     experts, ran = make_experts(torch.float32), []
-    straight(experts)
+    write_to_sums(experts)
     for name, parameter in experts.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: ran.append(name))
-    if late:
+    if deferred:
         with deferred_gradients.DeferredGradients() as work:
-            one_backward(experts, 0)
-        ran.clear()  # autograd ran them for gradients that were not there yet
+            run_backward(experts, 0)
+        ran.clear()  # autograd ran them before the deferred gradients
         work.compute()
     else:
-        one_backward(experts, 0)
+        run_backward(experts, 0)
     assert sorted(ran) == ["down", "gate_up"]
 
 
 @pytest.mark.parametrize("frozen", ["gate_up", "down"])
-def test_where_a_weight_is_frozen_autograd_does_the_other(frozen):
+def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
     experts = make_experts(torch.float32)
-    one_backward(experts, 1)
+    run_backward(experts, 1)
     expected = {name: p.grad for name, p in experts.named_parameters()}
     experts = make_experts(torch.float32)
-    memory = straight(experts)
+    memory = write_to_sums(experts)
     getattr(experts, frozen).requires_grad_(False)
     with deferred_gradients.DeferredGradients() as late:
-        one_backward(experts, 1)
+        run_backward(experts, 1)
     late.compute()
     for name, parameter in experts.named_parameters():
         assert (
@@ -159,20 +159,20 @@ def test_where_a_weight_is_frozen_autograd_does_the_other(frozen):
     assert not any(total.any() for total in memory)
 
 
-def test_no_memory_as_large_as_all_experts_is_taken(monkeypatch):
-    """Beside the rows' own: one expert's gradient at most."""
-    experts, taken = make_experts(torch.float32), []
-    straight(experts)
+def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
+    """In addition to the rows' memory: one expert's gradient at most."""
+    experts, sizes = make_experts(torch.float32), []
+    write_to_sums(experts)
     plain = experts_loop.memory.empty
 
     def empty(shape, like):
-        taken.append(torch.Size(shape).numel())
+        sizes.append(torch.Size(shape).numel())
         return plain(shape, like)
 
     monkeypatch.setattr(experts_loop.memory, "empty", empty)
-    one_backward(experts, 1)
+    run_backward(experts, 1)
     with deferred_gradients.DeferredGradients() as late:
-        one_backward(experts, 1)
+        run_backward(experts, 1)
     late.compute()
-    assert taken.count(experts.gate_up[0].numel()) == 2
-    assert experts.gate_up.numel() not in taken and experts.down.numel() not in taken
+    assert sizes.count(experts.gate_up[0].numel()) == 2
+    assert experts.gate_up.numel() not in sizes and experts.down.numel() not in sizes

@@ -1,4 +1,4 @@
-"""`num_experts` as a list: layers with other numbers of experts, and dense ones."""
+"""`num_experts` as a list: layers with different numbers of experts, and dense layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.model.small import small_config, small_model, some_tokens
 MIXED = {"num_layers": 4, "num_experts": [0, 5, 3, 0], "dense_intermediate_size": 40}
 
 
-def test_each_layer_has_its_own_number():
+def test_layers_have_the_numbers_of_the_list():
     model = small_model(**MIXED)
     blocks = list(model.blocks.values())
     assert isinstance(blocks[0].mlp, MLP) and isinstance(blocks[3].mlp, MLP)
@@ -38,13 +38,15 @@ def test_each_layer_has_its_own_number():
     assert narrow.blocks["0"].mlp.up_proj.weight.shape == (24, 32)
 
 
-def test_a_list_of_one_number_is_that_number():
-    one, many = small_model(num_experts=5), small_model(num_experts=[5, 5])
-    for (name, a), (other, b) in zip(one.named_parameters(), many.named_parameters(), strict=True):
+def test_a_list_of_equal_numbers_is_that_number():
+    scalar, many = small_model(num_experts=5), small_model(num_experts=[5, 5])
+    for (name, a), (other, b) in zip(
+        scalar.named_parameters(), many.named_parameters(), strict=True
+    ):
         assert name == other and torch.equal(a, b)
-    assert first_difference(one.config, many.config) is None
-    assert first_difference(one.config, small_config(num_experts=[5, 4])) is not None
-    assert config_to_hf(many.config, "float32") == config_to_hf(one.config, "float32")
+    assert first_difference(scalar.config, many.config) is None
+    assert first_difference(scalar.config, small_config(num_experts=[5, 4])) is not None
+    assert config_to_hf(many.config, "float32") == config_to_hf(scalar.config, "float32")
 
 
 def test_losses_are_means_over_the_layers_that_route():
@@ -60,7 +62,7 @@ def test_losses_are_means_over_the_layers_that_route():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_load_is_measured_against_a_layers_own_experts():
+def test_load_is_relative_to_the_experts_of_a_layer():
     config, rows = small_config(**MIXED), torch.tensor([[2, 2, 2, 2, 2], [0, 3, 3, 0, 0]])
     load = measure_expert_load(3, rows, config)
     first, second = config.sparse_layers
@@ -88,7 +90,7 @@ def test_load_is_measured_against_a_layers_own_experts():
         ),
     ],
 )
-def test_lists_that_cannot_be(fields, match):
+def test_impossible_lists_are_refused(fields, match):
     with pytest.raises(ConfigError, match=match):
         small_config(**fields)
 
@@ -107,9 +109,9 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
         return read_json_lines(run_dir / "metrics.jsonl")
 
     whole = go(tmp_path / "whole")
-    go(tmp_path / "parts", train__stop_at_step=2)
-    parts = go(tmp_path / "parts")
-    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+    go(tmp_path / "resumed", train__stop_at_step=2)
+    resumed = go(tmp_path / "resumed")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
     assert all(math.isfinite(line["expert_load_max"]) for line in whole)
     assert 0 < whole[0]["expert_load_min"] <= 1 <= whole[0]["expert_load_max"]
     evaluated = evaluate_checkpoint(str(tmp_path / "whole"), f"{tiny_data}/eval", 8, 0)

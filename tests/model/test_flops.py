@@ -29,7 +29,7 @@ def test_counts_of_the_known_models(name):
     assert count_parameters(load_config(CONFIGS / f"{name}.toml").model) == COUNTS[name]
 
 
-def test_every_known_model_is_counted_here():
+def test_all_known_models_are_counted():
     assert {path.stem for path in CONFIGS.glob("*.toml")} - {"demo"} == set(COUNTS)
 
 
@@ -57,7 +57,7 @@ def test_counted_without_building_equals_built(feature):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_flops_equal_those_that_torch_counts(feature):
-    """Every matrix product of a forward and backward pass, attention unfused so that it shows."""
+    """Matrix products of a forward and backward pass; unfused attention, which torch can count."""
     if "intel_extension_for_pytorch" in sys.modules:
         pytest.skip("IPEX's operators hide products from torch's counter (docs/intel.md)")
     model, tokens = small_model(**FEATURES[feature]), some_tokens(2, 16)

@@ -8,26 +8,26 @@ from optimus.model.transformer import Transformer
 from tests.model.small import small_config, small_model
 
 
-def test_order_of_construction_and_missing_parts_make_no_difference():
+def test_order_of_construction_and_missing_modules_make_no_difference():
     whole = small_model(num_layers=3).state_dict()
     stage = Transformer(small_config(num_layers=3))
     del stage.blocks["0"], stage.embed
     stage.blocks = torch.nn.ModuleDict(reversed(stage.blocks.items()))
     torch.manual_seed(123)
-    torch.rand(7)  # torch's own generator plays no part
+    torch.rand(7)  # torch's generator has no influence
     initialise_(stage, 0)
     for name, value in stage.state_dict().items():
         assert torch.equal(value, whole[name]), name
 
 
-def test_a_rank_with_some_experts_gets_its_part():
+def test_a_rank_with_some_experts_gets_their_weights():
     whole = small_model()
-    part = Transformer(small_config(num_experts=2))
-    for block in part.blocks.values():
+    local = Transformer(small_config(num_experts=2))
+    for block in local.blocks.values():
         block.mlp.experts.first_expert = 3
-    initialise_(part, 0)
+    initialise_(local, 0)
     for layer in "01":
-        ours, theirs = part.blocks[layer].mlp.experts, whole.blocks[layer].mlp.experts
+        ours, theirs = local.blocks[layer].mlp.experts, whole.blocks[layer].mlp.experts
         assert torch.equal(ours.gate_up, theirs.gate_up[3:])
         assert torch.equal(ours.down, theirs.down[3:])
 
@@ -37,8 +37,8 @@ def test_all_parameters_experts_and_seeds_differ():
     for seed in (0, 1):
         for name, parameter in small_model(seed=seed).named_parameters():
             if "norm" not in name:
-                parts = parameter if "experts" in name else [parameter]
-                drawn += [tuple(part.flatten()[:8].tolist()) for part in parts]
+                entries = parameter if "experts" in name else [parameter]
+                drawn += [tuple(entry.flatten()[:8].tolist()) for entry in entries]
     assert len(drawn) == 2 * (2 + 2 * (4 + 1 + 5 + 5))
     assert len(set(drawn)) == len(drawn)
 
@@ -48,9 +48,9 @@ def test_threads_make_no_difference(threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = draw(torch.Size([1_100_003]), 0.02, 1, "x")
+        single = draw(torch.Size([1_100_003]), 0.02, 1, "x")
         torch.set_num_threads(threads)
-        assert torch.equal(draw(torch.Size([1_100_003]), 0.02, 1, "x"), one)
+        assert torch.equal(draw(torch.Size([1_100_003]), 0.02, 1, "x"), single)
     finally:
         torch.set_num_threads(before)
 
@@ -82,7 +82,7 @@ def test_dtype_and_device_round_the_same_values():
         assert torch.equal(narrow.state_dict()[name], value.bfloat16()), name
 
 
-def test_the_embedding_has_a_deviation_of_its_own_where_it_is_set():
+def test_embedding_init_std_applies_to_the_embedding_only():
     usual = small_model(vocab_size=1000).state_dict()
     wide = small_model(vocab_size=1000, embedding_init_std=0.7).state_dict()
     assert usual["embed.weight"].std() == pytest.approx(0.1 * 0.9866, rel=0.02)  # cut at three

@@ -16,7 +16,7 @@ WIDE = torch.float64
 
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
 def test_norms_of_bf16_compute_in_fp32(make):
-    """Forward and backward: statistics held in bf16 would be off by percents."""
+    """Forward and backward: statistics in bf16 would be off by percents."""
     narrow = (100 + torch.randn(64, 256)).bfloat16().requires_grad_()
     wide = narrow.detach().to(WIDE).requires_grad_()
     probe = torch.randn(64, 256).bfloat16()
@@ -45,7 +45,7 @@ def test_embedding_adds_many_gradients_in_fp32():
     embed = Embedding(small_config()).bfloat16()
     torch.nn.init.normal_(embed.weight)
     embed(torch.full((1, 1000), 5)).backward(torch.full((1, 1000, 32), 0.01).bfloat16())
-    # A sum held in bf16 stands still once it is 256 times its terms.
+    # A sum in bf16 stops to grow once it is 256 times its terms.
     assert embed.weight.grad[5].float().mean() == pytest.approx(10.0, rel=5e-3)
 
 
@@ -54,7 +54,7 @@ def test_rotation_backwards_is_its_gradient():
     x = torch.randn(2, 5, 3, 8, requires_grad=True)
     grad = torch.randn(2, 5, 3, 8)
     first, second = x.chunk(2, -1)
-    cos, sin = (part.unsqueeze(1) for part in table)
+    cos, sin = (angles.unsqueeze(1) for angles in table)
     plain = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     torch.testing.assert_close(rotate(x, table), plain)
     expected = torch.autograd.grad(plain, x, grad)[0]
@@ -77,8 +77,8 @@ def test_training_works_after_evaluating_in_inference_mode():
     model.losses(some_tokens()).ce_sum.backward()
 
 
-def test_an_embedding_adds_to_the_owners_gradient_what_autograd_would():
-    """To the bit, in the dtypes of training; put off, it goes by autograd."""
+def test_embedding_writes_the_gradient_of_autograd_to_other_memory():
+    """The bits are equal in the dtypes of training; a deferred gradient goes by autograd."""
     for dtype, into in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
         embed = Embedding(small_config(pad_token_id=3)).to(dtype)
         torch.nn.init.normal_(embed.weight)
@@ -87,11 +87,11 @@ def test_an_embedding_adds_to_the_owners_gradient_what_autograd_would():
         slope = torch.randn(*tokens.shape, embed.weight.shape[1], generator=generator).to(dtype)
         before = torch.randn(embed.weight.shape, generator=generator).to(into)
         embed(tokens).backward(slope)
-        wanted, embed.weight.grad = before + embed.weight.grad, None
+        expected, embed.weight.grad = before + embed.weight.grad, None
         target = before.clone()
         embed.write_gradients_to(partial(target.view_as, target))
         embed(tokens).backward(slope)
-        assert embed.weight.grad is None and torch.equal(target, wanted)
+        assert embed.weight.grad is None and torch.equal(target, expected)
         with DeferredGradients():
             embed(tokens).backward(slope)
-        assert embed.weight.grad is not None and torch.equal(target, wanted)
+        assert embed.weight.grad is not None and torch.equal(target, expected)

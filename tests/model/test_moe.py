@@ -24,7 +24,7 @@ def make_experts(dtype=torch.float64, num_experts=E) -> Experts:
 
 
 def naive(experts: Experts, x, weights, chosen):
-    """The definition: every token through each of its experts, one at a time."""
+    """Compute the definition: each token through each of its experts, separately."""
     out = []
     for token in range(len(x)):
         total = torch.zeros_like(x[token])
@@ -84,16 +84,16 @@ def test_experts_divided_into_ranges_add_up_to_the_whole():
     x = torch.randn(len(chosen), D, dtype=torch.float64)
     weights = torch.rand(chosen.shape, dtype=torch.float64)
     whole = run(experts, x, weights, chosen, experts)
-    parts = []
+    results = []
     for first, last in ((0, 2), (2, 3), (3, 5)):
-        part = make_experts(num_experts=last - first)
-        part.load_state_dict({n: p[first:last] for n, p in experts.state_dict().items()})
-        part.first_expert = first
-        parts.append(run(part, x, weights, chosen, part))
-    for index in range(3):  # output, gradients of x and weights: sums over the parts
-        torch.testing.assert_close(sum(part[index] for part in parts), whole[index])
-    for index in (3, 4):  # gradients of the experts: each part has its own
-        torch.testing.assert_close(torch.cat([part[index] for part in parts]), whole[index])
+        share = make_experts(num_experts=last - first)
+        share.load_state_dict({n: p[first:last] for n, p in experts.state_dict().items()})
+        share.first_expert = first
+        results.append(run(share, x, weights, chosen, share))
+    for index in range(3):  # output, gradients of x and weights: sums over the shares
+        torch.testing.assert_close(sum(result[index] for result in results), whole[index])
+    for index in (3, 4):  # gradients of the experts of each share
+        torch.testing.assert_close(torch.cat([result[index] for result in results]), whole[index])
 
 
 def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
@@ -109,7 +109,7 @@ def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
 
 
 def kept_for_backward(block, *inputs) -> int:
-    """Bytes of distinct memory that a forward pass keeps, parameters aside."""
+    """Return the bytes of distinct memory that a forward pass keeps, without parameters."""
     saved = {}
     hold = lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
@@ -147,8 +147,8 @@ def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_weight_gradients_go_where_their_owner_says(kind):
-    """The seam for buffers of gradients: written first, then added to, `.grad` stays None."""
+def test_weight_gradients_are_written_to_buffers(kind):
+    """Buffers are written first, then added to; `.grad` stays None."""
     chosen, experts = CASES["most are empty"], make_experts(torch.bfloat16)
     x, weights = torch.randn(3, D).bfloat16(), torch.rand(3, 2).bfloat16()
     expected = run(experts, x, weights, chosen, experts)
@@ -200,9 +200,9 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """One after the other with one cache on disk: what an op returns may not depend on the form."""
+    """Both use one cache on disk: the outputs of an op may not depend on the form."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
-        pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler behind torch.compile")
+        pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
     torch.compiler.reset()
     experts, chosen = make_experts(torch.bfloat16), spread(12, 2)
     x, weights = torch.randn(12, D).bfloat16(), torch.rand(12, 2).bfloat16()
@@ -276,7 +276,7 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
 
 
 def test_autocast_is_that_of_a_linear_layer():
-    """Products in its dtype, the result in x's; fp64 stays as it is."""
+    """Products have its dtype, the result that of x; fp64 does not change."""
     experts, chosen = make_experts(torch.float32), spread(12, 2)
     x, weights = torch.randn(12, D), torch.rand(12, 2)
     low = make_experts(torch.bfloat16)
@@ -306,20 +306,20 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
     assert x.grad.isnan().any(dim=1).tolist() == [False, True, False, False]
 
 
-def test_experts_held_elsewhere_cost_no_memory(monkeypatch):
-    """As under expert parallelism: h is kept for the slots whose expert is here."""
-    experts, tokens, k, held = make_experts(torch.float32), 64, 2, 2
+def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
+    """As under expert parallelism: h is kept for slots of this rank's experts only."""
+    experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
-        experts.gate_up = torch.nn.Parameter(experts.gate_up[:held].clone())
-        experts.down = torch.nn.Parameter(experts.down[:held].clone())
+        experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())
+        experts.down = torch.nn.Parameter(experts.down[:local].clone())
     chosen = spread(tokens, k)
-    here = int((chosen < held).sum())
-    assert 0 < here < tokens * k
+    rows = int((chosen < local).sum())
+    assert 0 < rows < tokens * k
     x = torch.randn(tokens, D, requires_grad=True)
     weights = torch.rand(tokens, k, requires_grad=True)
     kept = kept_for_backward(experts, x, weights, chosen)
-    indices = tokens * k + 2 * here + held + 1
-    assert kept == 4 * (tokens * (D + k) + here * 2 * INNER + indices)
+    indices = tokens * k + 2 * rows + local + 1
+    assert kept == 4 * (tokens * (D + k) + rows * 2 * INNER + indices)
     x, weights = x.detach(), weights.detach()
     everything = run(experts, x, weights, chosen, experts)
     module = importlib.import_module("optimus_kernels.experts")

@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimus.model.router import (
-    Router,
-)
+from optimus.model.router import Router
 from tests.model.small import relative, small_config, small_model, some_tokens
 
 E, K, T = 5, 2, 40
@@ -30,8 +28,8 @@ def test_probabilities_are_fp32_in_a_bf16_model():
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize("part", ["weights", "mean_prob", "z"])
-def test_gradients_are_those_of_the_definition(part, normalised):
+@pytest.mark.parametrize("output", ["weights", "mean_prob", "z"])
+def test_gradients_are_those_of_the_definition(output, normalised):
     router = make_router(norm_topk_prob=normalised)
     x = torch.randn(T, 32, requires_grad=True)
     leaves = (x, router.weight)
@@ -42,12 +40,12 @@ def test_gradients_are_those_of_the_definition(part, normalised):
     if normalised:
         chosen = chosen / chosen.sum(1, keepdim=True)
     z = logits.exp().sum(1).log().square().mean()
-    ours = {"weights": weights, "mean_prob": routing.mean_prob, "z": routing.z}[part]
-    theirs = {"weights": chosen, "mean_prob": probs.mean(0), "z": z}[part]
+    ours = {"weights": weights, "mean_prob": routing.mean_prob, "z": routing.z}[output]
+    theirs = {"weights": chosen, "mean_prob": probs.mean(0), "z": z}[output]
     probe = torch.randn(theirs.shape)
-    found = torch.autograd.grad((ours * probe).sum(), leaves, retain_graph=True)
+    gradients = torch.autograd.grad((ours * probe).sum(), leaves, retain_graph=True)
     expected = torch.autograd.grad((theirs * probe).sum(), leaves)
-    for value, definition in zip(found, expected, strict=True):
+    for value, definition in zip(gradients, expected, strict=True):
         assert definition.norm() > 0 and relative(value, definition) < 1e-5
 
 

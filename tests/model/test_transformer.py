@@ -8,7 +8,7 @@ from tests.model.small import small_model, some_tokens
 BOTH = pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
 
 
-def test_tied_model_is_ordinary_until_its_uses_are_separated():
+def test_tied_uses_share_the_gradient_until_they_are_separated():
     model, tokens = small_model("olmo", tie_embeddings=True), some_tokens()
     assert model.tied_uses() == {}
     assert "head.weight" not in model.state_dict()
@@ -27,7 +27,7 @@ def test_tied_model_is_ordinary_until_its_uses_are_separated():
 
 
 @pytest.mark.parametrize("change", ["cast", "move", "load", "data"])
-def test_separated_uses_share_storage_whatever_happens_to_the_model(change):
+def test_separated_uses_share_storage_after_changes_of_the_model(change):
     model = small_model("olmo", tie_embeddings=True)
     model.separate_tied_uses()
     if change == "cast":
@@ -39,7 +39,7 @@ def test_separated_uses_share_storage_whatever_happens_to_the_model(change):
         model.load_state_dict(small_model("olmo", seed=5, tie_embeddings=True).state_dict())
     else:
         model.embed.weight.data = model.embed.weight.data.clone()
-        with pytest.raises(AssertionError):  # an alias of forgotten storage is never used
+        with pytest.raises(AssertionError):  # the head would use the old storage
             model(some_tokens())
         model.separate_tied_uses()
     use = model.tied_uses()["head.weight"]

@@ -1,4 +1,4 @@
-"""Collectives under autograd against the dense formula, in one process that knows all inputs."""
+"""Differentiable collectives against the dense formula, in one process with all inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 SENT = [[1, 3], [2, 0]]
-"""By sender: rows for each rank."""
+"""Rows for each rank, by sender."""
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """This rank's output, and the gradient of its input for weights that depend on the rank."""
+    """Return this rank's output and the gradient of its input, for weights of the rank."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":
@@ -37,7 +37,7 @@ def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """What every rank should have, from all ranks' inputs and weights at once."""
+    """Return the outputs and gradients expected on all ranks, from all inputs and weights."""
     x = [numbers(rank, 4, 6) for rank in range(SIZE)]
 
     def weights(*shape: int) -> list[Tensor]:
@@ -49,7 +49,7 @@ def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
         return [(sum(x), weights(4, 6)[rank]) for rank in range(SIZE)]
     if name == "exchange_rows":
         x = [numbers(rank, sum(SENT[rank]), 6) for rank in range(SIZE)]
-        pieces = [part.split(SENT[rank]) for rank, part in enumerate(x)]
+        pieces = [rows.split(SENT[rank]) for rank, rows in enumerate(x)]
         out = [torch.cat([pieces[s][r] for s in range(SIZE)]) for r in range(SIZE)]
         grads = [
             numbers(10 + r, *out[r].shape).split([row[r] for row in SENT]) for r in range(SIZE)
@@ -60,11 +60,11 @@ def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
         grad = torch.cat(weights(*out[0].shape), dim)
         return [(out[rank], grad) for rank in range(SIZE)]
     whole = torch.cat(x, dim)
-    given = weights(*whole.shape)
+    grads = weights(*whole.shape)
     if name == "gather_then_scatter_sum":
-        return [(whole, sum(given).chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
+        return [(whole, sum(grads).chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
     assert name == "gather_then_slice"
-    return [(whole, given[rank].chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
+    return [(whole, grads[rank].chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize(

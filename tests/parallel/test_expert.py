@@ -1,4 +1,4 @@
-"""The dispatchers of expert parallelism against the whole experts on one process."""
+"""Dispatchers of expert parallelism against all experts in one process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def whole_experts(dtype: torch.dtype) -> Experts:
     return experts.to(dtype)
 
 
-def one_microbatch(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """x, weights, chosen and the output's gradient of one data rank."""
+def microbatch_of(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return x, weights, chosen and the output's gradient of one data rank."""
     tokens = 0 if routing == "no-token" and rank == 0 else tokens
     generator = torch.Generator().manual_seed(10 + rank)
     chance = torch.rand(tokens, E, generator=generator)
-    if routing == "one-rank":  # the first rank's experts take all (of up to 4 ranks)
+    if routing == "one-rank":  # the experts of the first rank get all rows (of up to 4 ranks)
         chance[:, :K] += 1
-    if routing == "empty-rank":  # the first rank's experts take none
+    if routing == "empty-rank":  # the experts of the first rank get none
         chance[:, : E // 2] -= 1
     chosen = chance.topk(K, dim=1).indices
     x, grad = (torch.randn(tokens, D, generator=generator).to(dtype) for _ in range(2))
@@ -42,7 +42,7 @@ def one_microbatch(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> 
     return [x, weights, chosen, grad]
 
 
-def through(experts: Experts, x, weights, chosen, grad) -> dict[str, torch.Tensor]:
+def run(experts: Experts, x, weights, chosen, grad) -> dict[str, torch.Tensor]:
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts(x, weights, chosen)
     out.backward(grad)
@@ -58,7 +58,7 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Bytes that reach this rank from others through `exchange`."""
+    """Counter of the bytes that reach this rank from others through `exchange`."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -84,7 +84,7 @@ class Traffic:
 
 
 def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
-    """By routing: this rank's outputs and gradients, rows that met its experts, and bytes."""
+    """Return by routing: this rank's outputs and gradients, rows of its experts, and bytes."""
     torch.set_num_threads(1)
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
@@ -96,12 +96,12 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 
     Experts.forward = counted
     traffic, results = Traffic(), {}
-    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather takes equal T
+    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather requires equal T
         uneven = dispatch == "alltoall"
-        own = one_microbatch(group.rank, routing, 20 + (group.rank if uneven else 0), dtype)
+        batch = microbatch_of(group.rank, routing, 20 + (group.rank if uneven else 0), dtype)
         experts.zero_grad()
         traffic.arrived = 0
-        result = through(experts, *own)
+        result = run(experts, *batch)
         result |= {name: p.grad for name, p in experts.named_parameters()}
         results[routing] = result | {"rows": rows[-1], "arrived": traffic.arrived}
     return results
@@ -113,45 +113,45 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
     results = ranks(size, dispatched, dispatch, dtype, start_world=False)
     uneven = dispatch == "alltoall"
-    # In bf16 parts of a token's sum are rounded apart: one rounding a rank and one of the sum.
+    # In bf16 each rank rounds its summand of a token, and the sum is rounded.
     tolerance = 1e-6 if dtype is torch.float32 else size * 2**-8
     for routing in results[0]:
         whole = whole_experts(dtype)
         inputs = [
-            one_microbatch(rank, routing, 20 + (rank if uneven else 0), dtype)
+            microbatch_of(rank, routing, 20 + (rank if uneven else 0), dtype)
             for rank in range(size)
         ]
-        expected = through(whole, *(torch.cat(parts) for parts in zip(*inputs, strict=True)))
+        expected = run(whole, *(torch.cat(tensors) for tensors in zip(*inputs, strict=True)))
         many = [result[routing] for result in results]
         for name in ("out", "x", "weights"):
-            close(torch.cat([one[name] for one in many]), expected[name], tolerance, name)
+            close(torch.cat([r[name] for r in many]), expected[name], tolerance, name)
         for name, parameter in whole.named_parameters():
-            close(torch.cat([one[name] for one in many]), parameter.grad, tolerance, name)
-        chosen = [one[2] for one in inputs]
-        sent = [[needed(one, rank, size) for rank in range(size)] for one in chosen]
-        for rank, one in enumerate(many):
-            own = len(chosen[rank])
+            close(torch.cat([r[name] for r in many]), parameter.grad, tolerance, name)
+        chosen = [choices for _, _, choices, _ in inputs]
+        sent = [[needed(choices, rank, size) for rank in range(size)] for choices in chosen]
+        for rank, result in enumerate(many):
+            tokens = len(chosen[rank])
             arriving = sum(sent[source][rank] for source in range(size))
             away = sum(sent[rank]) - sent[rank][rank]
             arriving_from_others = arriving - sent[rank][rank]
             b = dtype.itemsize
             if uneven:
-                assert one["rows"] == arriving, "a token goes once to each rank that needs it"
-                # The counts, 8*(n-1), go by another way.
-                assert one["arrived"] == (
+                assert result["rows"] == arriving, "a token goes once to each rank that needs it"
+                # The counts, 8*(n-1), use another collective.
+                assert result["arrived"] == (
                     2 * (arriving_from_others + away) * D * b
                     + arriving_from_others * (K * b + 8 * K)
                     + away * K * b
                 )
             else:
-                assert one["rows"] == size * own
-                assert one["arrived"] == (size - 1) * own * (4 * D * b + 2 * K * b + 8 * K)
+                assert result["rows"] == size * tokens
+                assert result["arrived"] == (size - 1) * tokens * (4 * D * b + 2 * K * b + 8 * K)
 
 
 def needed(chosen: torch.Tensor, rank: int, size: int) -> int:
-    """Tokens that have some expert on `rank`."""
-    held = E // size
-    return int(((chosen >= rank * held) & (chosen < (rank + 1) * held)).any(1).sum())
+    """Return the number of tokens that have some expert on `rank`."""
+    share = E // size
+    return int(((chosen >= rank * share) & (chosen < (rank + 1) * share)).any(1).sum())
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str) -> None:
@@ -159,7 +159,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str
     assert got.shape == expected.shape and error <= tolerance * expected.double().norm(), name
 
 
-def measured() -> tuple[dict[str, float], list]:
+def time_on_rank() -> tuple[dict[str, float], list]:
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
     model = Transformer(small_config(**CONFIG, num_layers=1))
@@ -171,8 +171,8 @@ def measured() -> tuple[dict[str, float], list]:
     return times, [experts.dispatcher, [p.grad for p in experts.parameters()]]
 
 
-def test_measuring_is_agreed_and_leaves_no_trace(ranks):
-    (times, left), other = ranks(2, measured, start_world=False)
+def test_timing_is_the_same_on_all_ranks_and_changes_nothing(ranks):
+    (times, left), other = ranks(2, time_on_rank, start_world=False)
     assert other == (times, left)
     assert set(times) == set(DISPATCHERS) and min(times.values()) > 0
     assert left == ["alltoall", [None, None]]

@@ -45,12 +45,12 @@ def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_nothing_is_assigned_to_a_module_from_outside(folder):
     calls = PARALLEL_CALLS if folder == "optimus/parallel" else CALLS
-    found = [
+    changes = [
         f"{path.relative_to(ROOT)}: {line}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line in changes_from_outside(path.read_text(encoding="utf-8"), calls)
     ]
-    assert not found, "\n".join(found)
+    assert not changes, "\n".join(changes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_planted_change_is_detected(text):
     assert list(changes_from_outside(text, PARALLEL_CALLS))
 
 
-def test_assignments_to_own_attributes_pass():
+def test_assignments_to_self_pass():
     text = "class A:\n def f(self, ctx, x):\n  self.x = ctx.x = x\n  x[0] = 1\n  y: int = 1"
     assert not list(changes_from_outside(text, PARALLEL_CALLS))
 

@@ -1,6 +1,6 @@
-"""Every layout trains the model of one process, by CONTRACT.md's promise for it.
+"""Layouts train the model of one process, within the bounds of CONTRACT.md.
 
-A sample in which every two choices meet; `scripts/drills/layouts.py` runs all of them.
+The sample has every pair of choices; `scripts/drills/layouts.py` runs all of them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """The run of one process is made once for each model, dtype and batch; `train`: settings that
-    it does not share."""
+    """Compare the runs of a case and of one process, which is made once for each model, dtype and
+    batch.
 
-    def many(size: int, tree: dict) -> Outcome:
+    Args:
+        train: settings of the case that the run of one process does not have.
+    """
+
+    def run_layout(size: int, tree: dict) -> Outcome:
         return run(size, tree | {"train": tree["train"] | train})
 
     def run(size: int, tree: dict) -> Outcome:
         return ranks(size, run_case, tree, start_world=False, timeout_s=120)[0]
 
-    def alone(tree: dict) -> Outcome:
+    def run_alone(tree: dict) -> Outcome:
         key = repr(tree)
         if key not in _known:
             _known[key] = run(1, tree)
         return _known[key]
 
-    return agree(case, many, alone)
+    return agree(case, run_layout, run_alone)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
@@ -51,14 +55,14 @@ def test_a_layout_trains_the_model_of_one_process(ranks, case):
 
 
 TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
-"""Both ends of the pipeline add to one embedding, each to its rows."""
+"""The first and the last stage add to one embedding, each tp rank to its rows."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
 WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
 
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
-def test_without_the_mode_it_is_as_near(ranks, case):
-    """Where gradients add up in place and leave while backward goes on."""
+def test_without_deterministic_mode_the_bounds_hold(ranks, case):
+    """Gradients add up in place and are reduced while backward continues."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
@@ -70,9 +74,10 @@ def test_without_the_mode_it_is_as_near(ranks, case):
         "pp2-dp2-ep1-tp1-zb-h1-dense-tied-bias-fp32-m4",
     ],
 )
-def test_a_split_backward_keeps_microbatches_apart(ranks, name):
-    """Norms, biases and embeddings have their gradients beside the inputs', while the weights of an
-    earlier microbatch still wait to be added up: seen only where several ranks add."""
+def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
+    """Norms, biases and embeddings get their gradients together with the inputs', before the
+    deferred weight gradients of an earlier microbatch are added: visible only with several ranks in
+    the reduction."""
     (case,) = (case for case in all_cases() if str(case) == name)
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
@@ -88,7 +93,8 @@ def outcome(
     losses: tuple[float, ...] = (5.0, 4.0),
     aux: float = 1.0,
 ) -> Outcome:
-    """Of a run in which the one token went elsewhere at a step, its choice clear by `gap`."""
+    """Return the outcome of a run whose token takes another expert at a step, with this gap of
+    probabilities."""
     routes = {
         (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)
@@ -113,10 +119,10 @@ OFF = (5.1, 4.0)
         (outcome(losses=OFF), None, "losses are off"),
     ],
 )
-def test_a_case_is_run_gently_only_where_tokens_turn_behind_an_update(many, again, broken):
+def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, broken):
     case = next(case for case in all_cases() if case.tp == 2)
-    runs, one = iter([many, again]), outcome(gap=float(many.routes[1, 0, 0][1]))
-    agreement = agree(case, lambda size, tree: next(runs), lambda tree: one)
+    runs, alone = iter([many, again]), outcome(gap=float(many.routes[1, 0, 0][1]))
+    agreement = agree(case, lambda size, tree: next(runs), lambda tree: alone)
     assert broken in " ".join(agreement.broken) and bool(broken) == bool(agreement.broken)
     assert bool(agreement.by_adamw) == (again is not None and not broken)
 
@@ -131,8 +137,8 @@ def test_a_case_is_run_gently_only_where_tokens_turn_behind_an_update(many, agai
     ],
 )
 @pytest.mark.parametrize("both", [False, True])
-def test_what_is_not_a_number_is_no_agreement(wrong, broken, both):
-    """Nor where one process has it too."""
+def test_nan_is_no_agreement(wrong, broken, both):
+    """Also if the run of one process has the same NaN."""
     case = next(case for case in all_cases() if case.tp == 2)
     agreement = compare(case, outcome(**wrong), outcome(**wrong) if both else outcome())
     assert broken in " ".join(agreement.broken)
@@ -140,15 +146,15 @@ def test_what_is_not_a_number_is_no_agreement(wrong, broken, both):
     assert compare(exact, outcome(**wrong), outcome(**wrong) if both else outcome()).broken
 
 
-def test_gradients_that_are_nothing_agree():
-    case, nothing = next(case for case in all_cases() if case.tp == 2), outcome(gradient=0.0)
-    assert not compare(case, nothing, nothing).broken
-    assert "w is off" in " ".join(compare(case, outcome(), nothing).broken)
+def test_gradients_of_zero_agree():
+    case, zero = next(case for case in all_cases() if case.tp == 2), outcome(gradient=0.0)
+    assert not compare(case, zero, zero).broken
+    assert "w is off" in " ".join(compare(case, outcome(), zero).broken)
 
 
-def test_the_sample_has_every_factorisation_and_every_choice():
-    everything = all_cases()
-    assert {case[:4] for case in SAMPLE} == {case[:4] for case in everything}
+def test_the_sample_has_all_factorisations_and_all_choices():
+    cases = all_cases()
+    assert {case[:4] for case in SAMPLE} == {case[:4] for case in cases}
     for field in range(4, len(Case._fields)):
-        assert {case[field] for case in SAMPLE} == {case[field] for case in everything}
+        assert {case[field] for case in SAMPLE} == {case[field] for case in cases}
     assert any(case.batch // (case.dp * case.ep) < case.pp for case in SAMPLE), "m < p"

@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds: together the ranks hold everything, each part once."""
+"""Placements: together the ranks have all elements of a parameter, each once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optimus.config import make_config
 from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
 from optimus.model.init import initialise_
-from optimus.parallel.apply import make_layout, place_parameters
+from optimus.parallel.apply import make_layout, make_placements
 from optimus.parallel.expert import ExpertParallel
 from optimus.parallel.placement import materialise, whole_model
 from tests.helpers.tiny import DENSE, tiny_tree
@@ -29,64 +29,64 @@ def config_for(mesh: Mesh, model: dict):
 @pytest.mark.parametrize(
     "model", [{}, BIAS, {"model__tie_embeddings": True}, DENSE | GROUPED], ids=str
 )
-def test_the_ranks_of_one_model_hold_every_element_and_copies_agree(mesh, model):
+def test_ranks_of_a_model_have_all_elements_once(mesh, model):
     config = config_for(mesh, model) if "olmo" not in model.values() or mesh.ep == 1 else None
     if config is None:
         pytest.skip("a dense model has no experts to divide")
     whole = whole_model(config.model)
     for name, parameter in whole.named_parameters():
         numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
-        held = torch.zeros_like(numbers)
+        count = torch.zeros_like(numbers)
         for rank in mesh.group_of(0, ("ep", "tp")):
-            place = mesh.place(rank)
-            placement = place_parameters(whole, mesh, place)[name]
-            part = placement.slice_of(numbers)
-            assert tuple(part.shape) == placement.local_shape
+            coordinate = mesh.place(rank)
+            placement = make_placements(whole, mesh, coordinate)[name]
+            local = placement.slice_of(numbers)
+            assert tuple(local.shape) == placement.local_shape
             back = torch.full_like(numbers, -1)
-            put(placement, back, part)
-            here = back >= 0
-            assert torch.equal(back[here], numbers[here]), name
-            copy = ("ep" not in placement.kind.divided and place.ep > 0) or (
-                "tp" not in placement.kind.divided and place.tp > 0
+            put(placement, back, local)
+            filled = back >= 0
+            assert torch.equal(back[filled], numbers[filled]), name
+            copy = ("ep" not in placement.kind.divided and coordinate.ep > 0) or (
+                "tp" not in placement.kind.divided and coordinate.tp > 0
             )
-            held += 0 if copy else here.float()
-        assert torch.equal(held, torch.ones_like(held)), name
+            count += 0 if copy else filled.float()
+        assert torch.equal(count, torch.ones_like(count)), name
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("model", [{}, {"model__tie_embeddings": True}], ids=str)
-def test_stages_hold_every_parameter(mesh, model):
+def test_stages_have_all_parameters(mesh, model):
     config = config_for(mesh, model)
     names = {name for name, _ in whole_model(config.model).named_parameters()}
     columns = [make_layout(config, mesh, mesh.place(rank), 4) for rank in mesh.group_of(0, ("pp",))]
-    held = [name for layout in columns for name in layout.placements]
-    twice = {name for name in held if held.count(name) > 1}
-    assert set(held) == names
+    placed = [name for layout in columns for name in layout.placements]
+    twice = {name for name in placed if placed.count(name) > 1}
+    assert set(placed) == names
     assert twice == ({"embed.weight"} if mesh.pp > 1 and config.model.tie_embeddings else set())
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_rank_starts_with_its_part_of_the_same_weights(mesh):
+def test_ranks_start_with_slices_of_the_same_weights(mesh):
     config = config_for(mesh, BIAS)
     alone = make_layout(config_for(Mesh(), BIAS), Mesh(), Mesh().place(0), 4)
-    one = whole_model(config.model)
-    materialise(one, alone.placements, torch.device("cpu"))
-    initialise_(one, 3, alone.placements)
-    weights = dict(one.named_parameters())
+    whole = whole_model(config.model)
+    materialise(whole, alone.placements, torch.device("cpu"))
+    initialise_(whole, 3, alone.placements)
+    weights = dict(whole.named_parameters())
     for rank in range(mesh.world_size):
-        place = mesh.place(rank)
-        placements = place_parameters(whole_model(config.model), mesh, place)
-        part = whole_model(config.model)
+        coordinate = mesh.place(rank)
+        placements = make_placements(whole_model(config.model), mesh, coordinate)
+        local = whole_model(config.model)
         with torch.device("meta"):
-            ExpertParallel(Group(mesh.ep, place.ep), "allgather").apply(part)
-        materialise(part, placements, torch.device("cpu"))
-        initialise_(part, 3, placements)
-        for name, parameter in part.named_parameters():
+            ExpertParallel(Group(mesh.ep, coordinate.ep), "allgather").apply(local)
+        materialise(local, placements, torch.device("cpu"))
+        initialise_(local, 3, placements)
+        for name, parameter in local.named_parameters():
             assert torch.equal(parameter, placements[name].slice_of(weights[name])), name
 
 
 def test_experts_are_divided_gate_with_gate_and_up_with_up():
     mesh = Mesh(tp=2)
-    placements = place_parameters(whole_model(config_for(mesh, {}).model), mesh, mesh.place(1))
+    placements = make_placements(whole_model(config_for(mesh, {}).model), mesh, mesh.place(1))
     gate_up = placements["blocks.0.mlp.experts.gate_up"]
     assert gate_up.intervals[1] == ((8, 16), (24, 32))  # of 16 gate rows above 16 up rows

@@ -32,8 +32,8 @@ def make(
     return model.to(dtype)
 
 
-def one_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes kept for backward, and every gradient with the loss."""
+def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the bytes kept for backward, and all gradients with the loss."""
     with KeptBytes(model) as kept:
         terms = model.losses(TOKENS)
         objective = terms.ce_sum + terms.aux + terms.z
@@ -61,12 +61,12 @@ SPARSE = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overrides", [{}, DENSE], ids=["olmoe", "olmo"])
 def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
-    everything, expected = one_pass(make((), dtype, **overrides))
+    everything, expected = run_pass(make((), dtype, **overrides))
     kept = {}
     for modules in SPARSE:
         if overrides and {"moe", "experts"} & set(modules):
             continue
-        kept[modules], gradients = one_pass(make(modules, dtype, **overrides))
+        kept[modules], gradients = run_pass(make(modules, dtype, **overrides))
         different = [name for name in expected if not torch.equal(expected[name], gradients[name])]
         assert not different, modules
         assert kept[modules] < everything, modules
@@ -82,64 +82,64 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
             assert kept[fewer] < kept[more], (fewer, more)
 
 
-def test_what_each_drops():
-    """fp32, one layer's worth for T tokens of D: the norms' outputs are 2*T*D, a block's input is
+def test_bytes_that_each_module_drops():
+    """In elements of a layer for T tokens of D: the norms' outputs are 2*T*D, a block's input is
     T*D."""
-    everything, _ = one_pass(make(()))
+    everything, _ = run_pass(make(()))
     layers, elements = 2, TOKENS.numel() * 32
-    norm, _ = one_pass(make(("norm",)))
-    scales = layers * 2 * TOKENS.numel() * 4  # RMSNorm's own
+    norm, _ = run_pass(make(("norm",)))
+    scales = layers * 2 * TOKENS.numel() * 4  # saved by RMSNorm
     assert everything - norm == layers * 2 * elements * 4 + scales
-    block, _ = one_pass(make(("block",)))
+    block, _ = run_pass(make(("block",)))
     rope = 2 * 32 * 16 * 4
-    assert block - one_pass(make((), model__num_layers=1))[0] < elements * 4 + rope
-    experts, _ = one_pass(make(("experts",)))
+    assert block - run_pass(make((), model__num_layers=1))[0] < elements * 4 + rope
+    experts, _ = run_pass(make(("experts",)))
     config = tiny_config("d", "r").model
     rows = TOKENS.numel() * config.num_experts_per_tok
-    rows += extra_rows(torch.zeros(1))  # where oneDNN multiplies, whatever their number
+    rows += extra_rows(torch.zeros(1))  # a constant number where oneDNN multiplies
     assert everything - experts == layers * rows * 2 * config.intermediate_size * 4
 
 
-def test_a_norm_is_computed_once_more_for_all_who_use_its_output():
+def test_a_norm_is_recomputed_once_for_all_uses_of_its_output():
     model = make(("norm",))
     calls = []
     block = model.blocks["0"]
     block.attention_norm.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    one_pass(model)
-    # Forward; for q, k and v together; for its own backward.
+    run_pass(model)
+    # Forward; for q, k and v together; for the backward of the norm.
     assert calls == [True, False, True]
 
 
-def test_weight_gradients_that_are_put_off():
-    expected = one_pass(make(()))[1]
+def test_deferred_weight_gradients_have_the_same_bits():
+    expected = run_pass(make(()))[1]
     for modules in (("norm",), ("experts",), ("norm", "attention", "moe"), ("block",)):
         model = make(modules, defers=True)
         terms = model.losses(TOKENS)
-        with DeferredGradients() as late:
+        with DeferredGradients() as deferred:
             (terms.ce_sum + terms.aux + terms.z).backward()
-        late.compute()
+        deferred.compute()
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.grad, expected[name]), (modules, name)
 
 
-def test_switched_off_and_without_gradient_nothing_is_computed_again():
-    everything, _ = one_pass(make(()))
+def test_disabled_or_without_gradient_nothing_is_recomputed():
+    everything, _ = run_pass(make(()))
     for sparse in ("moe", "experts"):
         model = make(("norm", "attention", sparse))
         with recompute_disabled(model):
-            assert one_pass(model)[0] == everything
+            assert run_pass(model)[0] == everything
         model.zero_grad()
-        assert one_pass(model)[0] < everything
+        assert run_pass(model)[0] < everything
     with torch.no_grad():
         assert model.losses(TOKENS).ce_sum.grad_fn is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_cost_is_measured_without_a_trace(dtype):
+def test_measuring_the_cost_changes_nothing(dtype):
     model = make(("moe",), dtype)
     cost = measure_recompute(model, (2, 32, 32), dtype, seed=0)
     assert 0 < cost.kept_bytes[1] < cost.kept_bytes[0] and min(cost.seconds) > 0
     assert "MB kept for backward instead of" in str(cost)
     assert all(parameter.grad is None for parameter in model.parameters())
-    whole = one_pass(make((), dtype))[0] - one_pass(make(("moe",), dtype))[0]
+    whole = run_pass(make((), dtype))[0] - run_pass(make(("moe",), dtype))[0]
     assert cost.kept_bytes[0] - cost.kept_bytes[1] == pytest.approx(whole, rel=0.05)

@@ -1,4 +1,4 @@
-"""Divided parts against the whole ones: the loss, the norm over heads, the embedding."""
+"""Divided modules against whole ones: the loss, the norm over heads, the embedding."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_loss_over_a_divided_vocabulary(ranks, size, scale):
     loss = torch.nn.functional.cross_entropy(whole, TARGETS, reduction="sum")
     (grad,) = torch.autograd.grad(loss, whole, torch.tensor(0.3))
     results = ranks(size, cross_entropy, scale)
-    for own, _ in results:
-        torch.testing.assert_close(own, loss.detach(), rtol=1e-6, atol=1e-5)
+    for local, _ in results:
+        torch.testing.assert_close(local, loss.detach(), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(torch.cat([g for _, g in results], 1), grad, rtol=1e-5, atol=1e-6)
 
 
@@ -85,10 +85,10 @@ def embedding(padding: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
     table = VocabularyParallelEmbedding(_config(padding), style, start)
     table.weight = torch.nn.Parameter(numbers(0, V, D)[start:stop].clone())
     out = table(TARGETS.view(1, N))
-    given = numbers(3, 1, N, D)
+    out_grad = numbers(3, 1, N, D)
     if sequence_parallel:
-        given = given.chunk(group.size, 1)[group.rank]
-    (grad,) = torch.autograd.grad(out, table.weight, given)
+        out_grad = out_grad.chunk(group.size, 1)[group.rank]
+    (grad,) = torch.autograd.grad(out, table.weight, out_grad)
     return out.detach(), grad
 
 
@@ -102,8 +102,8 @@ def test_an_embedding_of_a_divided_vocabulary(ranks, padding, sequence_parallel)
     results = ranks(2, embedding, padding, sequence_parallel)
     assert torch.equal(torch.cat([g for _, g in results]), grad)
     if sequence_parallel:
-        assert torch.equal(torch.cat([own for own, _ in results], 1), out.detach())
+        assert torch.equal(torch.cat([local for local, _ in results], 1), out.detach())
     else:
-        assert all(torch.equal(own, out.detach()) for own, _ in results)
+        assert all(torch.equal(local, out.detach()) for local, _ in results)
     if padding >= 0:
         assert not grad[padding].any()

@@ -35,22 +35,22 @@ def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
     by_autograd = updates(tree, world, lambda shard, states: None)
-    return updates(tree, world, RankModel.add_in_place), by_autograd
+    return updates(tree, world, RankModel.write_gradients_to_chunks), by_autograd
 
 
-def updates(tree: dict, world: World, add_in_place) -> Seen:
-    plain_add, plain_fresh = RankModel.add_in_place, experts_loop.fresh_grads
+def updates(tree: dict, world: World, write_gradients_to_chunks) -> Seen:
+    plain_add, plain_fresh = RankModel.write_gradients_to_chunks, experts_loop.fresh_grads
     made = []
 
     def fresh(parameters):
         made.append(1)
         return plain_fresh(parameters)
 
-    RankModel.add_in_place, experts_loop.fresh_grads = add_in_place, fresh
+    RankModel.write_gradients_to_chunks, experts_loop.fresh_grads = write_gradients_to_chunks, fresh
     try:
         return watch(tree, world, made)
     finally:
-        RankModel.add_in_place, experts_loop.fresh_grads = plain_add, plain_fresh
+        RankModel.write_gradients_to_chunks, experts_loop.fresh_grads = plain_add, plain_fresh
 
 
 def watch(tree: dict, world: World, made: list[int]) -> Seen:
@@ -127,6 +127,10 @@ def test_a_gradient_that_is_not_finite_is_seen(tmp_path):
     experts_loop.swiglu_backward_into = broken
     try:
         with pytest.raises(NonFiniteError, match=r"gradient of blocks\.1\.mlp\.experts\.down"):
-            updates(tiny_tree("d", tmp_path), start_world(device="cpu"), RankModel.add_in_place)
+            updates(
+                tiny_tree("d", tmp_path),
+                start_world(device="cpu"),
+                RankModel.write_gradients_to_chunks,
+            )
     finally:
         experts_loop.swiglu_backward_into = plain
