@@ -80,14 +80,8 @@ EXEMPT = (
     # Not rewritten yet.
     "optimus/distributed/groups.py",
     "optimus/distributed/mesh.py",
-    "optimus/model",
-    "optimus/parallel",
-    "optimus/rank",
     "optimus/resilience",
     "optimus/train",
-    "tests/model",
-    "tests/parallel",
-    "tests/rank",
     "tests/resilience",
     "tests/train",
 )

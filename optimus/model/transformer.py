@@ -209,17 +209,6 @@ class Transformer(nn.Module):
             self.final_norm = None  # type: ignore[assignment]  # the same
             self.head = None
 
-    def readers(self) -> Iterator[tuple[nn.Module, list[str]]]:
-        """Return the modules that a forward pass calls one after the other, each with the names of
-        all parameters that it reads; the final norm also with those of the head."""
-        last = ("final_norm.", "head.") + (("embed.",) if self.config.tie_embeddings else ())
-        readers: list[tuple[nn.Module | None, tuple[str, ...]]] = [(self.embed, ("embed.",))]
-        readers += [(block, (f"blocks.{number}.",)) for number, block in self.blocks.items()]
-        names = [name for name, _ in self.named_parameters()]
-        for module, prefixes in [*readers, (self.final_norm, last)]:
-            if module is not None:
-                yield module, [name for name in names if name.startswith(prefixes)]
-
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a separate leaf over the same storage.
 

@@ -27,7 +27,7 @@ from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.parallel.placement import share
 from optimus.platform import dtype_of
-from optimus.rank.segments import units_of
+from optimus.rank.segments import segments_of
 from optimus.rank.states import make_states
 from optimus_kernels import WeightGrads
 
@@ -95,8 +95,10 @@ class RankModel:
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(config, self.layout, self._groups, self.model, poison)
+        segments = segments_of(self.model, self.layout)
         if config.optim.overlap:
-            engine.wait_in(self.model.readers())
+            owner = self.layout.owner_of  # a tied head reads the embedding
+            engine.wait_in((s.module, [*map(owner, s.unit.parameters)]) for s in segments)
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [
             Pass(action.stage, backward[action.kind])
@@ -104,7 +106,7 @@ class RankModel:
             if action.kind in backward
         ]
         early = not (schedule.splits_backward or config.train.compile)
-        engine.follow(units_of(self.model, self.layout), passes, early)
+        engine.follow([segment.unit for segment in segments], passes, early)
         return engine
 
     def keep_microbatches_apart(self) -> None:

@@ -4,42 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
+
+from torch import nn
 
 from optimus.chunks.units import Notice, Unit, on_gradient, watch_module
 from optimus.model.transformer import Transformer
 from optimus.parallel.layout import Layout
 
 
-def units_of(model: Transformer, layout: Layout) -> list[Unit]:
+class Segment(NamedTuple):
+    """Modules whose parameters are needed together."""
+
+    module: nn.Module
+    """The first of them, before which the parameters must be there."""
+    unit: Unit
+    """The names of the parameters, and the hooks before its passes."""
+
+
+def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
     """Return the segments of a rank's model in order of first use: the embedding, each block, final
     norm and head.
 
     A tied head is a further use of the embedding by the name `head.weight`; on another stage than
     the embedding's it also has the embedding's parameter.
     """
-    units = []
-    parameters = dict(model.named_parameters())
+    segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:
         watch = partial(watch_module, model.embed)
-        units.append(Unit("the embedding", 0, _below("embed.", parameters), watch))
+        unit = Unit("the embedding", 0, _starting_with("embed.", names), watch)
+        segments.append(Segment(model.embed, unit))
     for number, block in model.blocks.items():
-        stage = layout.stage_of(f"blocks.{number}.")
-        names = _below(f"blocks.{number}.", parameters)
-        units.append(Unit(f"block {number}", stage, names, partial(watch_module, block)))
+        prefix, watch = f"blocks.{number}.", partial(watch_module, block)
+        parameters = _starting_with(prefix, names)
+        unit = Unit(f"block {number}", layout.stage_of(prefix), parameters, watch)
+        segments.append(Segment(block, unit))
     if layout.has_last:
-        names = (
-            *_below("final_norm.", parameters),
-            *_below("head.", parameters),
-            *model.tied_uses(),
-        )
+        parameters = _starting_with(("final_norm.", "head."), names) + tuple(model.tied_uses())
         if not layout.has_first:
-            names += _below("embed.", parameters)
+            parameters += _starting_with("embed.", names)
         stage = layout.schedule.num_stages - 1
-        units.append(Unit("the head", stage, names, partial(_watch_head, model)))
-    return units
+        unit = Unit("the head", stage, parameters, partial(_watch_head, model))
+        segments.append(Segment(model.final_norm, unit))
+    return segments
 
 
-def _below(prefix: str, names: Iterable[str]) -> tuple[str, ...]:
+def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name.startswith(prefix))
 
 

@@ -34,7 +34,7 @@ from optimus.parallel.divisible import check_divisible
 from optimus.parallel.layout import FURTHER_USES, Layout
 from optimus.parallel.placement import whole_model
 from optimus.platform import dtype_of
-from optimus.rank.segments import units_of
+from optimus.rank.segments import segments_of
 
 
 def make_states(
@@ -161,7 +161,7 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Place) -> PlannedRank:
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config, layout, groups, model)
-    fewest = fewest_slots(engine.needs(units_of(model, layout)))
+    fewest = fewest_slots(engine.needs([segment.unit for segment in segments_of(model, layout)]))
     return PlannedRank(engine, layout, groups, fewest)
 
 

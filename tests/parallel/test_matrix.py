@@ -49,7 +49,7 @@ def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_layout_trains_the_model_of_one_process(ranks, case):
+def test_a_layout_trains_the_model_of_a_single_process(ranks, case):
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
 

@@ -1,4 +1,4 @@
-"""What travels along each axis, against closed formulas, to the byte.
+"""Bytes that travel along each axis, against closed formulas.
 
 Letters: T tokens of a microbatch, D hidden, K experts a token, L layers, M microbatches of a rank,
 N targets of a microbatch, n ranks. All floats are fp32.
@@ -20,12 +20,12 @@ from tests.helpers.tiny import CONTEXT, tiny_tree
 
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
 STREAM = 4 * T * D
-"""One residual stream of a microbatch."""
+"""The residual stream of a microbatch."""
 COSINES = 4 * 4 * T
 """Sums of squares and slopes of the q- and k-norm of a layer."""
 WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
-"""Largest logit, sum of exponentials and chosen logit of every target."""
+"""Largest logit, sum of exponentials and chosen logit of each target."""
 
 FREE = {"deterministic": False}
 
@@ -42,19 +42,19 @@ def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
     return {axes: {name: size for name, (_, size) in ops.items()} for axes, ops in counted.items()}
 
 
-def chunked(ranks: int, *parts: str) -> int:
-    """Elements of the chunk of all parameters in whose names one of `parts` stands, added up by so
-    many ranks."""
+def chunked(ranks: int, *substrings: str) -> int:
+    """Return the elements of the chunk of all parameters whose names contain one of `substrings`,
+    reduced over this number of ranks."""
     model = whole_model(make_config(tiny_tree("d", "r")).model)
     named = [
         Parameter(name, tuple(p.shape), None, ranks)
         for name, p in model.named_parameters()
-        if any(part in name for part in parts)
+        if any(substring in name for substring in substrings)
     ]
     return lay_out(named, 1 << 24).length
 
 
-def test_data_parallelism_adds_every_gradient_once(ranks):
+def test_data_parallelism_adds_each_gradient_once(ranks):
     config = make_config(tiny_tree("d", "r"))
     total, _ = count_parameters(config.model)
     chunk = chunked(2, "")
@@ -68,7 +68,7 @@ def test_divided_states_are_reduced_to_shards_and_parameters_gathered(ranks):
     assert counted == {"dp": {"reduce_scatter": size, "all_gather": size}}
 
 
-def test_a_pipeline_sends_one_stream_for_each_microbatch(ranks):
+def test_a_pipeline_sends_a_stream_for_each_microbatch(ranks):
     counted = traffic_of(ranks, 2, parallel__pp=2)
     assert counted == {"pp": {"send": 8 * STREAM}}
 
@@ -78,13 +78,15 @@ def test_tensor_parallelism(ranks, sequence_parallel):
     microbatches = 8
     counted = traffic_of(ranks, 2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
     if not sequence_parallel:
-        layer = 4 * STREAM + COSINES + WEIGHTS  # two blocks, there and back; the router's share
+        layer = (
+            4 * STREAM + COSINES + WEIGHTS
+        )  # two blocks, forward and backward; the router's share
         ends = 2 * STREAM + LOSS  # embedding forward, head backward
         expected = {
             "all_reduce": microbatches * (L * layer + ends),
         }
     else:
-        # Norms of the stream see a part of the sequence.
+        # Norms of the stream see a share of the sequence.
         partial = 4 * chunked(1, "attention_norm", "mlp_norm", "final_norm")
         # Experts' inputs and routing weights are summed, the rest is gathered and scattered.
         expected = {
@@ -107,7 +109,7 @@ def test_expert_parallelism_by_allgather(ranks):
     assert traffic_of(ranks, 2, **chosen) == {"ep": expected}
 
 
-def test_auto_is_settled_before_it_is_measured_and_said(ranks):
+def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
     tree = tiny_tree("d", "r", parallel__ep=2)
     result = ranks(2, bench, tree, start_world=False)[0]
     assert result["settled"] == ["parallel.ep_dispatch: allgather (train.deterministic takes it)"]
@@ -120,7 +122,7 @@ def test_expert_parallelism_by_alltoall(ranks):
     """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 of 4, which
     are of one rank: a rank sends T rows in all and as many come."""
     microbatches, n = 4, 2
-    layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n  # there and back twice; the counts
+    layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n  # forward and backward, twice; the counts
     expected = microbatches * L * layer
     counted = traffic_of(
         ranks, 2, parallel__ep=2, parallel__ep_dispatch="alltoall", model__router="uniform"

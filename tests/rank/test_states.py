@@ -1,4 +1,4 @@
-"""Planned bytes of model states against those that training holds, and against the formulas."""
+"""Planned bytes of model states against those of training, and against the formulas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Bytes of the storages behind every tensor that hangs on some objects, each counted once: what
-    no list of names can forget."""
+    """Return the bytes of the storages of all tensors that some objects refer to, each counted
+    once, so that none is missed as in a list of names."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -54,14 +54,14 @@ def all_memory(*roots: Any) -> int:
 
 
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
-    """Bytes as planned for this rank, as its engine tells them, and as found in memory after two
-    updates."""
+    """Return the bytes planned for this rank, those reported by its engine, and those in memory
+    after two updates."""
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
-    found = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
+    in_memory = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
     planned = plan_rank(config, groups.mesh, groups.place).engine.bytes_held()
-    return planned, states.bytes_held(), found
+    return planned, states.bytes_held(), in_memory
 
 
 TIED = {"model__tie_embeddings": True}
@@ -83,7 +83,7 @@ SHORT = {"optim__chunk_length": 2000}
                 "parallel__schedule": "zb-h1",
                 "optim__frozen": ["*attention.*_proj*"],
             },
-            id="pp2-zb-frozen",  # weight gradients that are put off
+            id="pp2-zb-frozen",  # deferred weight gradients
         ),
         pytest.param(2, {"parallel__tp": 2, "model__vocab_size": 321}, id="tp2-odd-vocabulary"),
         pytest.param(4, TIED | {"parallel__ep": 2, "optim__sharding": "epso"}, id="dp2-ep2-epso"),
@@ -121,16 +121,16 @@ SHORT = {"optim__chunk_length": 2000}
         ),
     ],
 )
-def test_planned_bytes_are_those_that_training_holds(ranks, size, run):
-    for planned, told, found in ranks(
+def test_planned_bytes_are_those_of_training(ranks, size, run):
+    for planned, reported, in_memory in ranks(
         size, train_a_little, tiny_tree("d", "r", **run), start_world=False
     ):
-        assert planned == told
-        assert planned["total"] == found
+        assert planned == reported
+        assert planned["total"] == in_memory
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:
-    """Elements of expert and of other parameters on a rank, from shapes alone (pp = tp = 1)."""
+    """Return elements of expert and of other parameters on a rank, from shapes (pp = tp = 1)."""
     model = config.model
     expert = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_layers * model.num_experts * expert
@@ -141,7 +141,7 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """The issue's own: none 12(X+N), so 12(X+N)/dp, epso 12(X/dp + N/(dp*ep)); 8 in fp32."""
+    """Bytes: none 12(X+N), so 12(X+N)/dp, epso 12(X/dp + N/(dp*ep)); 8 instead of 12 in fp32."""
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12
     for sharding in ("none", "so", "epso"):
@@ -155,22 +155,22 @@ def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
             "so": width * (x + n) / mesh.dp,
             "epso": width * (x / mesh.dp + n / (mesh.dp * mesh.ep)),
         }[sharding]
-        held = memory["masters"] + memory["moments"]
-        assert exact <= held <= exact + memory["padding"]
+        states = memory["masters"] + memory["moments"]
+        assert exact <= states <= exact + memory["padding"]
         assert (memory["masters"] == 0) is (dtype == "fp32")
         assert memory["parameters"] >= (4 if dtype == "fp32" else 2) * (x + n)
 
 
-def test_all_ranks_of_a_kind_hold_as_much():
+def test_ranks_of_a_kind_have_equal_bytes():
     config = make_config(
         tiny_tree("d", "r", **TIED, **BF16, optim__sharding="epso", model__vocab_size=321)
     )
     mesh = Mesh(2, 2, 2, 2)
-    kinds = {(place.pp, place.tp): sizes for place, sizes in plan_ranks(config, mesh)}
+    kinds = {(rank.pp, rank.tp): sizes for rank, sizes in plan_ranks(config, mesh)}
     none = {"cache": 0, "staging": 0}
     for pp, dp, ep, tp in itertools.product(range(2), repeat=4):
-        held = plan_rank(config, mesh, Place(pp, dp, ep, tp)).engine.bytes_held()
-        assert held | none == kinds[pp, tp]
+        sizes = plan_rank(config, mesh, Place(pp, dp, ep, tp)).engine.bytes_held()
+        assert sizes | none == kinds[pp, tp]
 
 
 def test_a_plan_counts_the_chunks_in_the_cache():
@@ -179,13 +179,13 @@ def test_a_plan_counts_the_chunks_in_the_cache():
     all_of_them = plan(make_config(tree))["memory"]
     tree["optim"]["cache_chunks"] = 3
     three = plan(make_config(tree))["memory"]
-    held = {kind: size for kind, size in three.items() if kind not in ("cache", "total")}
-    assert all(all_of_them[kind] == size for kind, size in held.items())
+    others = {kind: size for kind, size in three.items() if kind not in ("cache", "total")}
+    assert all(all_of_them[kind] == size for kind, size in others.items())
     assert three["total"] - three["cache"] == all_of_them["total"] - all_of_them["cache"]
     assert all_of_them["cache"] == 4 * three["parameters"] > three["cache"] > 0
 
 
-def test_a_plan_refuses_what_training_would():
+def test_a_plan_refuses_sizes_that_training_refuses():
     with pytest.raises(ConfigError, match="parallel.ep = 3 does not divide"):
         plan(make_config(tiny_tree("d", "r", parallel__ep=3)))
 
@@ -206,8 +206,8 @@ def test_the_paper_s_large_runs_fit_a_tile(name):
     assert f"{memory['total']:,} bytes" in format_plan(result)
 
 
-def held_for_saves(tree: dict[str, Any]) -> int:
-    """Bytes that this rank takes for checkpoint.async_save."""
+def staging_of(tree: dict[str, Any]) -> int:
+    """Return the bytes that this rank allocates for checkpoint.async_save."""
     config, _, groups, _, shard = make_shard(tree)
     states = states_of_rank(config, shard.layout, groups, shard.make_states())
     scatter, limits = config.checkpoint.scatter, {"limit_s": 9.0, "begin_s": 9.0}
@@ -223,12 +223,12 @@ def test_staging_memory_is_as_planned(ranks, scatter, interval):
     settings = {"checkpoint__scatter": scatter, "checkpoint__async_save": True}
     settings |= {"optim__sharding": "none", "checkpoint__model_interval": interval}
     tree = tiny_tree("d", "r", **settings) | {"parallel": sizes}
-    held = ranks(4, held_for_saves, tree, start_world=False)
+    staged = ranks(4, staging_of, tree, start_world=False)
     planned = [rank["staging"] for rank in plan(make_config(tree))["ranks"]]
-    # Ranks count dp within pp. In the paper's rule stage 1, the second shard, is of dp index 1.
-    assert planned == [held[0], held[3 if scatter == "paper" else 2]]
-    assert (min(held) == 0) is (scatter == "paper")
+    # Ranks count dp within pp. By the paper's rule stage 1, the second shard, has dp index 1.
+    assert planned == [staged[0], staged[3 if scatter == "paper" else 2]]
+    assert (min(staged) == 0) is (scatter == "paper")
     states = sum(math.prod(p.shape) for p in whole_model(make_config(tree).model).parameters())
     each = 12 + 2 * bool(interval)
-    assert sum(held) == pytest.approx(each * states, rel=0.01)  # padding
+    assert sum(staged) == pytest.approx(each * states, rel=0.01)  # padding
     assert plan(make_config(tree | {"checkpoint": {}}))["memory"]["staging"] == 0

@@ -53,7 +53,7 @@ def test_a_profiler_sees_each_action_by_its_name():
     )
 
 
-def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch):
+def test_no_ranges_without_a_profiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subject, "_in_a_range", None)  # a call would raise
     trace = ActionTrace()
     run(recorder=trace)

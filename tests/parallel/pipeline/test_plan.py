@@ -10,7 +10,7 @@ from optimus.parallel.pipeline.plan import assign_layers, layers_by_hand, plan_s
 from tests.helpers.tiny import DENSE, tiny_tree
 
 
-def dearest(cuts, costs, last):
+def worst_cost(cuts, costs, last):
     bounds = (0, *cuts, len(costs))
     sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     sums[-1] += last
@@ -19,21 +19,21 @@ def dearest(cuts, costs, last):
 
 @pytest.mark.parametrize("last", [0, 1.0, 3.5])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(stages, last):
+def test_the_most_expensive_stage_is_as_cheap_as_possible(stages, last):
     costs = [1, 1, 2, 1, 3, 1, 1]
     ranges = assign_layers(costs, stages, last)
     assert [layer for stage in ranges for layer in stage] == list(range(len(costs)))
     cuts = [stage.start for stage in ranges[1:]]
-    every = itertools.combinations(range(1, len(costs)), stages - 1)
-    assert dearest(cuts, costs, last) == min(dearest(c, costs, last) for c in every)
+    all_cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    assert worst_cost(cuts, costs, last) == min(worst_cost(c, costs, last) for c in all_cuts)
 
 
-def test_the_head_takes_the_place_of_a_layer():
+def test_the_head_replaces_a_layer_of_the_last_stage():
     assert [len(stage) for stage in assign_layers([1.0] * 15, 4, 1.0)] == [4, 4, 4, 3]
 
 
 def test_many_layers_of_a_single_stage_are_not_searched():
-    """By the search, 2^20 layers would take days."""
+    """A search over 2^20 layers would take days."""
     assert assign_layers([1.0] * (1 << 20), 1) == (range(1 << 20),)
 
 
@@ -42,15 +42,15 @@ def test_more_stages_than_layers_are_refused():
         assign_layers([1, 1], 3)
 
 
-def test_by_hand():
+def test_stage_layers_set_the_layers_of_stages():
     assert layers_by_hand([1, 3], 4, 2) == (range(1), range(1, 4))
     for wrong in ([1, 2], [4], [0, 4], [2, 2, 0]):
         with pytest.raises(ConfigError, match="add up to model.num_layers = 4"):
             layers_by_hand(wrong, 4, 2)
 
 
-def test_a_configuration_pays_for_its_head():
-    """A head of 1280 * 32 multiply-adds a token is as dear as 3.3 of these layers."""
+def test_stages_of_a_configuration_include_the_cost_of_its_head():
+    """A head of 1280 * 32 multiply-adds a token costs as much as 3.3 of these layers."""
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

@@ -1,6 +1,8 @@
-"""The proof of schedules against players that share nothing with it: random sizes, ranks that get
-on in random order, lists spoilt at random. What the proof lets pass must play to its end, and what
-the generators write must pass, in the time that a simulation of its own finds."""
+"""The proof of schedules against a player that shares no code with it.
+
+Sizes are random, ranks advance in random order, and lists are damaged at random. A schedule that
+the proof accepts must play to its end. The proof must accept all generated schedules, and their
+simulated time must be that of an independent simulation."""
 
 from __future__ import annotations
 
@@ -19,37 +21,36 @@ F, B, HALF, W, SEND_A, RECV_A, SEND_G, RECV_G, REDUCE, STEP = Kind
 
 
 class CannotPlayError(Exception):
-    """A schedule that does not train."""
+    """The schedule does not train."""
 
 
-def must(holds: bool, what: object) -> None:
-    if not holds:
-        raise CannotPlayError(str(what))
+def must(condition: bool, problem: object) -> None:
+    if not condition:
+        raise CannotPlayError(str(problem))
 
 
 class Player:
-    """Each rank does its list; messages of one direction between two ranks meet in order, the n-th
-    send with the n-th receive, whatever they say they are."""
+    """Player of the actions of all ranks. The n-th send from one rank to another in one direction
+    meets the n-th receive, whatever their stages and microbatches are."""
 
     def __init__(self, schedule: Schedule, chance: random.Random) -> None:
         self.of, self.p, self.m = schedule, schedule.num_ranks, schedule.num_microbatches
         self.last = schedule.num_stages - 1
         self.chance = chance
         self.done: dict[tuple[Kind, int], list[int]] = {}
-        """By kind and stage: the microbatches, in order."""
+        """Microbatches by kind and stage, in order."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """By direction and ranks: what was sent and asked for, as microbatch and lower stage."""
+        """Sends and receives by direction and ranks, as microbatch and lower stage."""
 
     def play(self) -> None:
-        places = [0] * self.p
-        while moving := [r for r in range(self.p) if self._may(r, places[r])]:
+        counts = [0] * self.p
+        while moving := [r for r in range(self.p) if self._may(r, counts[r])]:
             rank = self.chance.choice(moving)
-            self._do(self.of.ranks[rank][places[rank]])
-            places[rank] += 1
-        ended = all(place == len(one) for place, one in zip(places, self.of.ranks, strict=True))
-        must(ended, f"deadlock at {places}")
+            self._do(self.of.ranks[rank][counts[rank]])
+            counts[rank] += 1
+        must(counts == [len(actions) for actions in self.of.ranks], f"deadlock at {counts}")
         must(all(len(sent) == len(asked) for sent, asked in self.lines.values()), "a message left")
-        halves = any(a.kind is W for one in self.of.ranks for a in one)
+        halves = any(a.kind is W for actions in self.of.ranks for a in actions)
         for stage in range(self.last + 1):
             must(sorted(self._of(F, stage)) == list(range(self.m)), "forwards")
             for kind in (HALF, W) if halves else (B,):
@@ -62,23 +63,23 @@ class Player:
         return self.done.setdefault((kind, stage), [])
 
     def _line(self, action: Action) -> tuple[list, list]:
-        """What lies between an action's stage and the one it talks to."""
+        """Return the sends and receives between an action's stage and its neighbour."""
         forward = action.kind in (SEND_A, RECV_A)
         low = action.stage - (action.kind in (RECV_A, SEND_G))
         must(0 <= low < self.last, action)
         return self.lines.setdefault((forward, low % self.p, (low + 1) % self.p), ([], []))
 
-    def _may(self, rank: int, place: int) -> bool:
-        if place == len(self.of.ranks[rank]):
+    def _may(self, rank: int, count: int) -> bool:
+        if count == len(self.of.ranks[rank]):
             return False
-        action = self.of.ranks[rank][place]
+        action = self.of.ranks[rank][count]
         if action.kind is F and action.stage > 0:
-            return self._is_here(action._replace(kind=RECV_A), F, action.stage - 1)
+            return self._has_arrived(action._replace(kind=RECV_A), F, action.stage - 1)
         if action.kind in (B, HALF) and action.stage < self.last:
-            return self._is_here(action._replace(kind=RECV_G), action.kind, action.stage + 1)
+            return self._has_arrived(action._replace(kind=RECV_G), action.kind, action.stage + 1)
         return True
 
-    def _is_here(self, receive: Action, kind: Kind, neighbour: int) -> bool:
+    def _has_arrived(self, receive: Action, kind: Kind, neighbour: int) -> bool:
         if self.p == 1:
             return receive.microbatch in self._of(kind, neighbour)
         sent, asked = self._line(receive)
@@ -92,7 +93,7 @@ class Player:
             mine, theirs = (sent, asked) if kind in (SEND_A, SEND_G) else (asked, sent)
             if mine is sent:
                 made = (F,) if kind is SEND_A else (B, HALF)
-                must(any(j in self._of(one, stage) for one in made), f"nothing for {action}")
+                must(any(j in self._of(kind, stage) for kind in made), f"nothing for {action}")
             entry = j, stage - (kind in (RECV_A, SEND_G))
             must(entry not in mine, f"{action} twice")
             mine.append(entry)
@@ -106,8 +107,8 @@ class Player:
 
 
 def spoil(schedule: Schedule, chance: random.Random) -> Schedule:
-    """One rank's list with an action moved, taken away, doubled or made another."""
-    lists = [list(one) for one in schedule.ranks]
+    """Return the schedule with one action moved, removed, doubled or changed."""
+    lists = [list(actions) for actions in schedule.ranks]
     actions = chance.choice(lists)
     at, to = chance.randrange(len(actions)), chance.randrange(len(actions))
     match chance.randrange(5):
@@ -125,7 +126,7 @@ def spoil(schedule: Schedule, chance: random.Random) -> Schedule:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_what_the_proof_lets_pass_plays_to_its_end(name):
+def test_schedules_that_the_proof_accepts_play_to_their_end(name):
     chance, passed, refused = random.Random(name), 0, 0
     for _ in range(40):
         p, m = chance.randint(1, 6), chance.randint(1, 12)
@@ -145,13 +146,15 @@ def test_what_the_proof_lets_pass_plays_to_its_end(name):
 
 
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
-    """When the last rank is done: the longest way through the graph of what must wait for what. An
-    action waits for the one before it on its rank, and for the neighbouring stage's, which takes
-    `wire` longer from another rank; all else takes no time."""
+    """Return the time at which the last rank ends: the longest path through the dependencies.
+
+    An action waits for the previous one on its rank, and for that of the neighbour stage, which
+    takes `wire` longer from another rank; other actions take no time.
+    """
     last = schedule.num_stages - 1
-    computing = [[a for a in one if a.kind in (F, B, HALF, W)] for one in schedule.ranks]
-    before = {a: one[n - 1] for one in computing for n, a in enumerate(one) if n}
-    by_place = {(a.kind, a.stage, a.microbatch): a for one in computing for a in one}
+    computing = [[a for a in rank if a.kind in (F, B, HALF, W)] for rank in schedule.ranks]
+    before = {a: rank[n - 1] for rank in computing for n, a in enumerate(rank) if n}
+    by_key = {(a.kind, a.stage, a.microbatch): a for rank in computing for a in rank}
 
     def wait_for(action: Action) -> list[tuple[Action, float]]:
         kind, stage, j = action.kind, action.stage, action.microbatch
@@ -159,19 +162,19 @@ def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire:
         neighbour = {F: stage - 1, B: stage + 1, HALF: stage + 1}.get(kind, -1)
         if 0 <= neighbour <= last:
             away = schedule.rank_of(neighbour) != schedule.rank_of(stage)
-            waits.append((by_place[kind, neighbour, j], wire * away))
+            waits.append((by_key[kind, neighbour, j], wire * away))
         return waits
 
     ends: dict[Action, float] = {}
-    todo = [one[-1] for one in computing]
+    todo = [rank[-1] for rank in computing]
     while todo:  # depth first, without recursion
         waits = wait_for(todo[-1])
-        missing = [one for one, _ in waits if one not in ends]
+        missing = [needed for needed, _ in waits if needed not in ends]
         if missing:
             todo += missing
             continue
         action = todo.pop()
-        start = max((ends[one] + delay for one, delay in waits), default=0.0)
+        start = max((ends[needed] + delay for needed, delay in waits), default=0.0)
         ends[action] = start + cost[action.kind, action.stage, action.microbatch]
     return max(ends.values())
 
@@ -180,7 +183,7 @@ SIZES = list(itertools.product(range(1, 7), range(1, 10), (1, 2, 3)))
 
 
 @pytest.mark.parametrize("name", [*GENERATORS, "evaluation"])
-def test_what_is_generated_passes_and_takes_its_time(name):
+def test_generated_schedules_pass_and_take_the_expected_time(name):
     chance, wire = random.Random(name), 0.25
     for p, m, v in SIZES:
         if name in ("1f1b", "zb-h1") and v > 1:
@@ -191,12 +194,12 @@ def test_what_is_generated_passes_and_takes_its_time(name):
         else:
             schedule = make_schedule(name, p, v, m, reduce_each=chance.random() < 0.5)
             validate(schedule)
-        places = itertools.product((F, B, HALF, W), range(p * v), range(m))
-        cost = {place: chance.uniform(0.5, 2.0) for place in places}
+        keys = itertools.product((F, B, HALF, W), range(p * v), range(m))
+        cost = {key: chance.uniform(0.5, 2.0) for key in keys}
 
-        def told(action: Action, cost: dict = cost) -> float:
+        def cost_of(action: Action, cost: dict = cost) -> float:
             if action.kind in (SEND_A, SEND_G):
                 return wire
             return cost.get((action.kind, action.stage, action.microbatch), 0.0)
 
-        assert simulate(schedule, told).end == pytest.approx(makespan(schedule, cost, wire))
+        assert simulate(schedule, cost_of).end == pytest.approx(makespan(schedule, cost, wire))

@@ -1,5 +1,5 @@
-"""Schedules are proven for every small size, timed against the closed formulas, and broken on
-purpose to see that the proof notices."""
+"""Schedules: proven for all small sizes, timed against the closed formulas, and damaged on purpose
+to check the proof."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def stages_of(name: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_small_schedule_is_proven(name):
+def test_all_small_schedules_are_valid(name):
     sizes = itertools.product(RANKS, stages_of(name), MICROBATCHES, (False, True))
     for ranks, stages, microbatches, reduce_each in sizes:
         validate(make_schedule(name, ranks, stages, microbatches, reduce_each))
 
 
-def test_evaluation_is_proven():
+def test_evaluation_is_valid():
     for ranks, stages, microbatches in itertools.product(RANKS, (1, 2, 3), MICROBATCHES):
         validate_evaluation(make_evaluation(ranks, stages, microbatches))
 
@@ -39,14 +39,14 @@ def test_evaluation_is_proven():
 @pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(4, 1, 16), (4, 2, 16), (8, 4, 16)])
 def test_an_evaluation_has_the_bubble_of_the_formula(ranks, stages, microbatches):
     schedule = make_evaluation(ranks, stages, microbatches)
-    ended = dataclasses.replace(  # the time line ends with an update, which takes no time
+    ended = dataclasses.replace(  # a timeline ends with an update, which takes no time
         schedule, ranks=tuple((*actions, Action(Kind.OPT_STEP)) for actions in schedule.ranks)
     )
     timeline = simulate(ended, unit_costs(stages))
     assert timeline.bubble_ratio == pytest.approx((ranks - 1) / (microbatches * stages))
 
 
-def test_an_evaluation_computes_forwards_alone():
+def test_an_evaluation_has_only_forwards():
     schedule = make_evaluation(2, 1, 2)
     for wrong in (Action(Kind.B, 0, 0), Action(Kind.OPT_STEP)):
         with pytest.raises(AssertionError, match="in an evaluation"):
@@ -57,28 +57,27 @@ def test_an_evaluation_computes_forwards_alone():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_travels_while_the_action_before_its_use_is_computed(name):
-    """Each receive is asked for before the compute action that precedes its use, so that not even
-    a message on its way when it is asked for is waited for with idle hands."""
+    """Each receive is posted before the compute action that precedes its use."""
     for stages in stages_of(name):
         for actions in make_schedule(name, 4, stages, 8).ranks:
-            computed, asked_at = 0, {}
+            computed, posted_at = 0, {}
             for action in actions:
                 if action.kind in COMPUTE:
                     for need in needs_of(action, 4 * stages):
-                        asked = asked_at.get(need, -1)  # -1: from a stage on this rank
-                        assert computed == 0 or asked < computed, f"{need} asked for at its use"
+                        posted = posted_at.get(need, -1)  # -1: from a stage on this rank
+                        assert computed == 0 or posted < computed, f"{need} posted at its use"
                     computed += 1
-                asked_at[action] = computed
+                posted_at[action] = computed
 
 
 def test_the_cost_of_a_schedule_grows_with_its_length():
-    def took(microbatches: int) -> float:
+    def time_of(microbatches: int) -> float:
         start = time.process_time()
         make_schedule("1f1b", 2, 1, microbatches)
         return time.process_time() - start
 
-    # Eight times the actions; 64 times as long if each receive were searched for in its queue.
-    assert min(took(8000) for _ in range(3)) < 24 * min(took(1000) for _ in range(5))
+    # Eight times the actions; a search for each receive in its queue would take 64 times as long.
+    assert min(time_of(8000) for _ in range(3)) < 24 * min(time_of(1000) for _ in range(5))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -109,7 +108,7 @@ def test_fewer_microbatches_than_stages():
         assert max(validate(make_schedule(name, 6, 1, 2))) == 2
 
 
-def test_travelling_adds_to_the_time():
+def test_transfers_add_to_the_time():
     schedule = make_schedule("1f1b", 2, 1, 1)
     travel = {Kind.SEND_ACTIVATION: 0.5, Kind.SEND_GRADIENT: 0.25}
     unit = unit_costs()
@@ -117,13 +116,13 @@ def test_travelling_adds_to_the_time():
     assert timeline.end == 1 + 0.5 + 1 + 2 + 0.25 + 2
 
 
-def test_a_schedule_of_one_stage_a_rank_refuses_more():
+def test_a_schedule_without_virtual_stages_refuses_them():
     with pytest.raises(ConfigError, match="use parallel.schedule = 'interleaved'"):
         make_schedule("1f1b", 2, 2, 4)
 
 
 def broken(schedule: Schedule, rank: int, change) -> Schedule:
-    """The schedule with `change` made to a rank's list."""
+    """Return the schedule with `change` applied to the actions of a rank."""
     actions = list(schedule.ranks[rank])
     change(actions)
     lists = list(schedule.ranks)
@@ -146,8 +145,8 @@ def put(old: Action, new: Action):
     return change
 
 
-def behind(action: Action, other: Action):
-    """Move an action right behind another."""
+def move_after(action: Action, other: Action):
+    """Return a change that moves an action to the position after another."""
 
     def change(actions: list[Action]) -> None:
         actions.remove(action)
@@ -191,7 +190,7 @@ def behind(action: Action, other: Action):
         ),
     ],
 )
-def test_the_proof_notices(rank, change, message):
+def test_the_proof_refuses_a_change(rank, change, message):
     schedule = make_schedule("1f1b", 2, 1, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match=message):
@@ -201,30 +200,30 @@ def test_the_proof_notices(rank, change, message):
 @pytest.mark.parametrize(
     "change",
     [
-        behind(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.B, 1, 1)),
-        behind(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.F, 1, 0)),
+        move_after(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.B, 1, 1)),
+        move_after(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.F, 1, 0)),
         swap(Action(Kind.REDUCE_GRAD, 1, 0), Action(Kind.REDUCE_GRAD, 1, 1)),
         lambda a: a.remove(Action(Kind.REDUCE_GRAD, 1, 1)),
         lambda a: a.__setitem__(slice(None), make_schedule("1f1b", 2, 1, 4).ranks[1]),
     ],
     ids=["two-at-once", "too-early", "out-of-order", "one-missing", "once-on-one-rank"],
 )
-def test_each_microbatch_is_reduced_where_that_is_promised(change):
+def test_the_proof_requires_each_reduction(change):
     schedule = make_schedule("1f1b", 2, 1, 4, reduce_each=True)
     validate(schedule)
     with pytest.raises(AssertionError, match="rank 1: stage 1 has not each reduction"):
         validate(broken(schedule, 1, change))
 
 
-@pytest.mark.parametrize("halves", [1, 3])
-def test_there_is_a_list_for_every_rank(halves):
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_proof_requires_actions_for_each_rank(count):
     schedule = make_schedule("1f1b", 2, 1, 4)
-    lists = (*schedule.ranks, (Action(Kind.OPT_STEP),))[:halves]
-    with pytest.raises(AssertionError, match=f"{halves} lists for 2 ranks"):
+    lists = (*schedule.ranks, (Action(Kind.OPT_STEP),))[:count]
+    with pytest.raises(AssertionError, match=f"{count} lists for 2 ranks"):
         validate(dataclasses.replace(schedule, ranks=lists))
 
 
-def test_nothing_is_sent_between_stages_of_one_rank():
+def test_stages_of_a_rank_send_nothing_to_each_other():
     schedule = make_schedule("interleaved", 1, 2, 2)
 
     def to_itself(actions: list[Action]) -> None:
@@ -236,8 +235,8 @@ def test_nothing_is_sent_between_stages_of_one_rank():
 
 
 def test_a_list_that_needs_tags_is_refused():
-    """The second rank wants microbatch 1 first. With messages told apart by tags this runs; in a
-    channel that keeps their order it never ends."""
+    """The second rank receives microbatch 1 first. With tags on messages this runs; in a channel
+    that keeps their order it never ends."""
 
     def other_order(actions: list[Action]) -> None:
         for kind in (Kind.RECV_ACTIVATION, Kind.F):
@@ -252,9 +251,9 @@ def test_a_list_that_needs_tags_is_refused():
     ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
 )
 def test_activations_and_gradients_need_a_communicator_each(name, stages):
-    """With one for both, gradients asked for stand before activations to be sent, on the one rank,
-    and activations asked for before those gradients on the other: messages of one communicator
-    complete in the order in which they were posted."""
+    """In a single communicator messages complete in the order in which they were posted. On one
+    rank the receive of a gradient comes before the send of an activation, on the other the receive
+    of that activation before the send of the gradient."""
     schedule = make_schedule(name, 2, stages, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
@@ -262,23 +261,23 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
-def test_a_ring_of_stages_needs_a_communicator_for_each_two_neighbours(name):
-    """With several stages a rank sends activations on in a ring: one communicator for all of them
-    has every rank's send wait for the next rank's, all the way round."""
+def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
+    """Ranks of several stages send activations in a ring: in one communicator for all of them the
+    send of each rank waits for that of the next, around the ring."""
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):
         validate(schedule, communicator=lambda action: schedule.channel_of(action).sends)
 
 
-def test_a_deadlock_is_found():
-    """The first rank wants the gradient of microbatch 0 before it sends microbatch 1, the second
-    wants microbatch 1 before it gives that gradient."""
+def test_a_deadlock_is_detected():
+    """The first rank waits for the gradient of microbatch 0 before it sends microbatch 1; the
+    second waits for microbatch 1 before it sends that gradient."""
 
     def early_backward(actions: list[Action]) -> None:
         backward = actions.pop(actions.index(Action(Kind.B, 0, 0)))
         receive = actions.pop(actions.index(Action(Kind.RECV_GRADIENT, 0, 0)))
-        place = actions.index(Action(Kind.F, 0, 1))
-        actions[place:place] = [receive, backward]
+        index = actions.index(Action(Kind.F, 0, 1))
+        actions[index:index] = [receive, backward]
 
     schedule = make_schedule("gpipe", 2, 1, 2)
     with pytest.raises(AssertionError, match=r"deadlock: rank 0 at B.*rank 1 at F"):

@@ -1,4 +1,4 @@
-"""zb-h1 and the experts: I leaves their weight gradients to W, which computes the same bits."""
+"""Experts under zb-h1: W computes their deferred weight gradients with the same bits."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Seen(NamedTuple):
     losses: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
-    """Pairs of weight gradients of one expert, by the action that made them."""
+    """Pairs of weight gradients of an expert, by the action that computed them."""
     alive: int
-    """The most layers' work that waited at any time."""
+    """The largest number of layers with deferred work at any time."""
     most_alive: int
-    """Microbatches alive on this rank, as the proof has it."""
+    """Microbatches alive on this rank, as computed by the proof."""
     most_waiting: int
     """Microbatches between I and W."""
 
 
 def watch_updates(schedule: str) -> Seen:
-    """Two updates on this rank, watched."""
+    """Run two updates on this rank and return the observations."""
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
@@ -61,8 +61,8 @@ def watch_updates(schedule: str) -> Seen:
 
 
 def _watch(times: list[int], alive: list[int]) -> None:
-    """Notes when an expert's weight gradients are made, and how much work waits; the process ends
-    with the test's job."""
+    """Record the times at which an expert's weight gradients are computed, and the amount of
+    deferred work; the process ends with the test's job."""
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     experts_op = importlib.import_module("optimus_kernels.experts")  # the package has its function
 
@@ -91,12 +91,12 @@ def _most_waiting(schedule: Schedule, rank: int) -> int:
 def test_experts_wait_for_w_and_train_to_the_bits_of_1f1b(ranks):
     plain = ranks(2, watch_updates, "1f1b", start_world=False)
     split = ranks(2, watch_updates, "zb-h1", start_world=False)
-    for one, other in zip(plain, split, strict=True):
-        made = one.products[Kind.B]
-        assert 0 < made <= 2 * MICROBATCHES * one.layers * EXPERTS
-        assert other.products[Kind.W] == made == sum(other.products.values())
-        assert one.losses == other.losses
-        assert one.weights.keys() == other.weights.keys()
-        assert all(torch.equal(weight, other.weights[n]) for n, weight in one.weights.items())
-        assert one.alive == 0 and other.alive == other.most_waiting * one.layers > 0
-        assert other.most_waiting <= other.most_alive
+    for whole, halves in zip(plain, split, strict=True):
+        computed = whole.products[Kind.B]
+        assert 0 < computed <= 2 * MICROBATCHES * whole.layers * EXPERTS
+        assert halves.products[Kind.W] == computed == sum(halves.products.values())
+        assert whole.losses == halves.losses
+        assert whole.weights.keys() == halves.weights.keys()
+        assert all(torch.equal(weight, halves.weights[n]) for n, weight in whole.weights.items())
+        assert whole.alive == 0 and halves.alive == halves.most_waiting * whole.layers > 0
+        assert halves.most_waiting <= halves.most_alive
