@@ -72,7 +72,7 @@ def copies(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return `corpus(version, *changed)`, which makes a copy the working directory, because files
+    """Return `corpus(version, *changed)`. It makes a copy the working directory, because files
     refer to each other by relative paths, and returns its expected.json. Only the paths `changed`
     may be written to."""
 
@@ -147,8 +147,9 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize(("version", "name"), RUNS)
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
-    """States are loaded to the bit on any layout. Updates equal those of the old version to the bit
-    where that is promised and on the same kind of machine; otherwise they are near."""
+    """States are loaded to the bit on any layout. Updates equal those of the old version to the
+    bit where that is promised and on the same kind of machine; otherwise they are within the
+    tolerance."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)

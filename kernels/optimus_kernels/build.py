@@ -41,7 +41,7 @@ CPU_ISAS = {
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags in place of those of CPU_ISAS for compilers without these levels: before g++ 11 and clang++
+"""Flags with compilers that do not support the levels of CPU_ISAS: g++ before 11, clang++ before
 12."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
@@ -167,8 +167,8 @@ def plan(backend: str) -> tuple[Target, list[str]]:
 
 
 def arch(backend: str, portable_only: bool = False) -> str:
-    """Return the devices or CPU instruction sets that a library is compiled for. With
-    `portable_only` a CPU library has the portable instruction set alone."""
+    """Return the devices or CPU instruction sets that a library is compiled for; with
+    `portable_only`, the portable instruction set."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
     if backend == "sycl":
@@ -187,7 +187,8 @@ def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
 
 
 def is_clang(version: str) -> bool:
-    """Return whether the first line of `--version` is that of a clang; Intel's compilers are."""
+    """Return whether a compiler's line of `--version` names clang or Intel's compilers, which are
+    based on it."""
     return "clang" in version.lower() or "oneapi" in version.lower()
 
 
@@ -206,8 +207,9 @@ def openmp_runtime() -> str:
 
 
 def _openmp_flags(clang: bool) -> list[str]:
-    """Return the OpenMP flags that work with torch's runtime. Code of clang needs LLVM's or Intel's
-    runtime; code of g++ works with any. Without one, loops are vectorized and run on one thread."""
+    """Return the OpenMP flags that work with torch's runtime. Code that clang compiles needs LLVM's
+    or Intel's runtime; g++'s works with any. Without a suitable runtime, loops are vectorized and
+    run on one thread."""
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]

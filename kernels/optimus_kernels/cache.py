@@ -156,7 +156,8 @@ def _why_untrusted_entry(path: Path) -> str:
 
 
 def _why_untrusted_cache(root: Path) -> str:
-    """Return why others may have put entries into the cache folder; "" if they cannot."""
+    """Return the reason why other users may have written entries to the cache folder; "" if they
+    cannot."""
     try:
         root.stat()
     except OSError:

@@ -324,7 +324,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return twice those of forward, h again if it was not saved, and half if weights need no
-    gradient."""
+    """Return the FLOPs of backward: twice those of forward (once, if weights need no gradient), and
+    those of h if it is recomputed."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

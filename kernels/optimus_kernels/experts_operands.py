@@ -1,4 +1,4 @@
-"""Operands of the experts' ops: checks, and contiguous copies where kernels use addresses."""
+"""Operands of the experts' ops: checks, and contiguous copies for the kernels."""
 
 from __future__ import annotations
 

@@ -219,8 +219,8 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel; None without AMX in processor, system or compiler, and for test
-    libraries."""
+    """Return the AMX kernel of a library; None if processor, system or compiler lack AMX, and for
+    test libraries."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

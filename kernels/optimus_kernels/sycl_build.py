@@ -114,7 +114,8 @@ def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build as the job says and leave the library in the work folder."""
+    """Build the extension that the job of `command` describes, and leave the library in the work
+    folder."""
     from setuptools import setup
 
     job, work = json.loads(arguments[0]), Path(arguments[1]).resolve()
