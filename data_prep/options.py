@@ -161,15 +161,19 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
     """How token arrays become an order of instances."""
     parser.add_argument(
-        "--context", type=whole(2), required=True, metavar="C", help="tokens of an instance"
+        "--context", type=whole(2), required=True, metavar="C", help="tokens per instance"
     )
     parser.add_argument(
-        "--seed", type=whole(0, (1 << 64) - 1), default=0, metavar="S", help="of the shuffle (0)"
+        "--seed",
+        type=whole(0, (1 << 64) - 1),
+        default=0,
+        metavar="S",
+        help="seed of the shuffle (0)",
     )
     parser.add_argument(
         "--carry-tails",
         action="store_true",
-        help="let instances cross from one token array into the next, so that no tail is lost",
+        help="let an instance continue in the next token array, so that no tail is lost",
     )
     parser.add_argument(
         "--shard-size",
@@ -187,7 +191,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 4096),
         default=0,
         metavar="N",
-        help="processes (as many as this process may use cores); the output does not depend on it",
+        help="number of processes (the cores of this process); the output does not depend on it",
     )
 
 
@@ -207,9 +211,9 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="store token arrays compressed, and remove them when the shards are complete. This "
-        "writes about 25%% fewer bytes and keeps half of them, but another context or seed needs "
-        "a new tokenize step",
+        help="compress token arrays, and remove them when the shards are complete. This writes "
+        "about 25%% fewer bytes, and the output takes half of the space, but another context or "
+        "seed needs a new tokenize step",
     )
 
 
