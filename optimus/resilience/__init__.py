@@ -1,1 +1,1 @@
-"""Noticing that something is wrong before it spreads."""
+"""Detection of faults before they spread: values that are not finite."""

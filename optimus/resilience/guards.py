@@ -18,35 +18,37 @@ logger = logging.getLogger(__name__)
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Whether a large buffer holds only finite values.
+    """Return whether all values of a large buffer are finite.
 
-    One fast fp32 sum decides the common case; a sum that overflows is looked at element by element.
+    A fast fp32 sum decides the common case; where it overflows, each element is checked.
     """
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
+    """Return the first name whose tensor has a NaN or an infinity; None if all are finite."""
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
 class ForwardWatch:
-    """Finds where, on this rank, a forward pass first makes a non-finite value of finite inputs.
+    """Finds the module in which a forward pass of this rank first computes a non-finite value from
+    finite inputs.
 
     Ranks that share layers run the same modules and collectives in the same order, and a collective
-    spreads what one of them put in: whose `when` is least, made it.
+    spreads the values of each rank: the rank with the least `when` computed the first.
     """
 
     def __init__(self) -> None:
         self.module = ""
-        """The innermost module that did; "" if none did."""
+        """The innermost such module; "" if there is none."""
         self.when = 0
-        """At which module's end or collective, counted on this rank."""
+        """Number of ends of modules and collectives on this rank until then."""
         self._events = 0
         self._running: list[tuple[str, bool]] = []  # modules, and whether their inputs are finite
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which forward passes of `model` are checked."""
         handles = []
         for name, module in model.named_modules():
             if name:
@@ -66,18 +68,26 @@ class ForwardWatch:
         self._running.pop()
 
     def look(self, value: object) -> None:
-        """At a module's output, or at what this rank is about to put into a collective."""
+        """Check a module's output, or this rank's contribution to a collective."""
         self._events += 1
         if self.module or _all_finite(value):
             return
-        sound = [name for name, finite in self._running if finite]
-        if sound:
-            self.module, self.when = sound[-1], self._events
+        with_finite_inputs = [name for name, finite in self._running if finite]
+        if with_finite_inputs:
+            self.module, self.when = with_finite_inputs[-1], self._events
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
-    """Leave a durable note, ready for JSON, that a restart can be decided on; a disk that does not
-    take it only warns."""
+    """Write a durable JSON file by which a restart can be decided; warn if the disk fails.
+
+    Args:
+        log_dir: Directory of the file `nonfinite-rank{rank}.json`.
+        rank: The rank that computed the value.
+        step: The update.
+        text: Description of the value.
+        host: The machine of the rank.
+        more: Further keys.
+    """
     path = log_dir / f"nonfinite-rank{rank}.json"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -94,5 +104,5 @@ def _floats(output: object) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, (tuple, list)):
-        return [tensor for item in output for tensor in _floats(item)]
+        return [tensor for entry in output for tensor in _floats(entry)]
     return []

@@ -15,7 +15,7 @@ def test_large_values_whose_sum_overflows_are_finite():
 
 
 class Broken(nn.Module):
-    """Makes a NaN of finite numbers."""
+    """Computes NaN from finite numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.nan

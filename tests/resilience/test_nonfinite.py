@@ -1,5 +1,5 @@
-"""A damaged optimizer state: its rank, state and parameter are named, and a checkpoint with one is
-refused."""
+"""Damaged optimizer states: rank, state and parameter are named, and a checkpoint with such a state
+is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAST = {"train__deterministic": False, "train__threads": 1}
 BF16 = {"train__dtype": "bf16"}
 AT_SAVE = {"checkpoint__interval": 3}
 AT_NEXT_UPDATE = {"checkpoint__interval": 0}
-BESIDE = AT_SAVE | {"checkpoint__async_save": True}
+ASYNC = AT_SAVE | {"checkpoint__async_save": True}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ BESIDE = AT_SAVE | {"checkpoint__async_save": True}
         pytest.param(
             AT_NEXT_UPDATE | BF16 | {"parallel__pp": 2}, "exp_avg", math.nan, id="pp2-bf16"
         ),
-        pytest.param(BESIDE | {"parallel__tp": 2}, "exp_avg_sq", math.inf, id="tp2-beside"),
+        pytest.param(ASYNC | {"parallel__tp": 2}, "exp_avg_sq", math.inf, id="tp2-async"),
         pytest.param(
             AT_NEXT_UPDATE | FAST | {"train__dtype": "fp16", "optim__sharding": "so"},
             "exp_avg",
@@ -57,9 +57,9 @@ BESIDE = AT_SAVE | {"checkpoint__async_save": True}
     ],
 )
 def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
-    """Rank 1's memory breaks behind update 2. It is found before update 4 changes masters, or
-    before the checkpoint of step 3 is sealed; beside training, which an infinite second moment
-    does not end."""
+    """Damage rank 1's memory after update 2. It is found before update 4 changes masters, or before
+    the checkpoint of step 3 is committed; in the background where an infinite second moment does
+    not end training."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
     (_, first), (name, message) = ranks(
         2, damage_state, tree, 1, state, value, 2, start_world=False
@@ -72,10 +72,15 @@ def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, sett
     assert label in message and "suspect the device" in message
     assert "learning rate" not in message and "more rank" not in message
     (marker,) = (tmp_path / "log").glob("nonfinite-*")
-    told = json.loads(marker.read_text())
-    assert marker.name == "nonfinite-rank1.json" and told["host"] == socket.gethostname()
-    assert (told["rank"], told["step"], told["state"], told["parameter"]) == (1, step, state, name)
-    assert told["what"] in message and str(told["element"]) in message
+    report = json.loads(marker.read_text())
+    assert marker.name == "nonfinite-rank1.json" and report["host"] == socket.gethostname()
+    assert (report["rank"], report["step"], report["state"], report["parameter"]) == (
+        1,
+        step,
+        state,
+        name,
+    )
+    assert report["what"] in message and str(report["element"]) in message
     assert manager.newest_valid(tmp_path) is None
     steps = [line["step"] for line in metrics_of(tmp_path)]
     assert steps == [1, 2, 3] or (steps[:3] == [1, 2, 3] and "async_save" in tree["checkpoint"])
@@ -91,7 +96,7 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 
 def save_damaged(tree: dict) -> str:
-    """A run that breaks behind update 3 of 4 and saves all the same; the parameter's name."""
+    """Run 4 updates, damage a state after the last and save it; return the parameter's name."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None
@@ -107,21 +112,21 @@ def save_damaged(tree: dict) -> str:
     return name
 
 
-def test_a_checkpoint_with_a_damaged_state_is_passed_over(ranks, tiny_data, tmp_path):
-    """Its hashes are right. Of a run that has an older one, that is loaded; else it ends."""
+def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path):
+    """Its hashes are right. The run loads the checkpoint before it."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
     manager.newest_valid(tmp_path).verify()
     damaged = manager.full_path(tmp_path, 4)
     words = f"{damaged}: exp_avg_sq of {name} is inf at element "
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=5)
-    told = ranks(2, told_by, tree, start_world=False)[0]
-    assert f"passing over a damaged checkpoint: {words}" in told
-    assert f"starting at step 2 from {manager.full_path(tmp_path, 2)}" in told
+    printed = ranks(2, told_by, tree, start_world=False)[0]
+    assert f"passing over a damaged checkpoint: {words}" in printed
+    assert f"starting at step 2 from {manager.full_path(tmp_path, 2)}" in printed
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_damaged_checkpoint_given_by_its_path_is_refused(ranks, tiny_data, tmp_path):
+def test_a_damaged_checkpoint_that_is_loaded_by_path_is_refused(ranks, tiny_data, tmp_path):
     few = {"train__stop_at_step": 4, "checkpoint__interval": 4}
     (name,) = ranks(1, save_damaged, tiny_tree(tiny_data, tmp_path / "a", **few), start_world=False)
     path = manager.full_path(tmp_path / "a", 4)
