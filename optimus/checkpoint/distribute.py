@@ -25,7 +25,7 @@ Distribute = Literal["broadcast", "all_reduce"]
 def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Distribute) -> None:
     """Complete the states `flats` of a shard, of which this rank has its own part. A collective of
     the ranks that hold the same shard."""
-    mesh, place = groups.mesh, groups.place
+    mesh, place = groups.mesh, groups.coordinate
     part = part_of(mesh, place, held.copies)
     if part.count == 1:
         return

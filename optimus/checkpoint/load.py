@@ -71,7 +71,7 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     up to HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
-    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.place)
+    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.coordinate)
     parts = states.parts(spans)
     for batch in [parts] if states.device.type == "cpu" else _batches(parts):
         targets = [states.memory(*one) for one in batch]

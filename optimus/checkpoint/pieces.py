@@ -17,7 +17,7 @@ import numpy
 
 from optimus.chunks.layout import ALIGNMENT, Chunk
 from optimus.config.axes import MODEL
-from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.mesh import Coordinate, Mesh
 
 Scatter = Literal["balanced", "paper"]
 Intervals = tuple[tuple[int, int], ...]
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 WHOLE = Part(0, 1)
 
 
-def part_of(mesh: Mesh, place: Place, copies: Collection[str]) -> Part:
+def part_of(mesh: Mesh, place: Coordinate, copies: Collection[str]) -> Part:
     """Which part of a shard falls to the rank at `place`, of those that hold the same."""
     return Part(mesh.number_of(place, copies), mesh.size_of(copies))
 
@@ -110,7 +110,7 @@ def spans_to_write(
     held: Sequence[Held],
     boxes: Mapping[str, Box],
     mesh: Mesh,
-    place: Place,
+    place: Coordinate,
     scatter: Scatter = "balanced",
     on_both_ends: Collection[str] = (),
 ) -> list[Span]:
@@ -134,7 +134,7 @@ def spans_to_write(
 
 
 def spans_to_read(
-    held: Sequence[Held], boxes: Mapping[str, Box], mesh: Mesh, place: Place
+    held: Sequence[Held], boxes: Mapping[str, Box], mesh: Mesh, place: Coordinate
 ) -> list[Span]:
     """What the rank at `place` reads: an equal part of each shard, the other parts of which come
     from the ranks that hold the same. A far copy comes whole from the first stage."""
@@ -146,12 +146,12 @@ def spans_to_read(
     return spans
 
 
-def writer_in_paper(mesh: Mesh, place: Place) -> int:
+def writer_in_paper(mesh: Mesh, place: Coordinate) -> int:
     """The data-parallel index that writes the model-parallel shard at `place`: m mod dp."""
     return mesh.number_of(place, MODEL) % mesh.dp
 
 
-def _writes_in_paper(mesh: Mesh, place: Place, copies: Collection[str]) -> bool:
+def _writes_in_paper(mesh: Mesh, place: Coordinate, copies: Collection[str]) -> bool:
     if any(getattr(place, axis) for axis in copies if axis != "dp"):
         return False
     return "dp" not in copies or place.dp == writer_in_paper(mesh, place)

@@ -17,7 +17,7 @@ def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
     """Which states of which spans this rank writes."""
     groups = states.groups
     spans = spans_to_write(
-        states.held, states.boxes, groups.mesh, groups.place, scatter, states.on_both_ends
+        states.held, states.boxes, groups.mesh, groups.coordinate, scatter, states.on_both_ends
     )
     return states.parts(spans)
 

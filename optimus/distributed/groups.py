@@ -12,7 +12,7 @@ import torch.distributed as distributed
 from optimus.config.axes import DATA, SAME_DATA, Axes
 from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
 from optimus.distributed.collectives import ALONE, Group, raising_lost_peers
-from optimus.distributed.mesh import ENDS, Mesh, Place
+from optimus.distributed.mesh import ENDS, Coordinate, Mesh
 from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
@@ -22,18 +22,18 @@ Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 
 @dataclass(frozen=True)
 class Groups:
-    """Coordinates and groups of this rank; ranks within a group are in order of global ranks.
+    """Coordinate and groups of this rank; ranks within a group are in order of global ranks.
 
     Attributes:
         mesh: Sizes of the axes.
-        place: Coordinates of this rank.
+        coordinate: Indices of this rank along the axes.
         everyone: All ranks of the world.
         along: The groups of `Mesh.groups_of`.
         channels: To and from the neighbours along pp.
     """
 
     mesh: Mesh
-    place: Place
+    coordinate: Coordinate
     everyone: Group
     along: Mapping[Axes, Group]
     channels: Channels = NO_CHANNELS
@@ -61,7 +61,7 @@ class Groups:
     @property
     def counts(self) -> bool:
         """True if this rank's losses count: those of the first of the ranks with the same data."""
-        return not any(getattr(self.place, axis) for axis in SAME_DATA)
+        return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
 def join_groups(
@@ -118,7 +118,7 @@ def _gather(
         handle = handles.get((_carries_states(axes), ranks))
         label = _label(axes, mesh)
         along[axes] = Group(len(ranks), ranks.index(rank), handle, label, everyone.recorder)
-    return Groups(mesh, mesh.place(rank), everyone, along, channels)
+    return Groups(mesh, mesh.coordinate(rank), everyone, along, channels)
 
 
 def _carries_states(axes: Axes) -> bool:

@@ -25,7 +25,7 @@ _GROUPS: tuple[Axes, ...] = (
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from the table
 
-    class Place(NamedTuple):
+    class Coordinate(NamedTuple):
         pp: int
         dp: int
         ep: int
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # a type checker cannot read the fields from the table
         ep: int = 1
         tp: int = 1
 else:
-    Place = namedtuple("Place", AXES)
-    Place.__doc__ = "A rank's index along each axis."
+    Coordinate = namedtuple("Coordinate", AXES)
+    Coordinate.__doc__ = "A rank's index along each axis."
     _Sizes = namedtuple("Mesh", AXES, defaults=[1] * len(AXES))
 
 
@@ -61,27 +61,27 @@ class Mesh(_Sizes):
         """Return the number of ranks in a group along the given axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    def number_of(self, coordinates: Place, axes: Collection[str]) -> int:
-        """Return the rank at `coordinates` within its group along the given axes; the innermost
+    def number_of(self, coordinate: Coordinate, axes: Collection[str]) -> int:
+        """Return the rank at `coordinate` within its group along the given axes; the innermost
         axis varies fastest."""
         number = 0
-        for axis, size, index in zip(AXES, self, coordinates, strict=True):
+        for axis, size, index in zip(AXES, self, coordinate, strict=True):
             if axis in axes:
                 number = number * size + index
         return number
 
-    def place(self, rank: int) -> Place:
+    def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank along each axis."""
         assert 0 <= rank < self.world_size, (rank, self)
         indices = []
         for size in reversed(self):
             rank, index = divmod(rank, size)
             indices.append(index)
-        return Place(*reversed(indices))
+        return Coordinate(*reversed(indices))
 
-    def rank_at(self, coordinates: Place) -> int:
+    def rank_at(self, coordinate: Coordinate) -> int:
         """Return the global rank at the coordinates."""
-        return self.number_of(coordinates, AXES)
+        return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Return the global ranks, ascending, that differ from `rank` along the given axes alone.

@@ -27,7 +27,7 @@ import torch
 
 from optimus.config import Config
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 from optimus.parallel import expert, tensor
@@ -78,7 +78,9 @@ def _styles(config: Config, layout: Layout, groups: Groups) -> Iterator[Parallel
         yield DeferredLinears()
 
 
-def make_layout(config: Config, mesh: Mesh, coordinate: Place, num_microbatches: int) -> Layout:
+def make_layout(
+    config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
+) -> Layout:
     """Return the layout of the rank at `coordinate` for this number of microbatches a step."""
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
@@ -103,7 +105,7 @@ def _model_of_stages(config: Config, layout: Layout) -> Transformer:
 
 
 def make_placements(
-    model: Transformer, mesh: Mesh, coordinate: Place, sequence_parallel: bool = False
+    model: Transformer, mesh: Mesh, coordinate: Coordinate, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
     """Return the placement of every parameter on the rank at `coordinate`, by name.
 

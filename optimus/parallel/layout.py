@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
@@ -17,7 +17,7 @@ class Layout:
     """The stages, actions and parameters of one rank."""
 
     mesh: Mesh
-    coordinate: Place
+    coordinate: Coordinate
     schedule: Schedule
     layers: tuple[range, ...]
     """The layers of each stage of the run."""

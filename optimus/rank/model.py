@@ -54,7 +54,7 @@ class RankModel:
     ) -> None:
         self._config, self._groups, self._device = config, groups, device
         self.layout: Layout = make_layout(
-            config, groups.mesh, groups.place, plan.microbatches_per_rank
+            config, groups.mesh, groups.coordinate, plan.microbatches_per_rank
         )
         self.model: Transformer = build_model(config, self.layout, groups, device)
         model = config.model
@@ -102,7 +102,7 @@ class RankModel:
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [
             Pass(action.stage, backward[action.kind])
-            for action in schedule.ranks[self._groups.place.pp]
+            for action in schedule.ranks[self._groups.coordinate.pp]
             if action.kind in backward
         ]
         early = not (schedule.splits_backward or config.train.compile)

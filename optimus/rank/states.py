@@ -25,7 +25,7 @@ from optimus.chunks.states import Home
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.distributed.groups import Groups, plan_groups
-from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
 from optimus.errors import ConfigError, counted
 from optimus.model.transformer import Transformer
@@ -111,7 +111,7 @@ def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home |
         copies=copies,
         far_copy=layout.is_far_copy(owner),
         setting=setting,
-        first_copy=not groups.mesh.number_of(groups.place, copies),
+        first_copy=not groups.mesh.number_of(groups.coordinate, copies),
     )
 
 
@@ -154,7 +154,7 @@ class PlannedRank(NamedTuple):
     """The smallest cache of parameters, in chunks, with which the rank can run."""
 
 
-def plan_rank(config: Config, mesh: Mesh, coordinate: Place) -> PlannedRank:
+def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
     """Make the states of the rank at `coordinate` on the meta device."""
     # The number of microbatches changes no state.
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
@@ -165,14 +165,14 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Place) -> PlannedRank:
     return PlannedRank(engine, layout, groups, fewest)
 
 
-def _kinds(mesh: Mesh) -> Iterator[Place]:
+def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
     """Return a rank of each kind. Ranks that differ along dp or ep have states of the same size:
     shards have one length, and ep divides experts evenly."""
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
-    yield from itertools.starmap(Place, itertools.product(*map(range, sizes)))
+    yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
-def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Place, dict[str, int]]]:
+def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
     """Plan the model states of one rank of each kind.
 
     Returns:

@@ -214,7 +214,7 @@ class Watch:
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """This rank's part of the story; None where it has none."""
-        watch, stage = guards.ForwardWatch(), self._groups.place.pp
+        watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         looking = observing_contributions(watch.look)
         with uncompiled(self._config), looking, watch.over(self._part.model):
@@ -243,8 +243,10 @@ class Watch:
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf
             what = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
-            return self._finding(2, -self._groups.place.pp, when, self._depth, f"{what} is finite")
+            return self._finding(
+                2, -self._groups.coordinate.pp, when, self._depth, f"{what} is finite"
+            )
         if not trouble:
             return None
         what = "the values are finite when computed again, which points to the hardware"
-        return self._finding(3, self._groups.place.pp, 0, 0, what)
+        return self._finding(3, self._groups.coordinate.pp, 0, 0, what)

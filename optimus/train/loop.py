@@ -329,7 +329,7 @@ class Run:
                 seed=train.seed + step,
                 stop_tokens=self.config.model.eos_token_ids,
                 group=self.groups.everyone,
-                source=mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1)),
+                source=mesh.rank_at(mesh.coordinate(0)._replace(pp=mesh.pp - 1)),
             )
         if self.directory is not None:
             logger.info("sample at step %d:\n%s", step, indented(text))

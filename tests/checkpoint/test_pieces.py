@@ -41,7 +41,7 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
         holding = holdings.of(rank)
         for name, shape in holding.shapes.items():
             counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
-        spans = spans_of(holding, mesh.place(rank))
+        spans = spans_of(holding, mesh.coordinate(rank))
         assert in_turns or len({span.held for span in spans}) == len(spans)
         for span in spans:
             for piece, at in span.pieces:
@@ -97,7 +97,7 @@ def test_copies_are_numbered_as_ranks_are():
     for rank in range(mesh.world_size):
         for axes in (("dp",), ("ep", "dp"), ("dp", "ep", "tp"), ("ep", "tp")):
             group = mesh.group_of(rank, axes)
-            assert part_of(mesh, mesh.place(rank), axes) == Part(group.index(rank), len(group))
+            assert part_of(mesh, mesh.coordinate(rank), axes) == Part(group.index(rank), len(group))
 
 
 def written(config, mesh, scatter="balanced"):
@@ -106,7 +106,7 @@ def written(config, mesh, scatter="balanced"):
     ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
     for rank in range(mesh.world_size):
         one = holdings.of(rank)
-        spans = spans_to_write(one.held, one.boxes, mesh, mesh.place(rank), scatter, ends)
+        spans = spans_to_write(one.held, one.boxes, mesh, mesh.coordinate(rank), scatter, ends)
         yield sum(span.stop - span.start for span in spans) * 4
 
 
@@ -138,6 +138,6 @@ def test_the_rule_of_the_paper_names_the_writer():
     config = layout_config(mesh, model__num_layers=4, model__intermediate_size=16)
     amounts = list(written(config, mesh, "paper"))
     most = sorted(range(12), key=amounts.__getitem__)[-4:]
-    places = [mesh.place(rank) for rank in sorted(most)]
+    places = [mesh.coordinate(rank) for rank in sorted(most)]
     assert all(place.dp == (place.pp * mesh.tp + place.tp) % mesh.dp for place in places)
     assert math.fsum(amounts) == math.fsum(written(config, mesh))

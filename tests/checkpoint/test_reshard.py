@@ -172,7 +172,7 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
     of_writers, written = 0.0, []
     gc.disable()  # all reports are kept here, which no real rank but the first does
     for rank in range(9984):
-        one, place = saved.of(rank), saved.mesh.place(rank)
+        one, place = saved.of(rank), saved.mesh.coordinate(rank)
         seconds, spans = processor_s(spans_to_write, one.held, one.boxes, saved.mesh, place)
         of_writers += seconds
         written.append(simulated_report(saved, rank, spans))

@@ -231,7 +231,7 @@ def test_over_all_ranks_every_element_is_written_once(monkeypatch):
         seen = {name: numpy.zeros(math.prod(shape), int) for name, shape in shapes.items()}
         for rank in range(mesh.world_size):
             one, ends = holdings.of(rank), ends_of(holdings)
-            place = mesh.place(rank)
+            place = mesh.coordinate(rank)
             spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
             for piece, _ in itertools.chain(*map(save_model._pieces, spans)):
                 assert piece.stop - piece.start <= 100

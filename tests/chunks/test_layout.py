@@ -9,7 +9,7 @@ import pytest
 
 from optimus.chunks.layout import ALIGNMENT, MAX_WASTE, Parameter, best_length, lay_out
 from optimus.config import load_config
-from optimus.distributed.mesh import Mesh, Place
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.apply import make_placements
 from optimus.parallel.placement import whole_model
 
@@ -84,7 +84,7 @@ def test_little_is_wasted_on_real_models(model, mesh, target):
             "ep" in one.kind.divided,
             mesh.dp if "ep" in one.kind.divided else mesh.dp * mesh.ep,
         )
-        for name, one in make_placements(whole, mesh, Place(0, 0, 0, 0)).items()
+        for name, one in make_placements(whole, mesh, Coordinate(0, 0, 0, 0)).items()
     ]
     layout = lay_out(parameters, target)
     assert layout.length / sum(chunk.used for chunk in layout.chunks) - 1 <= MAX_WASTE

@@ -6,7 +6,7 @@ import pytest
 
 from optimus.config.axes import AXES, DATA
 from optimus.config.sections import ParallelConfig
-from optimus.distributed.mesh import ENDS, Mesh, Place, make_mesh
+from optimus.distributed.mesh import ENDS, Coordinate, Mesh, make_mesh
 from optimus.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ def test_data_ranks_count_dp_then_ep_and_skip_tp_and_pp():
     expected = [
         dp * 3 + ep for _pp in range(2) for dp in range(2) for ep in range(3) for _tp in range(2)
     ]
-    assert [mesh.number_of(mesh.place(rank), DATA) for rank in range(24)] == expected
+    assert [mesh.number_of(mesh.coordinate(rank), DATA) for rank in range(24)] == expected
 
 
 def test_dp_takes_the_ranks_that_are_left():
@@ -33,9 +33,10 @@ def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
 def test_tp_varies_fastest_and_pp_slowest():
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
     coordinates = [
-        Place(*indices) for indices in itertools.product(range(2), range(3), range(2), range(2))
+        Coordinate(*indices)
+        for indices in itertools.product(range(2), range(3), range(2), range(2))
     ]
-    assert [mesh.place(rank) for rank in range(mesh.world_size)] == coordinates
+    assert [mesh.coordinate(rank) for rank in range(mesh.world_size)] == coordinates
     assert [mesh.rank_at(entry) for entry in coordinates] == list(range(mesh.world_size))
 
 
@@ -46,7 +47,7 @@ def test_groups_are_those_of_brute_force(axes):
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
 
     def are_together(a, b):
-        first, second = mesh.place(a), mesh.place(b)
+        first, second = mesh.coordinate(a), mesh.coordinate(b)
         return all(getattr(first, x) == getattr(second, x) for x in AXES if x not in axes)
 
     world = range(mesh.world_size)

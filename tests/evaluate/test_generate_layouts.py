@@ -17,7 +17,7 @@ def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
     greedy; the logits after the second prompt on ranks with the last stage."""
     made = make_shard(tree)
     mesh, texts = made.groups.mesh, []
-    source = mesh.rank_at(mesh.place(0)._replace(pp=mesh.pp - 1))
+    source = mesh.rank_at(mesh.coordinate(0)._replace(pp=mesh.pp - 1))
     for length in (1, 13, CONTEXT + 3):
         prompt = torch.arange(length) * 7 % VOCAB
         for temperature in (0.0, 0.8):

@@ -34,7 +34,7 @@ class Holdings:
         self._layouts: dict[tuple[int, int, int], Any] = {}
 
     def of(self, rank: int) -> Holding:
-        mesh, place = self.mesh, self.mesh.place(rank)
+        mesh, place = self.mesh, self.mesh.coordinate(rank)
         key = (place.pp, place.ep, place.tp)
         if key not in self._layouts:
             self._layouts[key] = self._lay_out(rank)
@@ -48,7 +48,7 @@ class Holdings:
 
     def _lay_out(self, rank: int) -> tuple:
         mesh, config = self.mesh, self.config
-        layout = make_layout(config, mesh, mesh.place(rank), 8)
+        layout = make_layout(config, mesh, mesh.coordinate(rank), 8)
         parameters = []
         for name, placement in layout.placements.items():
             kind = placement.kind

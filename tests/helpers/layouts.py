@@ -215,7 +215,7 @@ def run_in(world: World, tree: dict[str, Any], poison: bool = False) -> Outcome 
         metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
     final = _digests(whole.gather(states, "master"))
     shared: list[Any] = [{}] * world.size
-    mine = routes.found if groups.place.tp == 0 else {}
+    mine = routes.found if groups.coordinate.tp == 0 else {}
     if world.size > 1:
         distributed.all_gather_object(shared, mine)
     else:

@@ -50,7 +50,7 @@ def save(
     for rank in range(mesh.world_size):
         one = holdings.of(rank)
         spans = spans_to_write(
-            one.held, one.boxes, mesh, mesh.place(rank), scatter, ends_of(holdings)
+            one.held, one.boxes, mesh, mesh.coordinate(rank), scatter, ends_of(holdings)
         )
 
         def bytes_of(state, span):
@@ -69,7 +69,7 @@ def save(
 def wants_of(holding: Holding, holdings: Holdings, rank: int, fill: bool = True) -> list[Want]:
     """What the rank reads, into memory that is filled with -1, or not touched."""
     mesh, wants = holdings.mesh, []
-    for span in spans_to_read(holding.held, holding.boxes, mesh, mesh.place(rank)):
+    for span in spans_to_read(holding.held, holding.boxes, mesh, mesh.coordinate(rank)):
         for state in STATES:
             memory = numpy.empty(span.stop - span.start, dtype=numpy.float32)
             if fill:

@@ -38,7 +38,7 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
     mesh = Mesh(dp=group.size)
     along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
-    groups = Groups(mesh, mesh.place(group.rank), group, along)
+    groups = Groups(mesh, mesh.coordinate(group.rank), group, along)
     return RankStates(groups, shards, boxes, SHAPES)
 
 

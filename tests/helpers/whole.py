@@ -16,7 +16,7 @@ from optimus.config import Config
 from optimus.config.axes import MODEL
 from optimus.distributed.collectives import receive, send
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Place
+from optimus.distributed.mesh import Coordinate
 from optimus.distributed.rules import copy_axes
 from optimus.io.safetensors import as_bytes, check_shapes
 from optimus.parallel.apply import make_layout
@@ -52,13 +52,13 @@ class WholeModel:
         everyone, mesh = self._groups.everyone, self._layout.mesh
         if everyone.rank == 0:
             return dict(local) if mesh.dp == mesh.world_size else self._receive_all(local)
-        for name in self._held_by(self._groups.place):
+        for name in self._held_by(self._groups.coordinate):
             send(local[name].contiguous(), everyone, 0).wait()
         return {}
 
     def _receive_all(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         everyone, mesh = self._groups.everyone, self._layout.mesh
-        held = {rank: self._held_by(mesh.place(rank)) for rank in mesh.group_of(0, MODEL)}
+        held = {rank: self._held_by(mesh.coordinate(rank)) for rank in mesh.group_of(0, MODEL)}
         out: dict[str, Tensor] = {}
         for name, shape in self.shapes.items():
             out[name] = torch.empty(shape)
@@ -71,7 +71,7 @@ class WholeModel:
                 put(parts[name], out[name], part)
         return out
 
-    def _held_by(self, place: Place) -> dict[str, Placement]:
+    def _held_by(self, place: Coordinate) -> dict[str, Placement]:
         """What the rank at `place` gives: each part of each parameter is given once."""
         mesh, count = self._layout.mesh, self._layout.schedule.num_microbatches
         everything = make_layout(self._config, mesh, place, count).placements

@@ -105,7 +105,7 @@ def test_styles_keep_names_order_and_types(layout):
     types = {name: type(module) for name, module in whole.named_modules()}
     for rank in range(mesh.world_size):
         groups = plan_groups(mesh, rank)
-        rank_layout = make_layout(config, mesh, mesh.place(rank), num_microbatches=4)
+        rank_layout = make_layout(config, mesh, mesh.coordinate(rank), num_microbatches=4)
         model = build_model(config, rank_layout, groups, torch.device("meta"))
         names = [name for name, _ in model.named_parameters()]
         assert names == [name for name in order if name in set(names)]
@@ -116,7 +116,7 @@ def test_styles_keep_names_order_and_types(layout):
 
 def test_a_single_rank_has_the_plain_model():
     config = make_config(tiny_tree("d", "r"))
-    groups, layout = plan_groups(Mesh(), 0), make_layout(config, Mesh(), Mesh().place(0), 4)
+    groups, layout = plan_groups(Mesh(), 0), make_layout(config, Mesh(), Mesh().coordinate(0), 4)
     model = build_model(config, layout, groups, torch.device("meta"))
     modules = [type(module).__module__ for module in model.modules()]
     assert all(name.startswith(("optimus.model.", "torch.nn.")) for name in modules)

@@ -38,7 +38,7 @@ def test_ranks_of_a_model_have_all_elements_once(mesh, model):
         numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
         count = torch.zeros_like(numbers)
         for rank in mesh.group_of(0, ("ep", "tp")):
-            coordinate = mesh.place(rank)
+            coordinate = mesh.coordinate(rank)
             placement = make_placements(whole, mesh, coordinate)[name]
             local = placement.slice_of(numbers)
             assert tuple(local.shape) == placement.local_shape
@@ -58,7 +58,9 @@ def test_ranks_of_a_model_have_all_elements_once(mesh, model):
 def test_stages_have_all_parameters(mesh, model):
     config = config_for(mesh, model)
     names = {name for name, _ in whole_model(config.model).named_parameters()}
-    columns = [make_layout(config, mesh, mesh.place(rank), 4) for rank in mesh.group_of(0, ("pp",))]
+    columns = [
+        make_layout(config, mesh, mesh.coordinate(rank), 4) for rank in mesh.group_of(0, ("pp",))
+    ]
     placed = [name for layout in columns for name in layout.placements]
     twice = {name for name in placed if placed.count(name) > 1}
     assert set(placed) == names
@@ -68,13 +70,13 @@ def test_stages_have_all_parameters(mesh, model):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ranks_start_with_slices_of_the_same_weights(mesh):
     config = config_for(mesh, BIAS)
-    alone = make_layout(config_for(Mesh(), BIAS), Mesh(), Mesh().place(0), 4)
+    alone = make_layout(config_for(Mesh(), BIAS), Mesh(), Mesh().coordinate(0), 4)
     whole = whole_model(config.model)
     materialise(whole, alone.placements, torch.device("cpu"))
     initialise_(whole, 3, alone.placements)
     weights = dict(whole.named_parameters())
     for rank in range(mesh.world_size):
-        coordinate = mesh.place(rank)
+        coordinate = mesh.coordinate(rank)
         placements = make_placements(whole_model(config.model), mesh, coordinate)
         local = whole_model(config.model)
         with torch.device("meta"):
@@ -87,6 +89,6 @@ def test_ranks_start_with_slices_of_the_same_weights(mesh):
 
 def test_experts_are_divided_gate_with_gate_and_up_with_up():
     mesh = Mesh(tp=2)
-    placements = make_placements(whole_model(config_for(mesh, {}).model), mesh, mesh.place(1))
+    placements = make_placements(whole_model(config_for(mesh, {}).model), mesh, mesh.coordinate(1))
     gate_up = placements["blocks.0.mlp.experts.gate_up"]
     assert gate_up.intervals[1] == ((8, 16), (24, 32))  # of 16 gate rows above 16 up rows

@@ -205,7 +205,7 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
     """Return the additional bytes that the process uses to read and distribute a model."""
     config, mesh = make_config(tree), Mesh()
-    layout = make_layout(config, mesh, mesh.place(0), 1)
+    layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
     sizes: list[int] = []
     piecewise(1 << 20)
