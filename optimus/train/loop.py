@@ -232,7 +232,7 @@ class Run:
             )
         began = time.monotonic()
         try:
-            self.saves.make_up()
+            self.saves.save_missing()
             stop_request = StopRequest(self.config.train.deadline_s)
             for step in range(self.plan.start.step + 1, self.last_step + 1):
                 self.step = step

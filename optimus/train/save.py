@@ -1,4 +1,4 @@
-"""When a run saves and what, and what it does when that fails."""
+"""Saves of a run: when they are due, what they contain, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -35,14 +35,22 @@ from optimus.train.resolve import RunPlan, flat_settings
 
 logger = logging.getLogger(__name__)
 
-_TIGHT = 4
-"""How few more saves must fit on the disk for a warning at each that makes them fewer."""
+_FEW_SAVES = 4
+"""Once the disk has space for fewer saves than this, every save fewer is a warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Refuse, before anything is built, weights that do not fit and models that cannot be saved.
+    """Check, before anything is built, that the initial weights fit the model and that the model
+    can be saved.
 
-    Raises CheckpointError or ConfigError.
+    Args:
+        model: The run's model.
+        model_interval: `checkpoint.model_interval`.
+        start: The start of the run.
+
+    Raises:
+        CheckpointError: The weights are those of another model.
+        ConfigError: Hugging Face has no form for the model.
     """
     if start.path is not None and start.full is None:
         check_weights(model, start.path)
@@ -50,26 +58,30 @@ def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -
         config_to_hf(model, "bfloat16")
 
 
-class _Lane:
-    """Checkpoints of one kind: at most one of them is under way."""
+class _PendingSave:
+    """The save in progress of one kind of checkpoint; there is at most one."""
 
     def __init__(self) -> None:
-        self.under_way: Underway | None = None
+        self.save: Underway | None = None
         self.failures = 0
-        """Saves that have failed since one was sealed."""
+        """Saves that have failed since the last one that was committed."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
-        """What has become of the save under way, or, if waited for, becomes of it. A collective."""
-        if self.under_way is None:
+        """Return the outcome of the save, or None while there is none. A collective.
+
+        Args:
+            wait: Wait for the save to end.
+        """
+        if self.save is None:
             return None
-        outcome = self.under_way.drain() if wait else self.under_way.poll()
-        if self.under_way.is_over:
-            self.under_way = None
+        outcome = self.save.drain() if wait else self.save.poll()
+        if self.save.is_over:
+            self.save = None
         return outcome
 
 
 class Saves:
-    """The run's checkpoints: full ones and models alone, of all ranks' shards."""
+    """The saves of a run: full checkpoints and model-only checkpoints."""
 
     def __init__(
         self,
@@ -81,19 +93,29 @@ class Saves:
         loss_scale: LossScale,
         sync_logs: Callable[[], None],
     ) -> None:
-        """`sync_logs` makes what the first rank logged durable. A collective of all ranks."""
+        """Plan the files of the saves. A collective of all ranks.
+
+        Args:
+            config: The run's configuration, with the choices that ranks measured.
+            world: All ranks.
+            plan: The plan of the run.
+            states: This rank's chunks of states.
+            rank_states: The layout of the states over ranks.
+            loss_scale: Saved with the states.
+            sync_logs: Makes the files of metrics durable; called on the first rank before a commit.
+        """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
         self._loss_scale = loss_scale
-        self._rank_states = replace(rank_states, shards=())  # else copies of frozen ones would stay
-        self._fulls, self._models, self._removing = _Lane(), _Lane(), threading.Lock()
-        self._left: dict[Path, str] = {}
-        """What could not be removed, and why: each is named once."""
-        self._least_room = _TIGHT
+        self._rank_states = replace(rank_states, shards=())  # else frozen copies stay
+        self._fulls, self._models, self._removing = _PendingSave(), _PendingSave(), threading.Lock()
+        self._unremovable: dict[Path, str] = {}
+        """Directories that could not be removed, with the reason; each is named once."""
+        self._least_saves = _FEW_SAVES
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = plan.start.path.name if plan.start.path is not None else "none"
         settings = config.checkpoint
-        # How long ranks may wait for the first one's look at the disk; a step may have two.
+        # Limit for the first rank to check the disk while others wait; a step may have two saves.
         begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
         limits: dict[str, Any] = {"limit_s": settings.timeout_s, "begin_s": begin_s}
         limits["staged"], scatter = settings.async_save, settings.scatter
@@ -106,9 +128,9 @@ class Saves:
             self._model_saver = ModelSaver(rank_states, self._exported, scatter, **limits)
         states.frozen.settle()
 
-    def make_up(self) -> None:
-        """Write the model-only checkpoint that was due where this run goes on, if its kill came
-        between the seal of the full one and the model's. A collective of all ranks."""
+    def save_missing(self) -> None:
+        """Save the model-only checkpoint of the step from which this run continues, if it was due
+        and the run was killed after the commit of the full one. A collective of all ranks."""
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
@@ -119,32 +141,37 @@ class Saves:
         )
         if broadcast_object(missing, self._world.everyone, bool):
             self._begin(self._models, start.step, self._begin_model)
-            self._take(self._models, self._models.poll(wait=True))
+            self._handle(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
-        """Tell of saves that have come to an end, and save what is due after `step`; the last step
-        of a run always leaves a full checkpoint. A collective of all ranks.
+        """Handle the outcomes of saves that have ended, and start those that are due after `step`.
+        A collective of all ranks.
 
-        Raises, on every rank, NonFiniteError, and OptimusError where the last or too many in a row
-        could not be written.
+        Args:
+            step: The step that is done.
+            last: It is the last one, which always has a full checkpoint; wait for its saves.
+
+        Raises:
+            NonFiniteError: A state is not finite; on every rank.
+            OptimusError: The last save or too many in a row failed; on every rank.
         """
         settings = self._config.checkpoint
         self._last_step = step if last else 0
-        for lane in (self._fulls, self._models):
-            self._take(lane, lane.poll())
+        for pending in (self._fulls, self._models):
+            self._handle(pending, pending.poll())
         model = settings.model_interval and step % settings.model_interval == 0
         full = last or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
             self._refuse_bad_states(step)
-        if full:  # first: what a kill leaves unmade of models is made up
+        if full:  # first: after a kill, save_missing saves the model
             self._begin(self._fulls, step, self._begin_full)
         if model:
-            is_sealed = self._newest == manager.full_path("", step).name
-            beside = self._saver.unwritten if full and not is_sealed else lambda: 0
-            self._begin(self._models, step, partial(self._begin_model, beside=beside))
+            is_committed = self._newest == manager.full_path("", step).name
+            reserve = self._saver.unwritten if full and not is_committed else lambda: 0
+            self._begin(self._models, step, partial(self._begin_model, reserve=reserve))
         if last:
-            for lane in (self._fulls, self._models):
-                self._take(lane, lane.poll(wait=True))
+            for pending in (self._fulls, self._models):
+                self._handle(pending, pending.poll(wait=True))
             if self._end_failed:
                 self.end()
                 raise OptimusError(self._end_failed)
@@ -152,20 +179,20 @@ class Saves:
     def end(self) -> None:
         """Wait for the saves in progress where all ranks end with an error. A collective of all
         ranks."""
-        for lane in (self._fulls, self._models):
-            if (outcome := lane.poll(wait=True)) and outcome.failure:
+        for pending in (self._fulls, self._models):
+            if (outcome := pending.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
 
     def give_up(self) -> None:
-        """Stop what this rank is writing, where others cannot be asked any more."""
-        for lane in (self._fulls, self._models):
-            if lane.under_way is not None:
-                lane.under_way.give_up()
+        """Stop this rank's writes without the other ranks, which may be lost."""
+        for pending in (self._fulls, self._models):
+            if pending.save is not None:
+                pending.save.give_up()
 
-    def _begin(self, lane: _Lane, step: int, begin: Callable[[int], Underway]) -> None:
-        if (before := lane.under_way) is not None:
+    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], Underway]) -> None:
+        if (before := pending.save) is not None:
             start = time.monotonic()
-            self._take(lane, lane.poll(wait=True))
+            self._handle(pending, pending.poll(wait=True))
             logger.info(
                 "the save of step %d waited %.1f s for that of step %d",
                 step,
@@ -173,53 +200,53 @@ class Saves:
                 before.step,
             )
         try:
-            if before is not None and lane.under_way is not None:
+            if before is not None and pending.save is not None:
                 raise OptimusError(f"the disk has not taken what step {before.step} gave it")
-            lane.under_way = begin(step)
+            pending.save = begin(step)
         except LostPeerError:
-            raise  # the run is over, not this save alone
+            raise  # the run is over, not only this save
         except OptimusError as error:
-            self._failed(lane, step, str(error))
+            self._handle_failure(pending, step, str(error))
         if not self._config.checkpoint.async_save:
-            self._take(lane, lane.poll(wait=True))
+            self._handle(pending, pending.poll(wait=True))
 
-    def _take(self, lane: _Lane, outcome: Outcome | None) -> None:
-        """Act upon what became of a save."""
+    def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
+        """Reset the count of failures after a commit; handle the failure otherwise."""
         if outcome is None:
             return
         if outcome.failure is None:
-            lane.failures = 0
-            if lane is self._fulls:
+            pending.failures = 0
+            if pending is self._fulls:
                 self._newest = manager.full_path("", outcome.step).name
-        elif outcome.failure.nonfinite:  # of the copy; as a rule the states have it too
+        elif outcome.failure.nonfinite:  # in the copy; usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
-                log_dir, what = Path(self._config.train.run_dir) / "log", outcome.failure.what
+                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.what
                 host = socket.gethostname()
-                guards.write_marker(log_dir, outcome.rank, outcome.step, what, host)
+                guards.write_marker(log_dir, outcome.rank, outcome.step, text, host)
             raise NonFiniteError(outcome.failure.what)
         else:
-            self._failed(lane, outcome.step, outcome.failure.what)
+            self._handle_failure(pending, outcome.step, outcome.failure.what)
 
-    def _failed(self, lane: _Lane, step: int, what: str) -> None:
-        """Warn and go on; or raise OptimusError after too many in a row. Of the last step it is
-        kept: there may be more to save."""
-        lane.failures += 1
+    def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
+        """Log a warning, or raise OptimusError after too many failures in a row. The failure of the
+        last step is raised later, since another save may be due."""
+        pending.failures += 1
         limit = self._config.checkpoint.max_failures
-        told = f"step {step} is not saved: {what}; the newest checkpoint is {self._newest}"
+        message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
         again = "fix it and give the same command again to continue"
         if step == self._last_step:
-            self._end_failed = self._end_failed or f"{told}; {again}"
-        elif lane.failures == limit and not self._last_step:
-            told += f"; so many saves in a row have failed: checkpoint.max_failures = {limit}"
+            self._end_failed = self._end_failed or f"{message}; {again}"
+        elif pending.failures == limit and not self._last_step:
+            message += f"; checkpoint.max_failures = {limit} saves in a row have failed"
             self.end()
-            raise OptimusError(f"{told}; {again}")
+            raise OptimusError(f"{message}; {again}")
         else:
-            number = f"{lane.failures} of {limit}" if limit else f"{lane.failures}"
-            self._warn(f"{told}; the run continues (failure {number} in a row)")
+            number = f"{pending.failures} of {limit}" if limit else f"{pending.failures}"
+            self._warn(f"{message}; the run continues (failure {number} in a row)")
 
     def _warn(self, line: str) -> None:
-        """Log a warning that all ranks have, once."""
+        """Log a warning that all ranks share, on the first rank only."""
         if self._world.is_first:
             logger.warning(line)
 
@@ -227,38 +254,39 @@ class Saves:
         path = manager.full_path(self._config.train.run_dir, step)
         return self._begin_with(self._saver, path, step)
 
-    def _begin_model(self, step: int, beside: Callable[[], int] = lambda: 0) -> Underway:
-        """It yields where there is no room for `beside` more: for the full one due with it."""
+    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
+        """Start a model-only save; it fails unless the disk has space for `reserve()` bytes more,
+        those of the full save that is due with it."""
         assert self._model_saver is not None, "due only where there is an interval"
         path = manager.model_path(self._config.train.run_dir, step)
-        return self._begin_with(self._model_saver, path, step, beside)
+        return self._begin_with(self._model_saver, path, step, reserve)
 
     def _begin_with(
-        self, saver: Saver, path: Path, step: int, beside: Callable[[], int] = lambda: 0
+        self, saver: Saver, path: Path, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> Underway:
         is_model = saver is self._model_saver
-        # Where states lie may have changed.
+        # The chunks may have moved to other buffers.
         states = replace(self._rank_states, shards=self._states.shards())
         try:
             return saver.begin(
                 states,
                 path,
-                self._write_model_companions if is_model else self._write_companions,
+                self._write_model_sidecar_files if is_model else self._write_sidecar_files,
                 self._remove_old,
                 self._remove_leftover,
-                beside=beside,
+                beside=reserve,
                 **self._facts(step),
             )
         finally:
             self._states.frozen.settle()
 
     def _remove_old(self) -> None:
-        """Apply retention, in a thread of the first rank after a seal; failures only warn."""
+        """Apply retention, in a thread of the first rank after a commit; failures only warn."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
-        with self._removing:  # full ones and models may end at once
+        with self._removing:  # a full and a model-only save may end at the same time
             try:
                 left = manager.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
-                self._warn_of_left(left)
+                self._warn_of_unremovable(left)
             except OSError as error:
                 where = error.filename or manager.checkpoints_dir(run_dir)
                 logger.warning("old checkpoints are not removed: %s: %s", where, error.strerror)
@@ -266,34 +294,34 @@ class Saves:
     def _remove_leftover(self, directory: Path) -> None:
         """Remove what a failed save wrote, in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
-            self._warn_of_left(self._left | manager.remove_all([directory]))
+            self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
-    def _warn_of_left(self, left: dict[Path, str]) -> None:
-        """Name what newly could not be removed; say how much space is left, then and as the disk
-        gets full. Raises OSError."""
-        new = [path for path in left if self._left.get(path) != left[path]]
-        self._left = left
+    def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
+        """Log directories that could not be removed, each once, and the space that is left, also
+        as the disk gets full. Raises OSError."""
+        new = [path for path in left if self._unremovable.get(path) != left[path]]
+        self._unremovable = left
         run_dir = self._config.train.run_dir
-        takes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
-        room = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, takes)
-        if not left or not (new or room < self._least_room):
+        save_bytes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
+        saves = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, save_bytes)
+        if not left or not (new or saves < self._least_saves):
             return
-        self._least_room = min(room, _TIGHT)
+        self._least_saves = min(saves, _FEW_SAVES)
         for path in new:
             logger.warning("cannot remove %s: %s", path, left[path])
         logger.warning(
             "%s of checkpoints cannot be removed; %s, and a save takes %.3f GB; remove by hand "
-            "what is named above",
+            "the directories named above",
             counted(len(left), "old directory", "old directories"),
             manager.space_left(run_dir),
-            takes / 1e9,
+            save_bytes / 1e9,
         )
 
     def _refuse_bad_states(self, step: int) -> None:
         refuse_bad_states(self._config, self._states, self._world.everyone, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """What a manifest says of the run after `step`."""
+        """Return the entries of a manifest that describe the run after `step`."""
         start = self._plan.start
         return {
             "step": step,
@@ -310,22 +338,22 @@ class Saves:
         sizes = self._plan.mesh._asdict()
         return sizes | {"per_node": self._world.launch.local_world_size}
 
-    def _write_companions(self, directory: Path) -> None:
-        """What makes a checkpoint usable by itself, configuration and tokenizer; and before it is
-        sealed, the curve up to its step, which a resume will go on from."""
+    def _write_sidecar_files(self, directory: Path) -> None:
+        """Write configuration and tokenizer, which make a checkpoint usable without its run; and
+        make metrics up to its step durable before the commit, as a resume needs them."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         name = Path(self._plan.data.training.tokenizer_file).name
         (directory / name).write_bytes(self._plan.data.tokenizer)
 
-    def _write_model_companions(self, directory: Path) -> None:
-        """The same for a model alone, which is a Hugging Face directory with all of its files."""
-        self._write_companions(directory)
+    def _write_model_sidecar_files(self, directory: Path) -> None:
+        """Write those of a model-only checkpoint, which is a complete Hugging Face directory."""
+        self._write_sidecar_files(directory)
         try:
             lines = complete_hf(directory, self._exported)
         except OSError:
             raise  # the disk is full or broken: a file of the checkpoint may be incomplete
-        except Exception as error:  # of a tokenizer library too: these files are no reason to fail
+        except Exception as error:  # of any tokenizer library: a save does not fail for these files
             lines = [f"not all files for transformers are written: {one_line(error)}"]
         for line in lines:
             if line not in self._warned:

@@ -26,7 +26,7 @@ from optimus.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update was, over all ranks. Losses in nats, means over the global batch."""
+    """Figures of one update, over all ranks. Losses in nats, means over the global batch."""
 
     step: int
     loss: float
@@ -39,71 +39,87 @@ class UpdateResult:
     """int64 [MoE layers, E]: rows routed to each expert by all ranks; E is the largest of all
     layers, and a layer that has fewer experts ends in zeros."""
     loss_scale: float = 1.0
-    """Of this update."""
+    """The scale of this update."""
     skipped_steps: int = 0
-    """Since the run began, this one included."""
+    """Updates skipped since the run began, this one included."""
 
 
 class Updater:
-    """Carries a model from one update to the next."""
+    """Runs updates of one rank's model."""
 
     def __init__(
         self,
         config: Config,
         groups: Groups,
-        part: RankModel,
+        rank_model: RankModel,
         states: ChunkEngine,
         plan: BatchPlan,
         device: torch.device,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """`loss_scale`: that of a run which goes on; None begins anew."""
+        """Connect the model to its states.
+
+        Args:
+            config: The run's configuration.
+            groups: This rank's groups.
+            rank_model: This rank's model; from now on it adds gradients to the chunks of `states`.
+            states: Its states.
+            plan: The batch of an update.
+            device: The device of the model.
+            loss_scale: That of a resumed run; None starts with the configured one.
+        """
         self._loss_scale = loss_scale or LossScale(
             config.optim, config.train.dtype, plan.num_microbatches
         )
         self._config, self._groups, self._plan, self._device = config, groups, plan, device
-        self._part, self._states = part, states
-        part.write_gradients_to_chunks(states)
+        self._rank_model, self._states = rank_model, states
+        rank_model.write_gradients_to_chunks(states)
         if config.train.deterministic:
-            part.keep_microbatches_apart()
-        self._watch = Watch(config, groups, part, states)
+            rank_model.keep_microbatches_apart()
+        self._watch = Watch(config, groups, rank_model, states)
         states.gradients.before_sum = self._watch.look_at
-        self._far_ends = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
+        self._tied_stages = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
-        """Do update `step` on this rank's `microbatches`.
+        """Do one update.
 
-        Raises NonFiniteError on every rank, before masters change, if any rank's loss or gradient
-        is not finite; while the loss scale can still fall, the update is skipped instead.
+        Args:
+            step: Its number, from 1.
+            microbatches: Those of this rank.
+
+        Raises:
+            NonFiniteError: A rank's loss or gradient is not finite; on every rank, before masters
+                change. While the loss scale can still fall, the update is skipped instead.
         """
-        self._part.executor.loss_scale = scale = self._loss_scale.scale
-        own = self._part.to_device(microbatches)
+        self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
+        on_device = self._rank_model.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
         self._states.gradients.start()
-        terms = self._part.executor.run(
-            own,
+        terms = self._rank_model.executor.run(
+            on_device,
             lambda stage, microbatch: self._states.gradients.reduce(stage),
-            self._make_update(step, own, lr),
+            self._make_update(step, on_device, lr),
             self._states.gradients.before_backward,
             self._states.gradients.last_backward,
         )
         return self._result(step, terms, lr, scale)
 
-    def _make_update(self, step: int, own: list[Microbatch], lr: float) -> Callable[[], None]:
-        """OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
+    def _make_update(
+        self, step: int, microbatches: list[Microbatch], lr: float
+    ) -> Callable[[], None]:
+        """Return OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
 
         def opt_step() -> None:
             scaling = self._loss_scale
             overflow = self._watch.anyone_in_trouble()
             if overflow and not scaling.can_fall:
-                self._watch.explain(own, scaling.at_its_least())
+                self._watch.explain(microbatches, scaling.at_its_least())
             if overflow:  # no smaller scale helps a damaged state
                 self._watch.refuse_bad_states()
-            self._states.gradients.finish(
-                self._far_ends
-            )  # of thrown away gradients too: all is received
+            # Also for gradients that are discarded: other ranks have sent theirs.
+            self._states.gradients.finish(self._tied_stages)
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
                 scaling.after_overflow()
@@ -116,7 +132,7 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """The gradient norm, before clipping; NaN if their sum overflows under loss scaling."""
+        """Return the gradient norm before clipping; NaN if the sum overflows under loss scaling."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
@@ -130,7 +146,7 @@ class Updater:
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Means over the global batch, from every stage's and microbatch's own fp32 sums."""
+        """Return means over the global batch, from the fp32 sums of each stage and microbatch."""
         counted = list(terms.values()) if self._groups.counts else []
         empty = torch.zeros(0, device=self._device)
 
@@ -138,9 +154,9 @@ class Updater:
             return torch.cat([value.reshape(-1) for value in values]) if values else empty
 
         values = [
-            joined([one.ce_sum for one in counted if one.ce_sum is not None]),
-            joined([one.aux for one in counted]),
-            joined([one.z for one in counted]),
+            joined([term.ce_sum for term in counted if term.ce_sum is not None]),
+            joined([term.aux for term in counted]),
+            joined([term.z for term in counted]),
         ]
         ce_sum, aux, z = self._sums(values)
         count = self._plan.num_microbatches * max(1, len(self._config.model.sparse_layers))
@@ -152,8 +168,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """The sum over all ranks of each of three tensors; NaNs if any of a skipped update's is not
-        finite."""
+        """Return the sum over all ranks of each of three tensors; of a skipped update NaN if any
+        element is not finite."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
@@ -162,6 +178,7 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
+        """Return `UpdateResult.expert_rows`. A collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:
@@ -169,9 +186,9 @@ class Updater:
         shape = len(sparse), max(model.experts_by_layer)
         rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
         if self._groups.counts:
-            for (stage, _), one in terms.items():
-                here = [layer for layer in self._part.layout.layers[stage] if layer in sparse]
-                for layer, counts in zip(here, one.counts, strict=True):
+            for (stage, _), term in terms.items():
+                layers = [n for n in self._rank_model.layout.layers[stage] if n in sparse]
+                for layer, counts in zip(layers, term.counts, strict=True):
                     rows[sparse.index(layer), : len(counts)] += counts
         all_reduce_sum(rows, self._groups.everyone)
         return rows

@@ -3,7 +3,7 @@
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
-`interpretation`: the loop over a list whose actions do nothing, trace included. `bookkeeping`: one
+`interpretation`: the loop over a list whose actions do nothing, not recorded. `bookkeeping`: one
 rank with four stages of a model that adds one number to its input, so that the rest is the
 entry into autograd and the executor's bookkeeping; the time of the same forwards and backwards
 called by hand is subtracted. CPU seconds of one thread; medians and quartiles.
@@ -139,7 +139,7 @@ def main() -> None:
     compute = [a for a in schedule.ranks[0] if a.kind in executor._table]
     executor.keep(compute)
     nothing = measure(lambda: executor.run_nothing(microbatches), args.repeat)
-    show("interpretation with trace", [1e6 * s / len(compute) for s in nothing])
+    show("interpretation", [1e6 * s / len(compute) for s in nothing])
 
     def run() -> None:
         executor.run(microbatches, lambda stage, microbatch: None, lambda: None)

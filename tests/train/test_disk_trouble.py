@@ -185,7 +185,7 @@ def run_with_room_for_both(tree: dict[str, Any]) -> Ended:
         full, model = run.saves._saver.bytes, run.saves._model_saver.bytes
 
         def disk_usage(path: Path) -> Any:
-            return plain(path)._replace(free=model if run.saves._fulls.under_way else full)
+            return plain(path)._replace(free=model if run.saves._fulls.save else full)
 
         shutil.disk_usage = disk_usage
 
