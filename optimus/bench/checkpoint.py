@@ -46,7 +46,7 @@ def _make_states(world: World, hidden: int) -> RankStates:
     """Those of a model of Mula's proportions, divided over all ranks, of random numbers."""
     config = mula_like(hidden, world.size, sharding="epso", chunk_length=1 << 24)
     ours = make_ours(config, world)
-    states = states_of_rank(config, ours.part.layout, ours.groups, ours.states)
+    states = states_of_rank(config.model, ours.part.layout, ours.groups, ours.states)
     generator = torch.Generator().manual_seed(world.everyone.rank)
     for one in states.shards:
         for flat in one.states.values():

@@ -19,13 +19,14 @@ A style of size 1 is not applied: nothing is inserted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from optimus.config import Config
+from optimus.config import Config, ModelConfig
+from optimus.config.sections import ParallelConfig
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.distributed.rules import ParameterKind
@@ -57,19 +58,20 @@ def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
     """Return this rank's model with empty parameters in fp32 on `device`."""
-    model = _model_of_stages(config, layout)
+    model = _model_of_stages(config.model, layout)
     with torch.device("meta"):
-        for style in _styles(config, layout, groups):
+        for style in _styles(config.parallel, config.recompute.modules, layout, groups):
             style.apply(model)
     materialise(model, layout.placements, device)
     return model
 
 
-def _styles(config: Config, layout: Layout, groups: Groups) -> Iterator[ParallelStyle]:
+def _styles(
+    parallel: ParallelConfig, recomputed: Sequence[str], layout: Layout, groups: Groups
+) -> Iterator[ParallelStyle]:
     """Return the styles to apply, in this order (see the top of the file)."""
-    parallel = config.parallel
-    if config.recompute.modules:
-        yield Recompute(config.recompute.modules)
+    if recomputed:
+        yield Recompute(recomputed)
     if layout.mesh.tp > 1:
         yield tensor.TensorParallel(groups.over("tp"), parallel.sequence_parallel)
     if layout.mesh.ep > 1:
@@ -92,13 +94,13 @@ def make_layout(
         {},
         sequence_shares=mesh.tp if in_sequence else 1,
     )
-    model = _model_of_stages(config, layout)
+    model = _model_of_stages(config.model, layout)
     return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
 
 
-def _model_of_stages(config: Config, layout: Layout) -> Transformer:
+def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
     """Return the modules of this rank's stages, undivided and on the meta device."""
-    model = whole_model(config.model)
+    model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)
     return model

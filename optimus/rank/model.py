@@ -32,11 +32,11 @@ from optimus.rank.states import make_states
 from optimus_kernels import WeightGrads
 
 
-def uncompiled(config: Config) -> AbstractContextManager:
+def uncompiled(is_compiled: bool) -> AbstractContextManager:
     """Return a context in which compiled blocks run without their compiled code: updates repeat one
     shape, while the last batch of an evaluation and a growing sample would be compiled again for
     each shape."""
-    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class RankModel:
@@ -94,7 +94,9 @@ class RankModel:
             poison: as in Residency.
         """
         config, schedule = self._config, self.layout.schedule
-        engine = make_states(config, self.layout, self._groups, self.model, poison)
+        engine = make_states(
+            config.optim, config.train, self.layout, self._groups, self.model, poison
+        )
         segments = segments_of(self.model, self.layout)
         if config.optim.overlap:
             owner = self.layout.owner_of  # a tied head reads the embedding

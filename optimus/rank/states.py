@@ -22,8 +22,9 @@ from optimus.chunks.optimizer import make_optimizer
 from optimus.chunks.residency import Residency, fewest_slots
 from optimus.chunks.setting import check_patterns, setting_of
 from optimus.chunks.states import Home
-from optimus.config import Config
+from optimus.config import Config, ModelConfig, OptimConfig
 from optimus.config.axes import UNEQUAL
+from optimus.config.sections import TrainConfig
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
@@ -38,7 +39,12 @@ from optimus.rank.segments import segments_of
 
 
 def make_states(
-    config: Config, layout: Layout, groups: Groups, model: Transformer, poison: bool = False
+    optim: OptimConfig,
+    train: TrainConfig,
+    layout: Layout,
+    groups: Groups,
+    model: Transformer,
+    poison: bool = False,
 ) -> ChunkEngine:
     """Make the states of a rank's model from the current values of its parameters, which become
     views of chunks.
@@ -50,18 +56,17 @@ def make_states(
         model: from `build_model`.
         poison: as in Residency.
     """
-    optim = config.optim
     engine = ChunkEngine(
         dict(model.named_parameters()),
-        lambda name: home_of(name, config, layout, groups),
+        lambda name: home_of(name, optim, layout, groups),
         make_optimizer(optim),
-        dtype=dtype_of(config.train.dtype),
+        dtype=dtype_of(train.dtype),
         chunk_length=optim.chunk_length,
-        deterministic=config.train.deterministic,
+        deterministic=train.deterministic,
         reduce_dtype=dtype_of(optim.grad_reduce_dtype),
         grad_dtype=dtype_of(optim.grad_dtype),
         everyone=groups.everyone,
-        compiled=config.train.compile,
+        compiled=train.compile,
         overlap=optim.overlap,
         residency=Residency(
             divides_gradients=optim.resident != "all",
@@ -77,20 +82,20 @@ def make_states(
 
 
 def states_of_rank(
-    config: Config, layout: Layout, groups: Groups, states: ChunkEngine
+    model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
     """Return the description of this rank's states that checkpoints use."""
-    tied = config.model.tie_embeddings and groups.mesh.pp > 1
+    tied = model.tie_embeddings and groups.mesh.pp > 1
     return RankStates(
         groups,
         states.shards(),
         {name: placement.intervals for name, placement in layout.placements.items()},
-        {name: tuple(p.shape) for name, p in whole_model(config.model).named_parameters()},
+        {name: tuple(p.shape) for name, p in whole_model(model).named_parameters()},
         on_both_ends=("embed.weight",) if tied else (),
     )
 
 
-def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home | None:
+def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
     """Return the groups that reduce and shard a parameter, or a further use of one; None for other
     names."""
     owner = layout.owner_of(name)
@@ -98,8 +103,8 @@ def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home |
         return None
     kind = layout.placements[owner].kind
     adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
-    setting = setting_of(owner, config.optim)
-    sharding = () if setting.frozen else shard_axes(kind, config.optim.sharding)
+    setting = setting_of(owner, optim)
+    sharding = () if setting.frozen else shard_axes(kind, optim.sharding)
     spread = tuple(axis for axis in adding if axis not in sharding)
     copies = copy_axes(kind, sharding)
     return Home(
@@ -115,15 +120,14 @@ def home_of(name: str, config: Config, layout: Layout, groups: Groups) -> Home |
     )
 
 
-def check_names(config: Config) -> None:
+def check_names(optim: OptimConfig, model: ModelConfig) -> None:
     """Check the patterns of `[optim]`.
 
     Raises:
         ConfigError: a pattern matches no parameter of the model.
     """
-    optim = config.optim
     if optim.groups or optim.frozen:
-        check_patterns(optim, dict(whole_model(config.model).named_parameters()))
+        check_patterns(optim, dict(whole_model(model).named_parameters()))
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
@@ -160,7 +164,7 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
-    engine = make_states(config, layout, groups, model)
+    engine = make_states(config.optim, config.train, layout, groups, model)
     fewest = fewest_slots(engine.needs([segment.unit for segment in segments_of(model, layout)]))
     return PlannedRank(engine, layout, groups, fewest)
 
@@ -186,7 +190,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
             cache is too small.
     """
     check_divisible(config, mesh)
-    check_names(config)
+    check_names(config.optim, config.model)
     check_slots(config, mesh)
     scatter = config.checkpoint.scatter
     for coordinate in _kinds(mesh):
@@ -196,7 +200,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
         staging = 0
         if config.checkpoint.async_save:
-            of_rank = states_of_rank(config, planned.layout, planned.groups, planned.engine)
+            of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
             staging = staging_bytes(share_of(of_rank, scatter))
             if config.checkpoint.model_interval:
                 staging += staging_bytes(model_parts(of_rank, scatter), MODEL_DTYPE)

@@ -13,7 +13,8 @@ import torch
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.pieces import Buffer
 from optimus.chunks.setting import setting_of
-from optimus.config import Config
+from optimus.config import OptimConfig
+from optimus.config.sections import TrainConfig
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import (
     Group,
@@ -68,7 +69,12 @@ def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
 
 
 def refuse_bad_states(
-    config: Config, states: ChunkEngine, everyone: Group, step: int, updated: int
+    train: TrainConfig,
+    optim: OptimConfig,
+    states: ChunkEngine,
+    everyone: Group,
+    step: int,
+    updated: int,
 ) -> None:
     """Raise the same NonFiniteError on all ranks if an optimizer state of any is not finite. Its
     rank leaves a marker. `updated`: the step of the last update. A collective of all ranks."""
@@ -79,9 +85,9 @@ def refuse_bad_states(
     found = [state for state in of_ranks if state is not None]
     found.sort(key=lambda one: (list(_LABELS).index(one.state), one.rank))
     first = found[0]
-    text, advice = _explanation(first, config, updated)
+    text, advice = _explanation(first, train.dtype, optim, updated)
     if first.rank == everyone.rank:
-        log_dir = Path(config.train.run_dir) / "log"
+        log_dir = Path(train.run_dir) / "log"
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
         guards.write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
     others = len({one.rank for one in found}) - 1
@@ -94,10 +100,9 @@ def refuse_bad_states(
     )
 
 
-def _explanation(bad: BadState, config: Config, step: int) -> tuple[str, str]:
+def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
     """What is wrong, and what to do about it."""
-    optim = config.optim
-    is_wide = config.train.dtype == "fp32" or setting_of(bad.parameter, optim).frozen
+    is_wide = dtype == "fp32" or setting_of(bad.parameter, optim).frozen
     label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
     text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
     if bad.state == "master" and max(optim.lr, bad.largest) >= _HUGE:
@@ -141,9 +146,15 @@ class Watch:
     """
 
     def __init__(
-        self, config: Config, groups: Groups, part: RankModel, states: ChunkEngine
+        self,
+        train: TrainConfig,
+        optim: OptimConfig,
+        groups: Groups,
+        part: RankModel,
+        states: ChunkEngine,
     ) -> None:
-        self._config, self._groups, self._part, self._states = config, groups, part, states
+        self._train, self._optim = train, optim
+        self._groups, self._part, self._states = groups, part, states
         self._device = next(part.model.parameters()).device
         self.start(0)
 
@@ -164,7 +175,9 @@ class Watch:
     def refuse_bad_states(self) -> None:
         """Raise the same NonFiniteError everywhere if an optimizer state is not finite."""
         everyone = self._groups.everyone
-        refuse_bad_states(self._config, self._states, everyone, self._step, self._step - 1)
+        refuse_bad_states(
+            self._train, self._optim, self._states, everyone, self._step, self._step - 1
+        )
 
     def _in_trouble(self) -> bool:
         return bool(self._bad_gradient) or not self._losses_are_finite()
@@ -180,7 +193,7 @@ class Watch:
         found = self._findings(microbatches, self._in_trouble())
         first = found[0]
         if first.rank == everyone.rank:
-            log_dir = Path(self._config.train.run_dir) / "log"
+            log_dir = Path(self._train.run_dir) / "log"
             guards.write_marker(log_dir, first.rank, self._step, first.what, first.host)
         more = len([one for one in found if one[:4] == first[:4]]) - 1
         also = f" (and {counted(more, 'more rank')})" if more else ""
@@ -217,7 +230,7 @@ class Watch:
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         looking = observing_contributions(watch.look)
-        with uncompiled(self._config), looking, watch.over(self._part.model):
+        with uncompiled(self._train.compile), looking, watch.over(self._part.model):
             self._part.executor.evaluate(microbatches)
         if parameter:
             return self._finding(0, stage, 0, 0, f"parameter {parameter} is non-finite")
@@ -233,7 +246,7 @@ class Watch:
         states.gradients.finish()  # what is under way
         states.gradients.start()
         looking = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
-        with uncompiled(self._config), looking:
+        with uncompiled(self._train.compile), looking:
             self._part.executor.run(
                 microbatches,
                 lambda stage, _: states.gradients.reduce(stage),

@@ -96,7 +96,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         platform.check_compile(config.train.compile)
         inputs = read_inputs(config, launch.world_size)
         if launch.is_first:
-            check_names(config)
+            check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
             directory = RunDirectory(config.train.run_dir)
             start = find_start(config, inputs.batch, inputs.data.training)
@@ -185,7 +185,7 @@ class Run:
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
         self.config = config
         scaling = LossScale(config.optim, config.train.dtype, plan.batch.num_microbatches)
-        rank_states = states_of_rank(config, layout, self.groups, self.states)
+        rank_states = states_of_rank(config.model, layout, self.groups, self.states)
         plan = load_start(config, world, plan, layout, self.states, rank_states, scaling)
         self.plan = plan
         sync_logs = directory.sync if directory is not None else lambda: None
@@ -301,7 +301,7 @@ class Run:
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
             return
-        with uncompiled(self.config):
+        with uncompiled(self.config.train.compile):
             held_out = held_out_loss(
                 self.rank_model.cross_entropies,
                 dataset,
@@ -320,7 +320,7 @@ class Run:
         train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:
             return
-        with uncompiled(self.config):
+        with uncompiled(self.config.train.compile):
             text = sample_text(
                 self.rank_model.logits_after,
                 self.plan.data.held_out or self.plan.data.training,

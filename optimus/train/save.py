@@ -318,7 +318,8 @@ class Saves:
         )
 
     def _refuse_bad_states(self, step: int) -> None:
-        refuse_bad_states(self._config, self._states, self._world.everyone, step, step)
+        train, optim = self._config.train, self._config.optim
+        refuse_bad_states(train, optim, self._states, self._world.everyone, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a manifest that describe the run after `step`."""

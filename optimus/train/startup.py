@@ -52,7 +52,7 @@ def dry_run(
     from optimus.train.save import check_saves
     from optimus.train.summary import print_start
 
-    check_names(config)
+    check_names(config.optim, config.model)
     check_slots(config, mesh)
     start = resolve.ResolvedStart(Start("none"), ())
     if check_run_dir:

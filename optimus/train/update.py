@@ -76,7 +76,7 @@ class Updater:
         rank_model.write_gradients_to_chunks(states)
         if config.train.deterministic:
             rank_model.keep_microbatches_apart()
-        self._watch = Watch(config, groups, rank_model, states)
+        self._watch = Watch(config.train, config.optim, groups, rank_model, states)
         states.gradients.before_sum = self._watch.look_at
         self._tied_stages = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0

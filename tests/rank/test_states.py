@@ -209,7 +209,7 @@ def test_the_paper_s_large_runs_fit_a_tile(name):
 def staging_of(tree: dict[str, Any]) -> int:
     """Return the bytes that this rank allocates for checkpoint.async_save."""
     config, _, groups, _, shard = make_shard(tree)
-    states = states_of_rank(config, shard.layout, groups, shard.make_states())
+    states = states_of_rank(config.model, shard.layout, groups, shard.make_states())
     scatter, limits = config.checkpoint.scatter, {"limit_s": 9.0, "begin_s": 9.0}
     full = FullSaver(states, scatter, staged=True)
     model = ModelSaver(states, config.model, scatter, staged=True, **limits)

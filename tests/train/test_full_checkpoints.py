@@ -49,7 +49,7 @@ def build(tree: dict[str, Any]) -> Built:
     for parameter in shard.model.parameters():
         parameter.data.zero_()
     engine = shard.make_states()
-    return Built(states_of_rank(config, shard.layout, groups, engine), shard)
+    return Built(states_of_rank(config.model, shard.layout, groups, engine), shard)
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
