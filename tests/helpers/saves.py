@@ -37,7 +37,7 @@ def run_with(
     tree: dict[str, Any], before: Hook, behind: Callable[[Run], None] = lambda run: None
 ) -> Ended:
     """A whole run of this rank, with hooks around its updates; all ranks end on the same word."""
-    plain, printed = Run.update, io.StringIO()
+    plain, printed, launch = Run.update, io.StringIO(), read_launch_env()
 
     def update(run: Run, step: int) -> None:
         before(step)
@@ -48,9 +48,10 @@ def run_with(
     status, message = 0, ""
     with contextlib.redirect_stderr(printed):
         try:
-            train(make_config(tree), read_launch_env())
+            train(make_config(tree), launch)
         except RunEnded as ended:
-            assert ended.is_shared or ended.kind is OutcomeKind.LOST_PEER, ended
+            is_alone = launch.world_size == 1
+            assert is_alone or ended.is_shared or ended.kind is OutcomeKind.LOST_PEER, ended
             status, message = ended.exit_code, str(ended)
     return Ended(status, message, printed.getvalue().splitlines())
 

@@ -213,7 +213,7 @@ def test_a_save_that_cannot_begin_leaves_no_copies(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     (ended,) = ranks(1, run_without_room, tree, start_world=False)
     assert len(warnings(ended)) == 2 and ended.status == 1, ended
-    assert "it needs " in ended.message and "replaces; make room" in ended.message
+    assert "it needs " in ended.message and "removes older checkpoints; make room" in ended.message
 
 
 def test_room_that_the_full_one_has_taken_is_not_asked_for_again(ranks, tiny_data, tmp_path):
@@ -232,7 +232,7 @@ def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data,
     told = warnings(ended[0])
     assert "step 10 is not saved: model-00000010 not written: " in told[0], ended
     if beside:  # else the full one has its room already
-        assert "replaces, and the full one of its step " in told[0], told
+        assert "older checkpoints, and the full one of its step " in told[0], told
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
