@@ -78,7 +78,6 @@ EXEMPT = (
     "tests/golden/v1",
     "tests/test_language.py",
     # Not rewritten yet.
-    "optimus/resilience",
     "tests/train/test_compile.py",
     "tests/train/test_disk_trouble.py",
     "tests/train/test_end_world.py",

@@ -1,4 +1,4 @@
-"""Whose NaN: found on the rank and in the layer that made it, before masters change."""
+"""Search for the rank and the layer that computed a NaN or an infinity, before masters change."""
 
 from __future__ import annotations
 
@@ -28,43 +28,51 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Learning rates, and elements of masters, from which on an update can overflow fp32; and the norm
-up to which a gradient's square cannot."""
+"""Learning rates and elements of masters from this on can overflow fp32 in an update; squares of
+gradients with a norm up to this cannot."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""The optimizer states; a moment comes first, since updates bring its NaN to the master."""
+"""Labels of the optimizer states, moments first, since updates bring their NaN to the master."""
 
 
 class BadState(NamedTuple):
-    """The first non-finite value of an optimizer state in this rank's shard."""
+    """The first non-finite value of an optimizer state in this rank's shard.
+
+    Attributes:
+        state: Key of _LABELS.
+        parameter: Name of the parameter.
+        element: Index of the value in this rank's slice of the parameter.
+        value: Text of the value.
+        largest: Greatest magnitude of the finite values of the state in this shard.
+        rank: The rank.
+        host: Its machine.
+    """
 
     state: str
     parameter: str
     element: list[int]
-    """Its index in the parameter as the rank holds it."""
     value: str
     largest: float
-    """Magnitude of the finite values beside it in the parameter."""
     rank: int
     host: str
 
 
 def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
-    """Look at every optimizer state of this rank, element by element where a sum is not finite."""
+    """Return the first non-finite value of this rank's optimizer states; None if all are finite."""
     for state in _LABELS:
-        part = states.first_shard(state, lambda flat: not guards.is_finite(flat))
-        if part is None:
+        shard = states.first_shard(state, lambda flat: not guards.is_finite(flat))
+        if shard is None:
             continue
-        finite = torch.isfinite(part.values)
+        finite = torch.isfinite(shard.values)
         number = int((~finite).nonzero()[0])
-        element = [int(n) for n in numpy.unravel_index(part.start + number, part.shape)]
-        largest = float(torch.where(finite, part.values, 0).abs().max())
-        value = str(float(part.values[number]))
+        element = [int(n) for n in numpy.unravel_index(shard.start + number, shard.shape)]
+        largest = float(torch.where(finite, shard.values, 0).abs().max())
+        value = str(float(shard.values[number]))
         host = socket.gethostname()
-        return BadState(state, part.name, element, value, largest, rank, host)
+        return BadState(state, shard.name, element, value, largest, rank, host)
     return None
 
 
@@ -76,32 +84,40 @@ def refuse_bad_states(
     step: int,
     updated: int,
 ) -> None:
-    """Raise the same NonFiniteError on all ranks if an optimizer state of any is not finite. Its
-    rank leaves a marker. `updated`: the step of the last update. A collective of all ranks."""
+    """Raise the same NonFiniteError on all ranks if an optimizer state of one is not finite.
+
+    That rank writes a marker file. A collective of all ranks.
+
+    Args:
+        train: For the run directory and the dtype.
+        optim: For the advice.
+        states: This rank's states.
+        everyone: All ranks.
+        step: The step that the message names.
+        updated: The step of the last update.
+    """
     bad = find_bad_state(states, everyone.rank)
     if not greatest(int(bad is not None), everyone, states.device):
         return
     of_ranks = all_gather_objects(bad, everyone, BadState | None)
-    found = [state for state in of_ranks if state is not None]
-    found.sort(key=lambda one: (list(_LABELS).index(one.state), one.rank))
-    first = found[0]
+    bad_states = [state for state in of_ranks if state is not None]
+    bad_states.sort(key=lambda bad: (list(_LABELS).index(bad.state), bad.rank))
+    first = bad_states[0]
     text, advice = _explanation(first, train.dtype, optim, updated)
     if first.rank == everyone.rank:
         log_dir = Path(train.run_dir) / "log"
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
         guards.write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
-    others = len({one.rank for one in found}) - 1
+    others = len({bad.rank for bad in bad_states}) - 1
     also = f" (and states of {counted(others, 'more rank')})" if others else ""
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
     if text.startswith("the update made "):
         where = f"step {updated}: "
-    raise NonFiniteError(
-        f"{where}{text}{also}; no checkpoint has them; {advice}",
-    )
+    raise NonFiniteError(f"{where}{text}{also}; no checkpoint has them; {advice}")
 
 
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
-    """What is wrong, and what to do about it."""
+    """Return a description of the value, and what the user can do."""
     is_wide = dtype == "fp32" or setting_of(bad.parameter, optim).frozen
     label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
     text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
@@ -123,26 +139,33 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
 
 
 class Finding(NamedTuple):
-    """What one rank knows. Ordered: the smallest of all ranks' is nearest to the cause."""
+    """A non-finite value that a rank found; the least of all ranks' findings is nearest to the
+    cause.
+
+    Attributes:
+        distance: 0 a parameter, 1 an output computed from finite inputs, 2 a gradient, 3 no value
+            that can be computed again.
+        stage: Pipeline rank, counted in the direction in which the value spreads.
+        when: Number of the module or collective; ranks of a stage run them in the same order.
+        layer: Of a gradient, the number of layers nearer to the loss.
+        rank: The rank.
+        text: Description for the message.
+        host: The machine of the rank.
+    """
 
     distance: int
-    """0 a parameter, 1 an output made of finite inputs, 2 a gradient, 3 nothing that can be seen
-    again."""
     stage: int
-    """Pipeline place, counted in the direction in which trouble spreads."""
     when: float
-    """Ranks of a stage do the same in the same order: the number of what this one did first."""
     layer: int
-    """Of gradients: how many layers' lie nearer to the loss."""
     rank: int
-    what: str
+    text: str
     host: str
 
 
 class Watch:
-    """Looks at one rank's gradients as they become ready; all ranks agree before the update.
+    """Checks one rank's gradients as they become ready; all ranks agree before the update.
 
-    A rank that found something goes on with its schedule, since the others wait for what it sends.
+    A rank with a non-finite value continues its schedule, since other ranks wait for its messages.
     """
 
     def __init__(
@@ -150,104 +173,111 @@ class Watch:
         train: TrainConfig,
         optim: OptimConfig,
         groups: Groups,
-        part: RankModel,
+        rank_model: RankModel,
         states: ChunkEngine,
     ) -> None:
         self._train, self._optim = train, optim
-        self._groups, self._part, self._states = groups, part, states
-        self._device = next(part.model.parameters()).device
+        self._groups, self._rank_model, self._states = groups, rank_model, states
+        self._device = next(rank_model.model.parameters()).device
         self.start(0)
 
     def start(self, step: int) -> None:
+        """Begin with an update."""
         self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at(self, buffer: Buffer) -> None:
-        """Before a sum over ranks hides whose they are; the last of the model come first."""
+        """Check gradients before a sum over ranks; gradients of the last layers come first."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
-    def anyone_in_trouble(self) -> bool:
-        """Whether any rank found anything: the same answer everywhere."""
-        return bool(greatest(int(self._in_trouble()), self._groups.everyone, self._device))
+    def any_rank_is_nonfinite(self) -> bool:
+        """Return whether a rank has a non-finite loss or gradient, the same on all ranks."""
+        return bool(greatest(int(self._is_nonfinite()), self._groups.everyone, self._device))
 
     def refuse_bad_states(self) -> None:
-        """Raise the same NonFiniteError everywhere if an optimizer state is not finite."""
+        """Raise the same NonFiniteError on all ranks if an optimizer state is not finite."""
         everyone = self._groups.everyone
         refuse_bad_states(
             self._train, self._optim, self._states, everyone, self._step, self._step - 1
         )
 
-    def _in_trouble(self) -> bool:
+    def _is_nonfinite(self) -> bool:
         return bool(self._bad_gradient) or not self._losses_are_finite()
 
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
-        """Raise the same NonFiniteError everywhere, once `anyone_in_trouble`.
+        """Raise the same NonFiniteError on all ranks if `any_rank_is_nonfinite`.
 
-        A bad optimizer state is the cause of all else. Without one all ranks run the step's
-        microbatches forward once more, together.
+        A bad optimizer state is the cause of the rest. If all are finite, all ranks run forward
+        passes of the step's microbatches again.
         """
         everyone = self._groups.everyone
         self.refuse_bad_states()
-        found = self._findings(microbatches, self._in_trouble())
-        first = found[0]
+        findings = self._findings(microbatches, self._is_nonfinite())
+        first = findings[0]
         if first.rank == everyone.rank:
             log_dir = Path(self._train.run_dir) / "log"
-            guards.write_marker(log_dir, first.rank, self._step, first.what, first.host)
-        more = len([one for one in found if one[:4] == first[:4]]) - 1
+            guards.write_marker(log_dir, first.rank, self._step, first.text, first.host)
+        more = len([finding for finding in findings if finding[:4] == first[:4]]) - 1
         also = f" (and {counted(more, 'more rank')})" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
-            f"{first.what}{also}{circumstance}",
+            f"{first.text}{also}{circumstance}"
         )
 
     def _losses_are_finite(self) -> bool:
         values = [
             value.reshape(-1)
-            for one in self._part.executor.terms.values()
-            for value in (one.ce_sum, one.aux, one.z)
+            for terms in self._rank_model.executor.terms.values()
+            for value in (terms.ce_sum, terms.aux, terms.z)
             if value is not None and value.numel()
         ]
         return not values or math.isfinite(float(torch.cat(values).sum()))
 
-    def _findings(self, microbatches: list[Microbatch], trouble: bool) -> list[Finding]:
-        """What all ranks know, the nearest to the cause first. A collective of all ranks."""
+    def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
+        """Return the findings of all ranks, the nearest to the cause first. A collective of all
+        ranks."""
         everyone = self._groups.everyone
         finding = self._find_in_forward(microbatches)
-        found = all_gather_objects(finding, everyone, Finding | None)
-        if not any(found):
-            finding = self._find_in_backward(microbatches, trouble)
-            found = all_gather_objects(finding, everyone, Finding | None)
-        return sorted(one for one in found if one is not None)
+        findings = all_gather_objects(finding, everyone, Finding | None)
+        if not any(findings):
+            finding = self._find_in_backward(microbatches, is_nonfinite)
+            findings = all_gather_objects(finding, everyone, Finding | None)
+        return sorted(finding for finding in findings if finding is not None)
 
-    def _finding(self, distance: int, stage: int, when: float, layer: int, what: str) -> Finding:
+    def _finding(self, distance: int, stage: int, when: float, layer: int, text: str) -> Finding:
         rank, host = self._groups.everyone.rank, socket.gethostname()
-        return Finding(distance, stage, when, layer, rank, what, host)
+        return Finding(distance, stage, when, layer, rank, text, host)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """This rank's part of the story; None where it has none."""
+        """Return the first non-finite parameter or output of this rank's forward passes."""
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
-        looking = observing_contributions(watch.look)
-        with uncompiled(self._train.compile), looking, watch.over(self._part.model):
-            self._part.executor.evaluate(microbatches)
+        observing = observing_contributions(watch.look)
+        with uncompiled(self._train.compile), observing, watch.over(self._rank_model.model):
+            self._rank_model.executor.evaluate(microbatches)
         if parameter:
             return self._finding(0, stage, 0, 0, f"parameter {parameter} is non-finite")
         if watch.module:
-            what = f"the output of layer {watch.module} is non-finite"
-            return self._finding(1, stage, watch.when, 0, what)
+            text = f"the output of layer {watch.module} is non-finite"
+            return self._finding(1, stage, watch.when, 0, text)
         return None
 
-    def _find_in_backward(self, microbatches: list[Microbatch], trouble: bool) -> Finding | None:
-        """Once forward has shown nothing on any rank. A gradient that tp or ep has spread was made
-        on the rank that put it into a collective first: backward runs once more to see that."""
+    def _find_in_backward(
+        self, microbatches: list[Microbatch], is_nonfinite: bool
+    ) -> Finding | None:
+        """Return this rank's non-finite gradient, if forward passes of all ranks are finite.
+
+        A gradient that tp or ep has spread was computed on the rank that contributed it to a
+        collective first: backward runs again to find that rank.
+        """
         states, sent = self._states, []
-        states.gradients.finish()  # what is under way
+        states.gradients.finish()  # reductions in progress
         states.gradients.start()
-        looking = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
-        with uncompiled(self._train.compile), looking:
-            self._part.executor.run(
+        observing = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
+        with uncompiled(self._train.compile), observing:
+            self._rank_model.executor.run(
                 microbatches,
                 lambda stage, _: states.gradients.reduce(stage),
                 lambda: None,
@@ -255,11 +285,11 @@ class Watch:
             )
         if self._bad_gradient:
             when = sent.index(False) if False in sent else math.inf
-            what = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
+            text = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
             return self._finding(
-                2, -self._groups.coordinate.pp, when, self._depth, f"{what} is finite"
+                2, -self._groups.coordinate.pp, when, self._depth, f"{text} is finite"
             )
-        if not trouble:
+        if not is_nonfinite:
             return None
-        what = "the values are finite when computed again, which points to the hardware"
-        return self._finding(3, self._groups.coordinate.pp, 0, 0, what)
+        text = "the values are finite when computed again, which points to the hardware"
+        return self._finding(3, self._groups.coordinate.pp, 0, 0, text)

@@ -113,7 +113,7 @@ class Updater:
 
         def opt_step() -> None:
             scaling = self._loss_scale
-            overflow = self._watch.anyone_in_trouble()
+            overflow = self._watch.any_rank_is_nonfinite()
             if overflow and not scaling.can_fall:
                 self._watch.explain(microbatches, scaling.at_its_least())
             if overflow:  # no smaller scale helps a damaged state
