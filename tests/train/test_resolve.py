@@ -65,7 +65,7 @@ def resolved(data, run_dir, world_size=1, **overrides):
         ({"model__vocab_size": 100}, 1, DataError, r"model.vocab_size = 100 is smaller .*\(320\)"),
         ({}, 3, ConfigError, r"global_batch_tokens = 256 .* 3 data ranks"),
         ({"parallel__dp": 2}, 1, ConfigError, r"parallel.dp = 2 needs a world of 2"),
-        ({"parallel__sequence_parallel": True}, 1, ConfigError, r"= true .*tp = 1; leave it out"),
+        ({"parallel__sequence_parallel": True}, 1, ConfigError, r"= true .*tp = 1; remove it"),
         ({"checkpoint__load": "/nowhere"}, 1, CheckpointError, r"/nowhere: no such checkpoint"),
         ({"checkpoint__load": "model@3"}, 1, CheckpointError, r"'model@3'"),
         (
