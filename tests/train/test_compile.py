@@ -1,7 +1,7 @@
 """`train.compile`: the same losses and gradients, no break in the graph, nothing else changed.
 
 Most tests keep torch.compile's front (dynamo, the joint graph of forward and backward) and leave
-out the C++ compiler behind it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
+out the C++ compiler that follows it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def assert_compiles_to_the_same(config) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_compile_to_one_graph_with_the_same_gradients(without_a_compiler, form):
+def test_blocks_compile_to_a_single_graph_with_the_same_gradients(without_a_compiler, form):
     torch.compiler.reset()
     with in_form(form):
         assert_compiles_to_the_same(tiny_config("", "", model__num_experts=[0, 4]).model)
@@ -66,8 +66,8 @@ def test_blocks_compile_all_the_way():
 
 
 def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
-    """Losses and last evaluation of a run, graphs compiled and breaks in them. For a process of its
-    own: beside IPEX, which other tests' libraries import, compiling is refused."""
+    """Return losses and last evaluation of a run, compiled graphs and breaks in them. Needs a new
+    process: compiling is refused once IPEX is imported, as libraries of other tests do."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     train(make_config(tree), read_launch_env())
     run_dir, counts = Path(tree["train"]["run_dir"]), torch._dynamo.utils.counters

@@ -1,4 +1,4 @@
-"""Whole runs: exact on every layout, resumed to the last bit, ended with the right word."""
+"""Whole runs: exact on every layout, resumed to the last bit, ended with the right message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path,
     assert evaluations[0] and len(set(evaluations)) == 1
 
 
-def test_samples_are_the_same_on_every_layout(ranks, tiny_data, tmp_path):
+def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
     settings = {"train__max_steps": 4, "train__sample_interval": 2, "train__sample_tokens": 8}
     samples = []
     for size, layout in ((1, {}), (2, {}), (2, {"parallel__pp": 2})):
@@ -45,19 +45,19 @@ def test_samples_are_the_same_on_every_layout(ranks, tiny_data, tmp_path):
         first, *others = ranks(size, told_by, tree, start_world=False, timeout_s=120)
         assert not any("sample" in other for other in others)
         lines = first.splitlines()
-        found = [
+        logged = [
             lines[n : n + 2] for n, line in enumerate(lines) if line.startswith("optimus: sample")
         ]
-        assert [head for head, _ in found] == [
+        assert [head for head, _ in logged] == [
             f"optimus: sample at step {step}:" for step in (2, 4)
         ]
-        assert all(text.startswith("    ") for _, text in found)
-        samples.append(found)
+        assert all(text.startswith("    ") for _, text in logged)
+        samples.append(logged)
     assert samples[0] == samples[1] == samples[2]
 
 
-def test_a_document_mask_is_felt(ranks, tiny_data, tmp_path):
-    """In training and in evaluation; and a mask that is off is no mask."""
+def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
+    """In training and in evaluation; a mask that is off changes nothing."""
     short = {"train__max_steps": 5}  # some of the 40 instances hold an end of document
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
@@ -92,7 +92,7 @@ def test_a_mix_trains_bit_identically_and_keeps_its_sources(ranks, tiny_data, tm
         resolve(config, 1)
 
 
-def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):
+def test_fast_mode_agrees_with_deterministic_mode(ranks, tiny_data, tmp_path):
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "exact", train__max_steps=5))
     fast = {"train__deterministic": False, "train__max_steps": 5, "train__threads": 1}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "fast", **fast))
@@ -106,7 +106,7 @@ def test_fast_mode_agrees_with_the_exact_one(ranks, tiny_data, tmp_path):
     assert bf16[-1]["loss"] != fast[-1]["loss"]
 
 
-def test_persistent_models_and_going_back_to_one(ranks, tiny_data, tmp_path):
+def test_persistent_models_and_a_return_to_an_earlier_model(ranks, tiny_data, tmp_path):
     settings = {"checkpoint__model_interval": 5, "checkpoint__keep_models": 2}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings))
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("model-*"))
@@ -178,8 +178,8 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
     assert tuple(copy.read_bytes() for copy in copies) == before
     for copy in copies if not has_copy else ():
         copy.unlink()
-    told = ranks(1, told_by, tree, start_world=False)[0]
-    lines = [line for line in told.splitlines() if "jsonl" in line]
+    log = ranks(1, told_by, tree, start_world=False)[0]
+    lines = [line for line in log.splitlines() if "jsonl" in line]
     if has_copy:
         assert [line.split(": ")[-1] for line in lines] == [
             f"restored the lines of steps {steps} from {copy}"

@@ -1,4 +1,4 @@
-"""Gradients that all but cancel: how near a layout can come to one process there."""
+"""Gradients that almost cancel, and the accuracy that a layout can reach for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = {
 
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
-    """One update; with a seed, of parameters rounded otherwise: times 1 + 6e-8 * normal."""
+    """Do one update; with a seed, of parameters that are multiplied by 1 + 6e-8 * normal."""
     plain = updates.initialise_
 
     def initialise_(model, *rest) -> None:
@@ -35,8 +35,8 @@ def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
     return layouts.run_case(tree)
 
 
-def worst(one: Outcome, other: Outcome) -> float:
-    errors = ((other.gradients[n] - g).norm() / g.norm() for n, g in one.gradients.items())
+def worst(single: Outcome, other: Outcome) -> float:
+    errors = ((other.gradients[n] - g).norm() / g.norm() for n, g in single.gradients.items())
     return max(map(float, errors))
 
 
@@ -49,15 +49,15 @@ def worst(one: Outcome, other: Outcome) -> float:
         ),
     ],
 )
-def test_a_layout_is_as_near_as_the_rounding_of_parameters(ranks, size, model, layout):
+def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
     """These two exceed the bar of 1e-5: 9.7e-6 to 1.3e-5 with q, k and v clipped to 0.02, 3.2e-4
     to 9.7e-4 for instances of two tokens. It is cancellation, not the layout: one process
-    whose parameters are rounded otherwise in their last bit (three seeds) is off by 1.6e-5 to
+    whose parameters differ in their last bit (three seeds) is off by 1.6e-5 to
     2.6e-5 and by 3.0e-4 to 3.7e-4 in the same parameters, those of attention. Clipped scores are
-    all but equal, and so are those of two tokens: the softmax's gradient is a difference that all
-    but vanishes (k_norm's has a norm of 1e-8 and 8e-6 where the embedding's has 0.5 and 3); the
-    same layout without clipping is within 8.1e-7. So the layout is held to twice what rounding
-    does.
+    almost equal, and so are those of two tokens: the softmax's gradient is a difference that almost
+    vanishes (k_norm's has a norm of 1e-8 and 8e-6 where the embedding's has 0.5 and 3); the
+    same layout without clipping is within 8.1e-7. So the limit for the layout is twice the
+    effect of rounding.
     """
     tree = WIDE | {"model__num_layers": 4} | model
 
@@ -66,6 +66,6 @@ def test_a_layout_is_as_near_as_the_rounding_of_parameters(ranks, size, model, l
             size, first_step, tiny_tree("d", "r", **tree | more), *seed, start_world=False
         )[0]
 
-    one = run(1)
-    rounding = max(worst(one, run(1, seed)) for seed in range(3))
-    assert worst(one, run(size, **layout)) < 2 * rounding < 2e-3
+    single = run(1)
+    rounding = max(worst(single, run(1, seed)) for seed in range(3))
+    assert worst(single, run(size, **layout)) < 2 * rounding < 2e-3

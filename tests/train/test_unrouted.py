@@ -1,4 +1,4 @@
-"""Experts that no token of a step reaches: zero gradients, and every collective all the same."""
+"""Experts that no token of a step reaches: zero gradients, and no collective is left out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.helpers.whole import WholeModel
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 
 
-def train_on_one_token(tree: dict, token: int | None) -> dict | None:
-    """Two updates on sequences of one token, which all take the same way through a layer, or of
-    many. On the first rank: whole gradients, masters, rows of experts and calls of collectives."""
+def train_on_a_token(tree: dict, token: int | None) -> dict | None:
+    """Do two updates on sequences of one token, which all take the same experts, or of many. Return
+    on the first rank: whole gradients, masters, rows of experts and calls of collectives."""
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)
     whole = WholeModel(config, shard.layout, groups)
-    begun = {name: m.clone() for name, m in whole.gather(states, "master").items()}
+    initial = {name: m.clone() for name, m in whole.gather(states, "master").items()}
     meter.clear()
     for step in (1, 2):
         result = updater.run(step, [batch(token, n) for n in range(plan.microbatches_per_rank)])
@@ -30,7 +30,7 @@ def train_on_one_token(tree: dict, token: int | None) -> dict | None:
     grads = {name: g.clone() for name, g in whole.gather(states, "grad").items()}
     masters = {name: m.clone() for name, m in whole.gather(states, "master").items()}
     return {
-        "begun": begun,
+        "initial": initial,
         "grads": grads,
         "masters": masters,
         "rows": result.expert_rows,
@@ -65,12 +65,12 @@ def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):
     if deterministic and "parallel__ep_dispatch" in layout:
         pytest.skip("refused: deterministic runs gather")
     run = WIDE | {"train__deterministic": deterministic}
-    (one,) = ranks(1, train_on_one_token, tiny_tree("d", "r", **run), 7, start_world=False)
-    results = ranks(size, train_on_one_token, tiny_tree("d", "r", **run, **layout), 7,
+    (single,) = ranks(1, train_on_a_token, tiny_tree("d", "r", **run), 7, start_world=False)
+    results = ranks(size, train_on_a_token, tiny_tree("d", "r", **run, **layout), 7,
                     start_world=False)  # fmt: skip
     many = results[0]
     rows = many["rows"]
-    assert torch.equal(rows, one["rows"])
+    assert torch.equal(rows, single["rows"])
     unrouted = rows == 0
     assert unrouted.sum() == 2 * (8 - 2)  # of 8 experts in each of 2 layers, 2 are chosen
     lr = 3e-3 * torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
@@ -83,15 +83,15 @@ def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):
             assert many["grads"][name][~still].abs().sum() > 0
             # Zeros move nothing: what is left is weight decay alone.
             torch.testing.assert_close(
-                many["masters"][name][still], many["begun"][name][still] * kept, rtol=1e-6, atol=0
+                many["masters"][name][still], many["initial"][name][still] * kept, rtol=1e-6, atol=0
             )
-    for name, gradient in one["grads"].items():
+    for name, gradient in single["grads"].items():
         if re.search(r"\.[qk]_(proj|norm)\.", name):
             continue  # among equal tokens there is nothing to choose: only rounding
         error = (many["grads"][name] - gradient).norm() / gradient.norm().clamp_min(1e-30)
         assert error < 1e-5, f"{name}: {error:.1e}"
-    assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    everywhere = ranks(size, train_on_one_token, tiny_tree("d", "r", **run, **layout), None,
+    assert many["loss"] == pytest.approx(single["loss"], rel=1e-5)
+    everywhere = ranks(size, train_on_a_token, tiny_tree("d", "r", **run, **layout), None,
                        start_world=False)  # fmt: skip
     for routed_to_all, routed_to_few in zip(everywhere, results, strict=True):
         assert routed_to_few["calls"] == routed_to_all["calls"]

@@ -1,4 +1,4 @@
-"""One update against the same written by hand: objective, global scale, clipping, rate, AdamW."""
+"""One update against plain torch code: objective, global scale, clipping, rate, AdamW."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def backward_by_hand(model: Transformer, config: Config) -> float:
     return float(loss)
 
 
-def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
+def single_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     _, _, groups, _, shard, _, updater = make_updater(tree)
     result = updater.run(STEP, own_batch(groups))
     assert result.lr == RATE
@@ -78,7 +78,7 @@ def one_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("clip_norm", [0.1, 0.0])
-def test_an_update_is_what_one_writes_by_hand(ranks, size, deterministic, clip_norm):
+def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
     tree = TREE | {"train": TREE["train"] | {"deterministic": deterministic}}
     tree["optim"] = TREE["optim"] | {"clip_norm": clip_norm or 1e9, "eps": 1e-3}
     assert_is_by_hand(ranks, size, tree)
@@ -92,8 +92,8 @@ def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
 
 def assert_is_by_hand(ranks, size: int, tree: dict) -> None:
     expected, loss, norm = by_hand(tree)
-    assert norm > 0.2  # so that a limit of 0.1 is felt
-    for weights, our_loss, our_norm in ranks(size, one_update, tree, start_world=False):
+    assert norm > 0.2  # so that a limit of 0.1 clips
+    for weights, our_loss, our_norm in ranks(size, single_update, tree, start_world=False):
         assert our_loss == pytest.approx(loss, abs=1e-6)
         assert our_norm == pytest.approx(norm, rel=1e-5)
         for name, weight in weights.items():
@@ -107,26 +107,24 @@ CLIPPING = {
     "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
     "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
 }
-"""Settings, and whether the update clips under them."""
+"""Settings, and True if the update clips with them."""
 
 
-def moments_after_one_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Both moments of every parameter, under the settings of each tree."""
-    world, found = start_world(device="cpu"), []
+def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Return both moments of every parameter, with the settings of each tree."""
+    world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
         updater.run(STEP, own_batch(groups))
-        found.append({state: whole_of(states, state) for state in ("exp_avg", "exp_avg_sq")})
-    return found
+        results.append({state: whole_of(states, state) for state in ("exp_avg", "exp_avg_sq")})
+    return results
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
-def test_moments_are_those_of_the_gradient_clipped_and_without_the_loss_scale(
-    ranks, size, dtype, within
-):
+def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
     """AdamW's update hides a factor that is common to all gradients; its moments show it. `within`:
-    relative, for fp16 what its products round."""
+    relative tolerance, for fp16 the rounding of its products."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()
@@ -135,15 +133,15 @@ def test_moments_are_those_of_the_gradient_clipped_and_without_the_loss_scale(
     model, (beta1, beta2) = make_model(config), config.optim.betas
     backward_by_hand(model, config)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert norm > 0.2  # so that a limit of 0.1 is felt
-    for told in ranks(size, moments_after_one_update, trees, start_world=False):
-        for (name, (_, clips)), moments in zip(CLIPPING.items(), told, strict=True):
+    assert norm > 0.2  # so that a limit of 0.1 clips
+    for results in ranks(size, moments_after_single_update, trees, start_world=False):
+        for (name, (_, clips)), moments in zip(CLIPPING.items(), results, strict=True):
             for parameter_name, parameter in model.named_parameters():
                 gradient = parameter.grad * (0.1 / norm if clips else 1.0)
                 expected = {
                     "exp_avg": (1 - beta1) * gradient,
                     "exp_avg_sq": (1 - beta2) * gradient**2,
                 }
-                for state, there in expected.items():
-                    error = (moments[state][parameter_name] - there).norm() / there.norm()
+                for state, moment in expected.items():
+                    error = (moments[state][parameter_name] - moment).norm() / moment.norm()
                     assert error < within, f"{name}: {state} of {parameter_name}"
