@@ -27,6 +27,7 @@ from optimus.hf import is_hf_directory, read_hf_config, write_hf
 from optimus.hf.write import write_all
 from optimus.io.files import read_regular, write_json
 from optimus.io.safetensors_writer import PlannedTensor, plan_files
+from optimus.io.tensor_file import INDEX, MODEL, weight_map
 from optimus.platform import dtype_of
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         raise CheckpointError(
             f"{source}: not a Hugging Face directory (config.json and safetensors)"
         )
+    _check_links(source)
     config = read_hf_config(source)
-    _check_weight_links(source)
     with open_weights(config, source) as weights:
         dtypes = weights.dtypes()
         tensors = (PlannedTensor(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
@@ -84,8 +85,8 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
 
 def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
+    _check_links(path)
     config = model_config_of(path)
-    _check_weight_links(path)
     config = config.model_copy(update={"eos_token_ids": eos_token_ids(path, config)})
     with open_weights(config, path) as weights:
         dtypes = weights.dtypes()
@@ -118,17 +119,22 @@ def _copy_kept(source: Path, target: Path) -> None:
             copy.write_bytes(content)
 
 
-def _check_weight_links(source: Path) -> None:
-    """Raise CheckpointError for a file of weights that links out of `source`."""
-    for path in sorted(source.glob("*.safetensors")):
-        _resolve_inside(path, source)
+def _check_links(source: Path) -> None:
+    """Raise CheckpointError for a configuration or a file of weights that links out of `source`."""
+    for name in ("config.json", CONFIG, MODEL, INDEX):
+        _resolve_inside(source / name, source)
+    if (source / MODEL).is_file() or not (source / INDEX).is_file():
+        return
+    for name in sorted(set(weight_map(source).values())):
+        _resolve_inside(source / name, source)
 
 
 def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
     """Return `path` without links, and the directory that contains it: `source` or, for a snapshot
     in the hub's cache, the folder of its repository. Raises CheckpointError for a link to anything
     else."""
-    real, home = path.resolve(), source.resolve()
+    # path.resolve() raises RuntimeError for a loop of links; a read of it is refused in one line.
+    real, home = Path(os.path.realpath(path)), source.resolve()
     if real.is_relative_to(home):
         return real, home
     # The hub's cache keeps contents in blobs/, next to the folder with the snapshots.

@@ -21,6 +21,7 @@ from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.errors import CheckpointError, DamageError
 from optimus.io import files
 from optimus.io.files import read_regular
+from optimus.io.safetensors import TensorFiles
 from optimus.train.resolve import read_inputs
 from tests.data_prep.corpus import write_sentencepiece
 from tests.helpers.damage import flip
@@ -335,12 +336,23 @@ def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeyp
     assert not list(target.iterdir())
 
 
-def test_weights_that_link_out_of_a_hugging_face_directory_are_refused(run_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        ("model.safetensors", "model.safetensors"),
+        ("model.safetensors", "weights.bin"),
+        ("config.json", "config.json"),
+    ],
+)
+def test_a_link_out_of_a_hugging_face_directory_is_refused(run_dir, tmp_path, name, link):
+    """Also one that only the index of the weights names."""
     out = tmp_path / "hf"
     to_hf(run_dir, out)
-    weights = out / "model.safetensors"
-    weights.rename(tmp_path / "weights")
-    weights.symlink_to(tmp_path / "weights")
+    if link != name:
+        table = dict.fromkeys(TensorFiles(out).names(), link)
+        (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (out / name).rename(tmp_path / "private")
+    (out / link).symlink_to(tmp_path / "private")
     with pytest.raises(CheckpointError, match="outside its directory"):
         from_hf(out, tmp_path / "checkpoint")
 
