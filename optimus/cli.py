@@ -111,6 +111,7 @@ class _Stderr:
         self._stream, self._text = stream, ""
         self._lock = threading.RLock()  # a signal handler prints, too
         self._wait_s, self._dropped = _STALL_S, 0
+        self._cut = False  # whether the last byte written is inside a line
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -133,15 +134,17 @@ class _Stderr:
         poll.register(self._stream.fileno(), select.POLLOUT)
         waiting = data
         if self._dropped:
-            lines = counted(self._dropped, "line")
-            note = f"optimus: nobody read the output, and {lines} were dropped here\n"
-            waiting = note.encode() + data
+            lines = f"{counted(self._dropped, 'line')} {'was' if self._dropped == 1 else 'were'}"
+            note = f"optimus: nobody read the output, and {lines} dropped here\n"
+            waiting = b"\n" * self._cut + note.encode() + data
         while waiting:
             if not poll.poll(1000 * self._wait_s):
                 self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
                 return
             # A pipe that is ready takes PIPE_BUF bytes.
-            waiting = waiting[os.write(self._stream.fileno(), waiting[: select.PIPE_BUF]) :]
+            written = os.write(self._stream.fileno(), waiting[: select.PIPE_BUF])
+            self._cut = waiting[written - 1 : written] != b"\n"
+            waiting = waiting[written:]
         self._wait_s, self._dropped = _STALL_S, 0
 
     def __getattr__(self, name: str) -> Any:

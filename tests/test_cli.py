@@ -184,6 +184,19 @@ def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
         assert other.read(size) == f"{dropped}\nagain\n".encode()
 
 
+def test_note_about_one_dropped_line_starts_a_line(monkeypatch):
+    monkeypatch.setattr(optimus.cli, "_STALL_S", 0.05)
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
+        size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        error = optimus.cli._Stderr(stream)
+        print("x" * (size + 100), file=error)  # the pipe takes its first bytes
+        assert other.read(size) == b"x" * size
+        print("next", file=error)
+        note = "optimus: nobody read the output, and 1 line was dropped here"
+        assert other.read(size) == f"\n{note}\nnext\n".encode()
+
+
 def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.5)
     reader, writer = os.pipe()
