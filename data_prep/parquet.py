@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import os
+import select
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from data_prep.parquet_pages import GroupPages, pages_of
-from optimus.errors import DataError, counted, one_line
+from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
 """Rows are read so many at a time that they take about this much, if they are alike."""
 _PAGE_BYTES = 1 << 20
+_CHECK_S = 300.0
+"""Limit of the check of descriptions; those of a million columns take some seconds."""
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_SOUND, _DAMAGED = b"s", b"d"
 
 
 class DamagedTable(Exception):
@@ -33,7 +40,8 @@ def read_column(
     An id is the value of `id_column`, a scalar, None where the table has no such column.
     `rows_at_once` is asked before any page of a group is read, and is given how many are usual.
 
-    Raises DamagedTable, and DataError where pyarrow or a column of text with that name is missing.
+    Raises DamagedTable, DataError where pyarrow or a column of text with that name is missing, and
+    OptimusError where the machine lacks what the check of the table needs.
     """
     try:
         import pyarrow
@@ -49,7 +57,7 @@ def read_column(
             open(name, "rb") as headers,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
-            _check_columns(table.metadata)
+            _check_columns(name, table.metadata)
             _check_counts(table.metadata)
             first = 1
             for number in range(table.num_row_groups):
@@ -102,29 +110,66 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     return wanted
 
 
-def _check_columns(metadata: Any) -> None:
-    """Raise DamagedTable where the description of a column cannot be read.
+def _check_columns(name: str, metadata: Any) -> None:
+    """Raise DamagedTable if the description of a column cannot be read.
 
     A child process tries it: pyarrow throws C++ exceptions for some damaged statistics that end the
-    process, because nothing between them and Python catches them.
+    process, because nothing between them and Python catches them. Raise OptimusError if the child
+    cannot be started, or ends without a result for another reason.
     """
-    child = os.fork()
-    if child == 0:
-        status = 1
+    with contextlib.ExitStack() as stack:
         try:
-            faulthandler.disable()
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 2)  # C++ says there why it ends
-            for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
-                for index in range(group.num_columns):
-                    group.column(index)
-            status = 0
-        finally:
-            os._exit(status)
-    _, ended = os.waitpid(child, 0)
-    if ended:
+            reader, writer = os.pipe()
+            result = stack.enter_context(open(reader, "rb", buffering=0))
+            with open(writer, "wb", buffering=0) as sink:
+                child = os.fork()
+                if child == 0:
+                    _try_columns(metadata, sink)
+        except OSError as error:
+            raise _unchecked(name, f"no process can be started ({error.strerror})") from None
+        poll = select.poll()
+        poll.register(result)
+        in_time = bool(poll.poll(1000 * _CHECK_S))
+        found = result.read(1) if in_time else b""
+        if not in_time:
+            os.kill(child, signal.SIGKILL)
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nothing to wait for
+            _, status = os.waitpid(child, 0)
+    if found == _SOUND:
+        return
+    if found == _DAMAGED or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in _CRASHES):
         raise DamagedTable("the description of its columns cannot be read")
+    if not in_time:
+        raise _unchecked(name, f"no result within {_CHECK_S:.0f} s")
+    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "something"
+    raise _unchecked(name, f"{how} ended the process that reads it, or memory was short")
+
+
+def _unchecked(name: str, reason: str) -> OptimusError:
+    return OptimusError(
+        f"{name}: cannot check the description of its columns: {reason}; free memory or processes "
+        "and give the command again"
+    )
+
+
+def _try_columns(metadata: Any, sink: IO[bytes]) -> NoReturn:
+    """Read the description of every column, write the result to `sink` and end this process."""
+    found = _DAMAGED
+    try:
+        faulthandler.disable()
+        with contextlib.suppress(OSError):
+            os.close(2)  # C++ says there why it ends
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            for index in range(group.num_columns):
+                group.column(index)
+        found = _SOUND
+    except MemoryError:
+        found = b""
+    finally:
+        sink.write(found)
+        os._exit(0)
 
 
 def _check_counts(metadata: Any) -> None:

@@ -5,10 +5,14 @@ Each ends in one line that names the file, and `verify` calls none of them whole
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +34,7 @@ from data_prep.tokenizer import Encoder, library_panics, open_tokenizer
 from data_prep.verify import verify
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
-from optimus.errors import DataError
+from optimus.errors import DataError, OptimusError
 from optimus.io import files
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -309,16 +313,19 @@ def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
         Encoder(path).encode([text])
 
 
-class AbortingTable:
-    """Metadata whose columns end the process, as pyarrow does at some damaged statistics."""
+class FakeTable:
+    """Metadata of a table whose only column `read` reads."""
 
     num_row_groups, num_columns = 1, 1
 
-    def row_group(self, number: int) -> AbortingTable:
+    def __init__(self, read: Callable[[], object]) -> None:
+        self.read = read
+
+    def row_group(self, number: int) -> FakeTable:
         return self
 
     def column(self, index: int) -> None:
-        os.abort()
+        self.read()
 
 
 @pytest.mark.parametrize("name", ["normalizer", "decoder"])
@@ -342,8 +349,45 @@ def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
 
 
 def test_table_whose_description_ends_the_process_is_damaged():
+    """pyarrow aborts at some damaged statistics."""
     with pytest.raises(parquet.DamagedTable, match="description of its columns"):
-        parquet._check_columns(AbortingTable())
+        parquet._check_columns("a.parquet", FakeTable(os.abort))
+
+
+def no_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9 ended the process"),
+        (no_memory, "memory was short"),
+        (lambda: time.sleep(60), "no result within 0 s"),
+    ],
+)
+def test_check_of_a_table_that_the_machine_ends_is_no_damage(monkeypatch, read, reason):
+    monkeypatch.setattr(parquet, "_CHECK_S", 0.4)
+    with pytest.raises(OptimusError, match=f"a.parquet: cannot check .*{reason}") as caught:
+        parquet._check_columns("a.parquet", FakeTable(read))
+    assert not isinstance(caught.value, DataError) and caught.value.exit_code == 1
+
+
+def test_check_of_a_table_without_a_process_is_no_damage(monkeypatch):
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(OptimusError, match=r"no process can be started \(Resource temporarily"):
+        parquet._check_columns("a.parquet", FakeTable(int))
+
+
+def test_table_is_checked_where_sigchld_is_ignored():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        parquet._check_columns("a.parquet", FakeTable(int))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_tokenizer_that_only_the_library_takes_for_json_is_refused(tmp_path):
