@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -81,6 +82,10 @@ class RunEnded(OptimusError):
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
+        elif not self.prints:
+            # Another rank prints the line, and launchers end it when this one ends. Without a store
+            # this rank cannot know when the line is printed.
+            time.sleep(_OTHERS_S)
 
 
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
