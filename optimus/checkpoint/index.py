@@ -7,13 +7,13 @@ manifest. Needs no torch.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,7 +42,7 @@ _MOST = 1 << 56
 _MOST_BLOCK_BYTES = 64 << 20
 """Memory that a reader takes for a block; those written now have 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
-_MOST_DIMS, _MOST_CELLS = 8, 1 << 24
+_MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
 
 
@@ -118,11 +118,12 @@ class Index:
         """Check that every parameter lies in the shard files in whole, with all states unless a
         pattern of `frozen` matches its name, and that no two stretches of the files overlap. Raises
         CheckpointError."""
+        matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
         found = [numpy.empty((0, 3), dtype=numpy.int64)]
         for name in self.lines:
             rows = self.stored(name).rows
             is_partial = (rows[:, 4:] < 0).any()
-            if is_partial and not any(fnmatchcase(name, pattern) for pattern in frozen):
+            if is_partial and not any(match(name) for match in matchers):
                 raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
             length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
             for offset in rows[:, 4:].T:
@@ -213,7 +214,7 @@ def _check_head(
         raise ValueError("a shard file is listed twice")
     for name, shape in shapes.items():
         sizes = 0 < len(shape) <= _MOST_DIMS and all(_is_count(size, 1) for size in shape)
-        if not sizes or math.prod(shape) >= _MOST:
+        if not sizes or math.prod(shape) >= _MOST or len(name) > _MOST_NAME_CHARS:
             raise ValueError(f"shape of {name:.200} = {list(shape)!r:.80}")
 
 

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationErr
 from optimus.checkpoint.index import INDEX, Index, decode
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config.axes import AXES
+from optimus.config.sections import MAX_FROZEN, MAX_PATTERN_CHARS
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files, tensor_file
 
@@ -34,6 +35,11 @@ MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 """Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
 _CONFIGS = ("config.toml", "config.json")
+_READ_BY_NAME = (
+    *(tensor_file.INDEX, *_CONFIGS, "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "generation_config.json"),
+)
+"""Files that readers open by their names, besides weights."""
 _FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
@@ -137,17 +143,19 @@ class Manifest:
         self.check_shards()
 
     def _check_unlisted(self) -> None:
-        """Refuse weights and configurations that the manifest does not list: readers open them by
-        their names. Raises CheckpointError."""
+        """Raise CheckpointError for weights, configurations and tokenizers that the manifest does
+        not list: readers open them by their names."""
         listed = {entry.name for entry in self.files}
         try:
             found = sorted(os.listdir(self.path))
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
         for name in found:
-            is_read = name.endswith(".safetensors") or name in (tensor_file.INDEX, *_CONFIGS)
+            is_read = name.endswith(".safetensors") or name in _READ_BY_NAME
             if is_read and name not in listed:
-                raise CheckpointError(f"{self.path / name}: its manifest does not list it")
+                raise CheckpointError(
+                    f"{self.path / name}: its manifest does not list it; remove it"
+                )
 
     def check_shards(self) -> None:
         """Compare sizes and headers of the shard files, if any; raises CheckpointError."""
@@ -295,8 +303,14 @@ def _check_dependent(fields: _Fields) -> None:
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
-    if not all(isinstance(pattern, str) for pattern in fields.settings.get(_FROZEN) or ()):
-        raise ValueError(f"settings: {_FROZEN} is not a list of patterns")
+    frozen = fields.settings.get(_FROZEN) or ()
+    if len(frozen) > MAX_FROZEN or not all(
+        isinstance(pattern, str) and len(pattern) <= MAX_PATTERN_CHARS for pattern in frozen
+    ):
+        raise ValueError(
+            f"settings: {_FROZEN} is not a list of at most {MAX_FROZEN:,} patterns of at most "
+            f"{MAX_PATTERN_CHARS} characters"
+        )
     _check_listed(fields.kind, set(names))
     for entry in fields.files:
         most = _INDEX_BYTES if entry.name == INDEX else _COMPANION_BYTES

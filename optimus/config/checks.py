@@ -10,6 +10,8 @@ import math
 
 from optimus.config.axes import WITHIN_BLOCK
 from optimus.config.sections import (
+    MAX_FROZEN,
+    MAX_PATTERN_CHARS,
     ROPE_FIELDS,
     CheckpointConfig,
     Config,
@@ -38,6 +40,7 @@ def check(config: Config) -> None:
     _sequence(train, model)
     _batch(train)
     _schedule(optim, train)
+    _frozen(optim)
     _determinism(config)
     _residency(optim, train)
     _loss_scale(optim, train)
@@ -250,6 +253,16 @@ def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
     if steps and train.stop_at_step > steps:
         raise ConfigError(
             f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower it"
+        )
+
+
+def _frozen(optim: OptimConfig) -> None:
+    length = max(map(len, optim.frozen), default=0)
+    if len(optim.frozen) > MAX_FROZEN or length > MAX_PATTERN_CHARS:
+        patterns = counted(len(optim.frozen), "pattern")
+        raise ConfigError(
+            f"optim.frozen has {patterns} of up to {length:,} characters; use at most "
+            f"{MAX_FROZEN:,} patterns of at most {MAX_PATTERN_CHARS} characters, with *"
         )
 
 

@@ -13,6 +13,8 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
+"""Limits of `optim.frozen`, which checkpoints store: each pattern is compared with each name."""
 
 
 def _experts(value: Any) -> Any:

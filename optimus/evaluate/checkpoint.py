@@ -9,6 +9,7 @@ import torch
 from optimus import platform
 from optimus.checkpoint import manager
 from optimus.checkpoint.convert import eos_token_ids
+from optimus.checkpoint.manifest import is_checkpoint
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
@@ -99,9 +100,13 @@ def continue_text(
     source = manager.resolve(checkpoint)
     file = tokenizer_path(source)
     if not file.is_file():
-        raise DataError(
-            f"{file}: no tokenizer next to the weights; copy that of the data set to this path"
-        )
+        remedy = "copy that of the data set to this path"
+        if is_checkpoint(source):  # its manifest must list all its files
+            remedy = (
+                "write the weights with `optimus checkpoint export` and copy the tokenizer of the "
+                "data set into that directory"
+            )
+        raise DataError(f"{file}: no tokenizer next to the weights; {remedy}")
     tokenizer = TextTokenizer(file)
     ids = tokenizer.encode(prompt)
     if not ids:

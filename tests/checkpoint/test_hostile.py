@@ -161,6 +161,8 @@ ENTRY = {"name": "x", "size": 0, "xxh3": "0" * 16}
         {"kind": "model", "files": [ENTRY | {"name": "config.toml"}]},
         {"kind": "model", "files": [ENTRY | {"name": "model.safetensors"}]},
         {"settings": {"optim.frozen": [5]}},
+        {"settings": {"optim.frozen": ["x"] * 1001}},
+        {"settings": {"optim.frozen": ["*" * 257]}},
     ],
     ids=str,
 )
@@ -227,6 +229,7 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4160, 4224], [0, 1, 0, 12, 4288, 4352, 4416]
         (set_head(shapes={"embed.weight": [1 << 50] * 2, "head.weight": [4, 4]}), "shape of embed"),
         (set_head(shapes={"embed.weight": [6, 4]}), "its lines are not one for each shape"),
         (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "its boxes leave out"),
+        (set_head(shapes={"e" * 501: [6, 4], "head.weight": [4, 4]}), "shape of eee"),
         (set_rows(), "rows are not lists"),
         (set_rows(FIRST, SECOND[:-1]), "parameter embed.weight"),
         (set_rows([0.5, *FIRST[1:]], SECOND), "rows are not lists of 7 integers"),
@@ -324,7 +327,13 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["model-2.safetensors", MODEL, WEIGHTS_INDEX, "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model-2.safetensors", MODEL, WEIGHTS_INDEX, "config.json", "tokenizer.json"),
+        *("tokenizer.model", "tokenizer_config.json", "generation_config.json"),
+    ],
+)
 def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys, name):
     (checkpoint / name).write_text("{}")
     assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)

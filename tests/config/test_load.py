@@ -179,6 +179,8 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
         ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
         ("optim.groups=[{weight_decay=0}]", r"optim.groups.0.pattern is missing"),
+        (f"optim.frozen={['x'] * 1001}", r"optim.frozen has 1,001 patterns"),
+        (f"optim.frozen=['{'*' * 257}']", r"optim.frozen has 1 pattern of up to 257"),
         (
             'optim.groups=[{pattern="*", weight_deca=0}]',
             r"unknown key optim.groups.0.weight_deca = 0; did you mean optim.groups.0.weight_decay",
