@@ -49,6 +49,9 @@ class Backend:
 
 _configured = "auto"
 _active: dict[str, Backend] = {}
+_loaded: dict[tuple[int, int], ctypes.CDLL] = {}
+"""The loaded libraries by device and inode. Their descriptors stay open: the dynamic linker knows a
+library by its path, and a path in /proc/self/fd must not become the path of another one."""
 
 
 def choose(name: str) -> None:
@@ -173,7 +176,7 @@ def load(entry: Entry) -> ctypes.CDLL:
     """
     path = entry.library
     try:
-        library = ctypes.CDLL(str(path))
+        library = _load_descriptor(cache.open_library(entry))
         version = library.optimus_kernels_abi()
     except (OSError, AttributeError) as error:
         raise KernelError(f"{path} does not load: {' '.join(str(error).split())}") from error
@@ -188,6 +191,22 @@ def load(entry: Entry) -> ctypes.CDLL:
             f"{path} has no function {missing[0]}; remove {path.parent} and run `optimus kernels "
             "build`"
         )
+    return library
+
+
+def _load_descriptor(file: int) -> ctypes.CDLL:
+    """Load the library that is open as `file`, not the file that may have its path by now; `file`
+    is closed unless the library needs it. Raises OSError."""
+    status = os.fstat(file)
+    inode = status.st_dev, status.st_ino
+    if inode in _loaded:
+        os.close(file)
+        return _loaded[inode]
+    try:
+        library = _loaded[inode] = ctypes.CDLL(f"/proc/self/fd/{file}")
+    except OSError:
+        os.close(file)
+        raise
     return library
 
 

@@ -6,7 +6,8 @@ process that compiles holds the lock CACHE/.<backend>-<key>.lock.
 
 Loading a library runs its code, and a hash in the same folder proves nothing about its author. An
 entry is therefore used only if nobody except this user, root or the owner of a read-only cache can
-have written it (`_why_untrusted`).
+have written it. Files are opened before they are checked, each relative to the checked folder above
+it, so that nobody can exchange a file between the check and its use.
 """
 
 from __future__ import annotations
@@ -94,20 +95,39 @@ def entries(backend: str) -> list[Entry]:
 
 def refused(backend: str) -> dict[str, str]:
     """Return the untrusted entries of a backend: the reason by entry name."""
-    reasons = {path.name: _why_untrusted_entry(path) for path in _paths(backend)}
-    return {name: reason for name, reason in reasons.items() if reason}
+    reasons = {}
+    for path in _paths(backend):
+        try:
+            with _opened(path):
+                continue
+        except FileNotFoundError:
+            continue  # incomplete: it is compiled again
+        except (OSError, ValueError) as error:
+            reasons[path.name] = " ".join(str(error).split())
+    return reasons
 
 
 def read_entry(path: Path) -> Entry | None:
     """Return the entry at `path`; None if it is absent, incomplete, damaged or not trusted."""
-    if _why_untrusted_entry(path):
-        return None
     try:
-        record = _read_record(path)
-        intact = _sha256(path / record["library"]) == record["sha256"]
+        with _opened(path) as (entry, library):
+            intact = _sha256(library) == entry.record["sha256"]
     except (OSError, ValueError):
         return None
-    return Entry(path, record) if intact else None
+    return entry if intact else None
+
+
+def open_library(entry: Entry) -> int:
+    """Return a new descriptor of the library, which is trusted at this moment.
+
+    Raises:
+        KernelError: the library is absent, or another user may have written it.
+    """
+    try:
+        with _opened(entry.path) as (_, library):
+            return os.dup(library)
+    except (OSError, ValueError) as error:
+        raise KernelError(f"{entry.library} is not loaded: {error}") from error
 
 
 def _paths(backend: str) -> list[Path]:
@@ -117,12 +137,46 @@ def _paths(backend: str) -> list[Path]:
         return []
 
 
-def _read_record(path: Path) -> dict[str, Any]:
-    """Return info.json of the entry at `path`. Raises OSError or ValueError if a build did not
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
+    """Open the entry at `path` for the time of a `with` statement: its content and a descriptor of
+    its library. Raises OSError, or ValueError if it may hold another user's code or a build did not
+    write it."""
+    with contextlib.ExitStack() as stack:
+        root, owners = _open_cache(path.parent)
+        stack.callback(os.close, root)
+        folder = _open_checked(path, root, owners, stat.S_ISDIR)
+        stack.callback(os.close, folder)
+        record = _open_checked(path / RECORD, folder, owners, stat.S_ISREG)
+        with open(record, "rb") as file:
+            entry = Entry(path, _parse_record(path, file.read(_MAX_RECORD_BYTES)))
+        library = _open_checked(entry.library, folder, owners, stat.S_ISREG)
+        stack.callback(os.close, library)
+        yield entry, library
+
+
+def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
+    """Return a descriptor of `path`, which is in the open folder `folder`. Raises OSError, or
+    ValueError if it is a link or a user not in `owners` may have written it."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a link") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    reason = _why_untrusted(path, os.fstat(file), owners, is_kind)
+    if reason:
+        os.close(file)
+        raise ValueError(reason)
+    return file
+
+
+def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the fields of info.json of the entry at `path`. Raises ValueError if a build did not
     write it."""
     try:
-        with open(path / RECORD, "rb") as file:  # a regular file: checked by _why_untrusted_entry
-            record = json.loads(file.read(_MAX_RECORD_BYTES))
+        record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
         # A name with a folder would leave the entry, whose owner and mode were checked.
         is_file_name = Path(library).name == library and library not in ("", "..", RECORD)
@@ -136,47 +190,37 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _why_untrusted_entry(path: Path) -> str:
-    """Return why the entry at `path` may hold another user's code; "" if it cannot."""
-    reason = _why_untrusted_cache(path.parent)
-    if reason or not os.path.lexists(path):
-        return reason
-    owners = _trusted_owners(path.parent)
-    reason = _why_untrusted(path, owners, stat.S_ISDIR)
-    if reason:
-        return reason
-    reason = _why_untrusted(path / RECORD, owners, stat.S_ISREG)
-    if reason:
-        return reason
+def _open_cache(root: Path) -> tuple[int, set[int]]:
+    """Return a descriptor of the cache folder, and the ids of the users whose files in it are used:
+    this user, root and, unless this user is root, the owner of the folder. Raises OSError, or
+    ValueError with the reason if other users may have written entries to it."""
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        library = path / _read_record(path)["library"]
-    except (OSError, ValueError) as error:
-        return "" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-    return _why_untrusted(library, owners, stat.S_ISREG)
+        status, user = os.fstat(folder), os.geteuid()
+        owners = {user, 0, status.st_uid} if user else {0}
+        reason = _why_untrusted_cache(root, status, owners)
+        if reason:
+            raise ValueError(reason)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder, owners
 
 
-def _why_untrusted_cache(root: Path) -> str:
-    """Return the reason why other users may have written entries to the cache folder; "" if they
-    cannot."""
-    try:
-        root.stat()
-    except OSError:
-        return ""  # absent or unreadable: it is not used
-    owners = _trusted_owners(root)
-    try:
-        real, folders, links = _walk(root)
-    except OSError as error:
-        return f"{error.filename or root}: {error.strerror}"
+def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
+    """Return the reason why other users may have written entries to the cache folder, or may have
+    replaced it; "" if they cannot. `status` is of the open folder."""
+    real, folders, links = _walk(root)
     for link in links:
-        status = link.lstat()
-        if status.st_uid not in (0, os.geteuid()):
-            return f"another user's link leads to the cache folder: {_describe(link, status)}"
-    reason = _why_untrusted(real, owners, stat.S_ISDIR)
+        of_link = link.lstat()
+        if of_link.st_uid not in (0, os.geteuid()):
+            return f"another user's link leads to the cache folder: {_describe(link, of_link)}"
+    reason = _why_untrusted(real, status, owners, stat.S_ISDIR)
     if reason:
         return reason
     # A user who can rename a folder of the path can replace the cache. The sticky bit prevents that
     # for a cache of this user. It does not for a colleague's, which may already be a replacement.
-    foreign = real.stat().st_uid not in (0, os.geteuid())
+    foreign = status.st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()
         others = mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH if foreign else stat.S_IWOTH)
@@ -211,23 +255,11 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
     return current, list(folders), links
 
 
-def _trusted_owners(root: Path) -> set[int]:
-    """Return the ids of users whose files in the cache `root` are used: this user, root and, unless
-    this user is root, the owner of the cache folder."""
-    user = os.geteuid()
-    with contextlib.suppress(OSError):
-        return {user, 0, root.stat().st_uid} if user else {0}
-    return {user, 0}
-
-
-def _why_untrusted(path: Path, owners: set[int], is_kind: Callable[[int], bool]) -> str:
-    """Return why another user may have written `path`; "" if none can have, or if it is absent."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return f"{path}: {error.strerror}"
+def _why_untrusted(
+    path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
+) -> str:
+    """Return why another user may have written `path`, whose status is given; "" if none can
+    have."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -265,12 +297,13 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
         return entry
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = _why_untrusted_cache(root)
-        if reason:
+        try:
+            os.close(_open_cache(root)[0])
+        except ValueError as error:
             raise KernelError(
-                f"the kernel cache is not used: {reason}; run `chmod go-w` on that folder, or "
+                f"the kernel cache is not used: {error}; run `chmod go-w` on that folder, or "
                 "set OPTIMUS_KERNELS_CACHE to a folder that only you can write"
-            )
+            ) from error
         with _locked(root / f".{name}.lock"):
             entry = read_entry(root / name)
             if entry is not None:
@@ -289,7 +322,7 @@ def _compile(
     root: Path, name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]
 ) -> Entry:
     work = root / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
-    work.mkdir()
+    work.mkdir(mode=0o700)  # whatever the umask, nobody else writes to it while it compiles
     try:
         library = compile_into(work)
         for path in work.iterdir():
@@ -298,7 +331,7 @@ def _compile(
         content = {
             **record,
             "library": library.name,
-            "sha256": _sha256(library),
+            "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "built_at": time.time(),
         }
         (work / RECORD).write_text(json.dumps(content, indent=1) + "\n")
@@ -380,8 +413,9 @@ def _try_lock(file: int) -> bool:
     return True
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(file: int) -> str:
+    with open(file, "rb", closefd=False) as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -150,7 +151,10 @@ def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_c
     source.write_text(PLANTED % ran)
     library = planted / entry.library.name
     subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
-    record = entry.record | {"sha256": cache._sha256(library), "built_at": 4e9}
+    record = entry.record | {
+        "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
+        "built_at": 4e9,
+    }
     (planted / "info.json").write_text(json.dumps(record))
     library.chmod(0o775)
 
@@ -163,3 +167,17 @@ def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_c
 
     library.chmod(0o755)  # now that only this user can write the library, it is loaded
     assert backend.find("cpu", may_build=False).key == planted.name and ran.exists()
+
+
+@needs_gxx
+def test_the_library_that_was_checked_is_loaded_even_if_it_is_replaced(small_csrc, monkeypatch):
+    entry, check = build.build("cpu"), cache.open_library
+
+    def replace_after_check(checked):
+        file = check(checked)
+        entry.library.unlink()
+        entry.library.write_bytes(b"not a library")
+        return file
+
+    monkeypatch.setattr(cache, "open_library", replace_after_check)
+    assert backend.load(entry).optimus_kernels_abi() == 7

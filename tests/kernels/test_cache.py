@@ -3,6 +3,7 @@ hostile processes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -231,7 +232,7 @@ def plant_as_nobody(root: Path, name: str) -> None:
     record = {
         "backend": "cpu",
         "library": "lib.so",
-        "sha256": cache._sha256(root / name / "lib.so"),
+        "sha256": hashlib.sha256(b"planted").hexdigest(),
     }
     (root / name / "info.json").write_text(json.dumps({**record, "built_at": 4e9}))
 
@@ -308,6 +309,39 @@ def make_colleagues_cache(home: Path) -> Path:
         path.chmod(0o755)
         os.chown(path, 65534, 65534)
     return root
+
+
+def read_while_exchanged(root: Path, other: Path) -> None:
+    """Read an entry as a user whose cache folder is exchanged right after its check."""
+    check = cache._why_untrusted_cache
+
+    def exchange(*arguments) -> str:
+        reason = check(*arguments)
+        os.seteuid(0)
+        if root.exists():
+            root.rename(root.with_name("before"))
+        other.rename(root)
+        os.seteuid(1234)
+        return reason
+
+    cache._why_untrusted_cache = exchange
+    os.setegid(1234)
+    os.seteuid(1234)
+    entry = cache.read_entry(root / "cpu-1")
+    assert entry is None or entry.record["built_at"] != 4e9
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+@pytest.mark.parametrize("exists", [True, False])
+def test_cache_that_is_exchanged_after_its_check_is_not_used(exists):
+    with tempfile.TemporaryDirectory() as directory:
+        top = Path(directory)
+        top.chmod(0o755)
+        other, root = make_colleagues_cache(top / "theirs"), top / "cache"
+        if exists:
+            root.mkdir(mode=0o700)
+            os.chown(root, 1234, 1234)
+        run_in_child(read_while_exchanged, root, other)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
