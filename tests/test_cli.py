@@ -297,7 +297,7 @@ def test_report_replaces_a_link_and_obeys_no_file_of_the_working_directory(tmp_p
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text(json.dumps(line | {"tokens_per_s": 8.0}) + "\n")
     (run_dir / "report.png").symlink_to(victim)
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: red\n")
+    (tmp_path / "matplotlibrc").write_bytes(b"text.usetex: True\n\xff is not UTF-8\n")
     victim.write_text("kept")
     code = (
         "import sys; from optimus.cli import main; sys.argv[0] = 'optimus'\n"

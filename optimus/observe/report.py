@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,12 +113,12 @@ def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
 
 
 def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.rcdefaults()  # import obeys a matplotlibrc of the working directory
+    # The import reads a matplotlibrc of the working directory, which another user may have written.
+    with contextlib.chdir("/"):
+        import matplotlib
+        from matplotlib import pyplot
+    matplotlib.rcdefaults()  # the files of the user do not change the picture either
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     # Points without values break the curves at gaps.
     gaps = [_Step(first, None, None, 0, 0.0, 0.0) for first, _ in _missing_steps(steps)]
