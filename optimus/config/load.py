@@ -58,7 +58,7 @@ SYNONYMS: dict[str, str] = {
     "data_parallel_replicate_degree",
     "train.run_dir": "output_dir out_dir save_dir save_folder log_dir checkpoint_dir dump_folder",
     "train.max_steps": "steps num_steps total_steps training_steps num_train_steps max_iters "
-    "train_iters",
+    "train_iters epochs num_epochs num_train_epochs max_epochs",
     "train.seed": "random_seed",
     "train.seq_len": "seq_length sequence_length context context_length block_size max_seq_len "
     "max_sequence_length",
@@ -233,7 +233,11 @@ def dump_toml(config: Config) -> str:
 
 def explain(error: ValidationError) -> str:
     """Return the message for the first error of a validation, as `key = value: problem; remedy`."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    table = errors[0]["loc"][:-1]
+    # A misspelt required key is missing and unknown; the latter names what is in the file.
+    unknown = (e for e in errors if e["type"] == "extra_forbidden" and e["loc"][:-1] == table)
+    first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     location = [str(key) for key in first["loc"]]
     key = ".".join(location)
     if key in _PLANNED_SECTIONS:
@@ -248,7 +252,10 @@ def explain(error: ValidationError) -> str:
         key, length = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
         return f"{key} = {list(first['input'])!r}: must be a list of {length} values"
     if first["type"] == "missing":
-        return f"{key} is missing; give it in the file or as {key}=VALUE"
+        override = f"{key}=VALUE"
+        if location[-2:-1] and location[-2].isdigit():  # a table in a list of tables
+            override = f"{'.'.join(location[:-2])}=[{{{location[-1]}=VALUE}}]"
+        return f"{key} is missing; give it in the file or as {override}"
     return f"{key} = {first['input']!r}: {_reason(first)}"
 
 

@@ -178,7 +178,15 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
         ("resilience.x=1", r"\[resilience\] is not available in this version"),
         ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
-        ("optim.groups=[{weight_decay=0}]", r"optim.groups.0.pattern is missing"),
+        (
+            "optim.groups=[{weight_decay=0}]",
+            r"optim.groups.0.pattern is missing; .* as optim.groups=\[\{pattern=VALUE\}\]$",
+        ),
+        (
+            'optim.groups=[{patern="*"}]',
+            r"unknown key optim.groups.0.patern = '\*'; did you mean optim.groups.0.pattern\?",
+        ),
+        ("train.epochs=3", r"unknown key train.epochs = 3; did you mean train.max_steps\?"),
         (f"optim.frozen={['x'] * 1001}", r"optim.frozen has 1,001 patterns"),
         (f"optim.frozen=['{'*' * 257}']", r"optim.frozen has 1 pattern of up to 257"),
         (
