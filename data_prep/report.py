@@ -67,7 +67,8 @@ def report(
 def for_training(manifest: Manifest) -> str:
     """The settings of a run that follow from a training part, and the length of an epoch."""
     tokens = manifest.num_instances * manifest.context
-    steps = counted(tokens // _EXAMPLE_BATCH_TOKENS, "step")
+    number_steps = tokens // _EXAMPLE_BATCH_TOKENS
+    steps = counted(number_steps, "step") if number_steps else "less than one step"
     return (
         f"to train on it: train.seq_len = {manifest.context}, model.vocab_size = "
         f"{manifest.vocab_size} or more; one epoch is {counted(tokens, 'token')}, {steps} of "

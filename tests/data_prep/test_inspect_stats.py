@@ -18,6 +18,7 @@ from data_prep.cli import main
 from data_prep.inspect import inspect
 from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
+from data_prep.report import for_training
 from data_prep.stats import _count, stats
 from optimus.errors import ConfigError, DamageError, DataError
 from tests.data_prep.corpus import CONTEXT, documents, run_arguments, shards, train_arguments
@@ -204,6 +205,12 @@ def test_run_and_stats_say_what_a_training_run_needs(made, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == needs
     assert main(["stats", str(made.data / "eval")]) == 0
     assert "to train on it" not in capsys.readouterr().out
+
+
+def test_an_epoch_shorter_than_a_step_is_not_given_as_0_steps(made):
+    manifest = dataclasses.replace(read_manifest(made.data), num_instances=50, context=32)
+    text = "one epoch is 1,600 tokens, less than one step of 4,096 tokens"
+    assert text in for_training(manifest)
 
 
 @pytest.mark.parametrize(
