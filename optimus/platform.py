@@ -135,14 +135,16 @@ def use_private_compile_cache() -> None:
 
 
 def _private_folder() -> Path:
-    parent = Path(tempfile.gettempdir())
-    status = parent.stat()
-    is_shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    if status.st_uid not in (0, os.geteuid()) or (is_shared and not status.st_mode & stat.S_ISVTX):
-        raise ConfigError(
-            f"train.compile = true: other users can replace folders in {parent}; set TMPDIR, or "
-            "TORCHINDUCTOR_CACHE_DIR, to a directory that only you can write"
-        )
+    parent = Path(tempfile.gettempdir()).resolve()
+    for folder in (parent, *parent.parents):
+        status = folder.stat()
+        is_shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        is_sticky = bool(status.st_mode & stat.S_ISVTX)
+        if status.st_uid not in (0, os.geteuid()) or (is_shared and not is_sticky):
+            raise ConfigError(
+                f"train.compile = true: other users can replace folders in {folder}; set TMPDIR, "
+                "or TORCHINDUCTOR_CACHE_DIR, to a directory that only you can write"
+            )
     path = parent / f"optimus-compile-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -134,8 +134,11 @@ def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, 
     tmp_path.chmod(0o1777)
     assert cache().parent == tmp_path
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match="other users can replace folders in .*; set TMPDIR"):
-        use_private_compile_cache()
+    (tmp_path / "mine").mkdir(mode=0o700)
+    for folder in (tmp_path, tmp_path / "mine"):  # those above it count too
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(ConfigError, match="other users can replace folders in .*; set TMPDIR"):
+            use_private_compile_cache()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     use_private_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
