@@ -1,4 +1,4 @@
-"""`optimus checkpoint list | verify | show | export`. Only export needs torch."""
+"""`optimus checkpoint list | verify | show | export`. list and show need no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add(actions, "list", _list, "List the checkpoints with their states.")
-    verify = _add(actions, "verify", _verify, "Compare all files with their checksums.")
+    verify = _add(
+        actions,
+        "verify",
+        _verify,
+        "Compare files with checksums, and weights with configurations.",
+    )
     verify.add_argument("--threads", type=int, default=0, metavar="N", help="threads (0: by cores)")
     _add(actions, "show", _show, "Show one in detail (of a run: the newest full one).")
     export = _add(actions, "export", _export, "Write the weights as a Hugging Face directory.")

@@ -1,4 +1,4 @@
-"""What checkpoints there are and what is known of them, ready for JSON. Needs no torch."""
+"""Facts about checkpoints, ready for JSON. Only `verify` needs torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
 from optimus.config.axes import AXES
-from optimus.errors import CheckpointError, one_line
+from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files
 
 _HEADER_BYTES = 100_000_000
@@ -159,7 +159,8 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of a checkpoint, or of all that a run could load, with its checksums.
+    """Compare every byte of a checkpoint, or of all that a run could load, with its checksums, and
+    its configurations with its weights, as a load does.
 
     Each of `checkpoints` has `name`, `kind`, `bytes`, `s` and `problems`, a line for each file that
     is damaged. Raises CheckpointError where there is nothing to verify.
@@ -177,14 +178,18 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
 
 
 def _verify_one(path: Path, threads: int) -> dict[str, Any]:
+    from optimus.checkpoint.weights import check_content  # imports torch
+
     start, kind, size = time.perf_counter(), None, 0
     try:
         manifest = read_manifest(path)
         kind, size = manifest.kind, sum(one.size for one in manifest.files)
         problems = manifest.problems(threads)
+        if not problems:
+            check_content(manifest)
         if manifest.is_sharded and not problems:
             size += sum(shard.size for shard in manifest.index().shards)
-    except CheckpointError as error:
+    except OptimusError as error:  # ConfigError: of a configuration in it
         problems = [str(error)]
     seconds = time.perf_counter() - start
     return {"name": path.name, "kind": kind, "bytes": size, "s": seconds, "problems": problems}

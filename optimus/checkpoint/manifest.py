@@ -40,7 +40,7 @@ _READ_BY_NAME = (
     *("tokenizer_config.json", "generation_config.json"),
 )
 """Files that readers open by their names, besides weights."""
-_FROZEN = "optim.frozen"
+FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
 _BLOCKS_A_TASK = 16
@@ -53,7 +53,7 @@ _READ_SETTINGS = {
     **dict.fromkeys(("optim.lr", "optim.min_lr"), int | float),
     **dict.fromkeys(("optim.sharding", "optim.schedule", "parallel.schedule"), str),
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
-    _FROZEN: list,
+    FROZEN: list,
 }
 """Settings of a checkpoint that are used for more than a comparison, and their types."""
 _MOST_RANKS = 1 << 22
@@ -168,7 +168,7 @@ class Manifest:
         """Check that the index leads to every element of every parameter once. Raises
         CheckpointError."""
         try:
-            index.check_rows(self.settings.get(_FROZEN) or ())
+            index.check_rows(self.settings.get(FROZEN) or ())
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
@@ -303,12 +303,12 @@ def _check_dependent(fields: _Fields) -> None:
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
-    frozen = fields.settings.get(_FROZEN) or ()
+    frozen = fields.settings.get(FROZEN) or ()
     if len(frozen) > MAX_FROZEN or not all(
         isinstance(pattern, str) and len(pattern) <= MAX_PATTERN_CHARS for pattern in frozen
     ):
         raise ValueError(
-            f"settings: {_FROZEN} is not a list of at most {MAX_FROZEN:,} patterns of at most "
+            f"settings: {FROZEN} is not a list of at most {MAX_FROZEN:,} patterns of at most "
             f"{MAX_PATTERN_CHARS} characters"
         )
     _check_listed(fields.kind, set(names))

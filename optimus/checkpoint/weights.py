@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.manifest import FROZEN, Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
 from optimus.config import ModelConfig, load_config
 from optimus.errors import CheckpointError, counted
@@ -67,6 +67,34 @@ def check_weights(config: ModelConfig, path: Path) -> None:
             f"{path}: its configuration describes a tensor of more elements than torch can count"
         ) from None
     check_shapes(path, found, expected)
+
+
+def check_content(manifest: Manifest) -> None:
+    """Check that a checkpoint can be loaded: its configurations are readable and agree, and its
+    weights are the tensors of their model, of types that are read. Reads no weights.
+
+    Raises:
+        CheckpointError, ConfigError: Names the file, and the first setting or tensor.
+    """
+    path, listed = manifest.path, {entry.name for entry in manifest.files}
+    model = read_hf_config(path) if "config.json" in listed else model_config_of(path)
+    if CONFIG in listed:
+        config = load_config(path / CONFIG)
+        if difference := first_difference(config.model, model):
+            key, ours, theirs = difference
+            raise CheckpointError(
+                f"{path / CONFIG}: model.{key} = {ours!r}, but config.json has {theirs!r}"
+            )
+        frozen = manifest.settings.get(FROZEN)
+        if frozen is not None and manifest.is_sharded and frozen != list(config.optim.frozen):
+            raise CheckpointError(
+                f"{path / CONFIG}: {FROZEN} = {list(config.optim.frozen)}, but the manifest has "
+                f"{frozen}"
+            )
+    if manifest.is_sharded:  # of fp32 alone
+        check_weights(model, path)
+    else:
+        open_weights(model, path).close()
 
 
 def load_weights(model: Transformer, path: Path) -> None:

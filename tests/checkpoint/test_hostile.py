@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -100,9 +103,11 @@ def look(path: Path, capsys) -> str:
 
 
 def test_the_checkpoint_is_sound_before_it_is_changed(checkpoint):
-    assert verify(checkpoint)["valid"] and show(checkpoint)["state"] == "valid"
+    read_manifest(checkpoint).verify()
+    assert show(checkpoint)["state"] == "valid"
     rewrite_index(checkpoint, lambda head, embed, rest: None)
-    assert verify(checkpoint)["valid"] and show(checkpoint)["params"] == 40
+    read_manifest(checkpoint).verify()
+    assert show(checkpoint)["params"] == 40
 
 
 def nested(depth: int = 100_000) -> bytes:
@@ -271,7 +276,7 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told
     """By `verify`, by `show` and by a load; a shift within padding is no overlap."""
     rewrite_index(checkpoint, change)
     if told is None:
-        assert verify(checkpoint)["valid"]
+        read_manifest(checkpoint).verify()
         return
     assert told in look(checkpoint, capsys)
     with pytest.raises(CheckpointError, match=told.partition("exp_avg")[0]):
@@ -286,7 +291,7 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told
 def test_a_frozen_parameter_has_a_master_alone(checkpoint):
     rewrite_index(checkpoint, set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]))
     rewrite_manifest(checkpoint, settings={"optim.frozen": ["embed.*"]})
-    assert verify(checkpoint)["valid"]
+    read_manifest(checkpoint).verify()
 
 
 def write_model(directory: Path, parts: int) -> None:
@@ -323,7 +328,7 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
             (directory / name).unlink()
 
     seal(tmp_path / "m", lambda directory: write_model(directory, parts), kind="model")
-    assert verify(tmp_path / "m")["valid"]
+    read_manifest(tmp_path / "m").verify()
     seal(tmp_path / "c", write, kind="model")
     assert main(["checkpoint", "verify", str(tmp_path / "c")]) == 1
     assert told in capsys.readouterr().out
@@ -341,6 +346,95 @@ def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys,
     assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)
     with pytest.raises(CheckpointError, match="does not list it"):
         read_manifest(checkpoint).check()
+
+
+GOLDEN = Path(__file__).parents[1] / "golden/v1/runs/moe-fp32/checkpoints"
+
+
+def write_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the header of model.safetensors, and cut the data to what it describes."""
+    data = (path / MODEL).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = change(json.loads(data[8:end]))
+    stop = max((one["data_offsets"][1] for one in header.values()), default=0)
+    text = json.dumps(header).encode()
+    (path / MODEL).write_bytes(len(text).to_bytes(8, "little") + text + data[end : end + stop])
+
+
+def without_metadata(header: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return {name: one | fields for name, one in header.items() if name != "__metadata__"}
+
+
+def write_index(path: Path, keep: int) -> None:
+    """Keep the first `keep` parameters of an index."""
+    head, *lines = (path / INDEX).read_text().splitlines()
+    fields = json.loads(head)
+    fields["shapes"] = dict(list(fields["shapes"].items())[:keep])
+    (path / INDEX).write_text("\n".join([json.dumps(fields), *lines[:keep], ""]))
+
+
+def drop_moments(path: Path) -> None:
+    head, *lines = (path / INDEX).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for parameter in rows:
+        parameter["rows"] = [[*row[:5], -1, -1] for row in parameter["rows"]]
+    (path / INDEX).write_text("\n".join([head, *map(json.dumps, rows), ""]))
+
+
+def reseal(path: Path, **settings: object) -> None:
+    """Make sizes and hashes of all files right again, and change settings."""
+    raw = json.loads((path / MANIFEST).read_bytes())
+    entries = [
+        {"name": name, "size": (path / name).stat().st_size, "xxh3": files.xxh3_file(path / name)}
+        for name in (entry["name"] for entry in raw["files"])
+    ]
+    rewrite_manifest(path, files=entries, settings=raw["settings"] | settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "step-00000002",
+            lambda path: write_index(path, 0),
+            "num_layers = 2, but its weights have",
+        ),
+        ("step-00000002", lambda path: write_index(path, 20), r"tensor blocks\.\S+ is missing"),
+        ("step-00000002", lambda path: (path / "config.toml").write_text(""), "model is missing"),
+        ("step-00000002", drop_moments, r"optim.frozen = \[\], but the manifest has \['\*'\]"),
+        (
+            "model-00000002",
+            lambda path: write_header(path, lambda _: {}),
+            "num_hidden_layers = 2, but .* have 0 layers",
+        ),
+        (
+            "model-00000002",
+            lambda path: write_header(
+                path, lambda _: {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+            ),
+            "num_hidden_layers = 2, but .* have 0 layers",
+        ),
+        (
+            "model-00000002",
+            lambda path: write_header(path, lambda header: without_metadata(header, dtype="ZZZ")),
+            "is of ZZZ, not one of",
+        ),
+        ("model-00000002", lambda path: (path / "config.toml").write_text(""), "model is missing"),
+        ("model-00000002", lambda path: (path / "config.toml").write_text("[[[x"), "as TOML"),
+        ("model-00000002", lambda path: (path / "config.json").write_text("{"), "as JSON"),
+    ],
+)
+def test_a_checkpoint_that_no_load_would_take_is_not_valid(tmp_path, name, change, message):
+    """Hashes and sizes are right; the content is not that of its configuration's model."""
+    path = Path(shutil.copytree(GOLDEN / name, tmp_path / "c"))
+    settings = {"optim.frozen": ["*"]} if change is drop_moments else {}
+    reseal(path)
+    assert verify(path)["valid"]
+    change(path)
+    reseal(path, **settings)
+    read_manifest(path).verify()
+    (problem,) = verify(path)["checkpoints"][0]["problems"]
+    assert re.search(message, problem) and "\n" not in problem
 
 
 def load(checkpoint: Path) -> None:
