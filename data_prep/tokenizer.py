@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.growth import max_growth
 from data_prep.layout import TOKENIZER_BYTES, read_bytes
 from data_prep.pretokenize import recognise
 from data_prep.sections import Cutter
@@ -33,7 +33,7 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Spellings of the end-of-document token that are recognised without `--eos`."""
 
 MAX_GROWTH = 16
-"""Of the bytes of a text by replacements; those of sentencepiece's space and a prefix give 9."""
+"""Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
 
 _STANDARD_ERROR = threading.RLock()
 """Held by the thread that holds back what this process writes there."""
@@ -68,6 +68,7 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     _check_growth(path, "normalizer", tokenizer.normalizer)
+    _check_growth(path, "pre-tokenizer", tokenizer.pre_tokenizer)
     _check_growth(path, "decoder", tokenizer.decoder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -76,26 +77,14 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
 
 
 def _check_growth(path: str | os.PathLike, name: str, part: Any) -> None:
-    """Raise DataError where a normalizer or decoder makes a text much longer: a few steps, each of
-    which replaces a letter by a thousand, take all memory."""
-    growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+    """Raise DataError if a component makes a text much longer: a few steps, each of which replaces
+    a letter by a thousand, take all memory."""
+    growth = 1.0 if part is None else max_growth(json.loads(part.__getstate__()))
     if growth > MAX_GROWTH:
         raise DataError(
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
             f"with at most {MAX_GROWTH}"
         )
-
-
-def _growth(step: dict[str, Any]) -> float:
-    """Return by how much the replacements of a step and of those in it can lengthen a text."""
-    if step["type"] == "Sequence":
-        return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
-    if step["type"] == "Prepend":
-        return float(max(1, len(step["prepend"].encode())))
-    if step["type"] == "Replace":
-        pattern = step["pattern"].get("String", "")  # a regular expression may match one byte
-        return max(1.0, len(step["content"].encode()) / max(1, len(pattern.encode())))
-    return 1.0
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import struct
@@ -22,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from data_prep import parquet
 from data_prep.begin import check_tokenizer, write_once
 from data_prep.cli import main
+from data_prep.growth import max_growth
 from data_prep.importers.foreign import open_foreign
 from data_prep.inspect import inspect
 from data_prep.manifest import read_manifest
@@ -338,7 +340,7 @@ def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
     for steps in ([bomb[0], bomb[0]], [bomb[1]]):
         setattr(tokenizer, key, of.Sequence(steps))
         tokenizer.save(str(path))
-        with pytest.raises(DataError, match=rf"its {name} makes texts up to (1e\+12|99) times"):
+        with pytest.raises(DataError, match=rf"its {name} makes texts up to (1e\+12|100) times"):
             open_tokenizer(path)
     usual = [of.Replace(" ", "\u2581"), of.Replace("\u2581", " ")]
     setattr(tokenizer, key, of.Sequence(usual))
@@ -346,6 +348,56 @@ def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), usual[0]])
     tokenizer.save(str(path))
     open_tokenizer(path)
+
+
+def growth(*steps: object) -> float:
+    """The bound of the growth by normalizers."""
+    return max_growth(json.loads(normalizers.Sequence(list(steps)).__getstate__()))
+
+
+def test_replacements_multiply_only_if_one_replaces_what_another_writes():
+    replace = normalizers.Replace
+    assert growth(replace('"', "\u201d"), replace("'", "\u2019"), replace("-", "\u2013")) == 3
+    assert growth(replace("\t", "    "), replace("\n", " \u23ce ")) == 5
+    assert growth(replace("a", "bb"), replace("b", "ccc")) == 6
+    assert growth(replace("b", "ccc"), replace("a", "bb")) == 3
+    assert growth(replace("a", "bb"), replace(Regex(".+x"), "ccc")) >= 6
+    assert growth(*[replace(Regex("x*"), "b")] * 9) >= 2**9  # it matches between characters
+    assert growth(*[normalizers.ByteLevel()] * 9) == 2**9
+
+
+def test_growth_bounds_what_the_library_does():
+    chance = random.Random(5)
+    for _ in range(300):
+        steps = [
+            normalizers.Replace(
+                chance.choice([chance.choice("abc"), "ab", Regex("b*"), Regex("c{2,}")]),
+                "".join(chance.choices("abc", k=chance.randrange(4))),
+            )
+            for _ in range(3)
+        ]
+        text = "".join(chance.choices("abc", k=300))
+        longer = len(normalizers.Sequence(steps).normalize_str(text)) / len(text)
+        assert longer <= 1.02 * growth(*steps), [
+            str(step) for step in steps
+        ]  # one match at the end
+
+
+def character_map(letter: bytes, content: bytes) -> normalizers.Precompiled:
+    """A sentencepiece character map of one entry."""
+    units = [0] * 2048
+    units[0] = 256 << 10
+    units[256 ^ letter[0]] = (512 ^ 256 ^ letter[0]) << 10 | 1 << 8 | letter[0]
+    trie = struct.pack(f"<{len(units)}I", *units)  # its value is in unit 512: place 0
+    return normalizers.Precompiled(struct.pack("<I", len(trie)) + trie + content + b"\0")
+
+
+def test_character_map_that_makes_texts_much_longer_is_refused(tmp_path):
+    long = character_map(b"a", b"x" * 20000)
+    assert len(long.normalize_str("ab")) == 20001 and growth(long) == 20000
+    with pytest.raises(DataError, match=r"its normalizer makes texts up to 2e\+04 times"):
+        open_tokenizer(a_tokenizer(tmp_path / "tokenizer.json", normalizer=long))
+    assert growth(character_map(b"a", b"x "), normalizers.Replace(" ", "123")) == 4
 
 
 def test_table_whose_description_ends_the_process_is_damaged():
