@@ -77,11 +77,11 @@ def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int
 
 
 @BOTH
-def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_path, beside):
+def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_path, async_save):
     tree = tiny_tree("d", "r", **LARGE, train__dtype="bf16")
-    [(peak, size)] = ranks(1, peak_of_saving, tree, str(tmp_path), beside)
+    [(peak, size)] = ranks(1, peak_of_saving, tree, str(tmp_path), async_save)
     assert size > 100e6
-    assert peak - beside * size < 32e6, f"{peak / 1e6:.1f} MB for a model of {size / 1e6:.1f}"
+    assert peak - async_save * size < 32e6, f"{peak / 1e6:.1f} MB for a model of {size / 1e6:.1f}"
     manager.read_manifest(tmp_path / "m1").verify()
 
 
@@ -153,9 +153,11 @@ def run_with_damage(tree: dict[str, Any], how: str) -> Ended:
 
 @BOTH
 @pytest.mark.parametrize("how", DAMAGE)
-def test_what_is_not_as_written_is_found_before_the_seal(ranks, tiny_data, tmp_path, how, beside):
+def test_what_is_not_as_written_is_found_before_the_seal(
+    ranks, tiny_data, tmp_path, how, async_save
+):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
     (told,) = warnings(ended[0])

@@ -21,7 +21,7 @@ from optimus.errors import OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
 
-BOTH = pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside"])
+BOTH = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 Hook = Callable[[int], None]
 
 

@@ -1,4 +1,4 @@
-"""Runs whose disk hangs, is full, takes nothing, or has too little room."""
+"""Runs whose disk hangs, is full, is read-only, or has too little free space."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ from tests.helpers.tiny import tiny_tree
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
-    """The second rank's write of step 4 hangs until update 10."""
+    """Run while the second rank's write of step 4 hangs until update 10."""
     return run_with(tree, hold_writes({4: 10} if read_launch_env().rank == 1 else {}))
 
 
 @BOTH
-def test_a_disk_that_hangs_holds_nobody_up_for_longer_than_the_limit(
-    ranks, tiny_data, tmp_path, beside
-):
+def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 3.0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_a_hanging_disk, tree, start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     first, second = warnings(ended[0])
     assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
     assert "step 8 is not saved: the disk has not taken what step 4 gave it" in second
@@ -52,7 +50,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_longer_than_the_limit(
 
 
 def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """No byte is free from update 8 to before update 18."""
+    """Run while no byte is free from update 8 to before update 18."""
     filler = Path(folder) / "filler"
 
     def before(step: int) -> None:
@@ -67,39 +65,39 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """What is mounted there takes nothing from update 12 to before update 21."""
+    """Run with this file system mounted read-only from update 12 to before update 21."""
 
     def before(step: int) -> None:
         if read_launch_env().rank == 0 and step in (12, 21):
-            how = "ro" if step == 12 else "rw"
-            subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+            mode = "ro" if step == 12 else "rw"
+            subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
 
     return run_with(tree, before)
 
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A file system of 3 MB of its own."""
+    """A separate file system of 3 MB."""
     with small_disk(tmp_path / "disk", "3m"):
         yield tmp_path / "disk"
 
 
 @BOTH
-def test_a_full_disk_harms_nothing_and_is_used_again(ranks, tiny_data, tmp_path, disk, beside):
-    """Not even metrics find room; they are written later."""
+def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
+    """There is no space for metrics either; they are written later."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
     run = disk / "run"
-    tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_on_a_full_disk, tree, str(disk), start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
-    told = warnings(ended[0])
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
+    lines = warnings(ended[0])
     for step in (10, 15):
         for kind in ("step", "model"):
             words = f"warning: step {step} is not saved: {kind}-000000{step} not written: "
-            assert any(words in line and "make room" in line for line in told), told
-    assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in told)
+            assert any(words in line and "make room" in line for line in lines), lines
+    assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in lines)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["model-00000020", "step-00000005", "step-00000020"]
     for name in names:
@@ -108,21 +106,25 @@ def test_a_full_disk_harms_nothing_and_is_used_again(ranks, tiny_data, tmp_path,
 
 
 @BOTH
-def test_a_directory_that_takes_nothing_harms_nothing(ranks, tiny_data, tmp_path, disk, beside):
-    settings = {"train__max_steps": 24, "checkpoint__interval": 6, "checkpoint__async_save": beside}
+def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk, async_save):
+    settings = {
+        "train__max_steps": 24,
+        "checkpoint__interval": 6,
+        "checkpoint__async_save": async_save,
+    }
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(disk)
     tree = tiny_tree(tiny_data, run, **settings)
     ended = ranks(2, run_on_a_read_only_disk, tree, str(disk), start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
-    told = warnings(ended[0])
-    assert len(told) == 2 and all("Read-only file system" in line for line in told), told
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
+    lines = warnings(ended[0])
+    assert len(lines) == 2 and all("Read-only file system" in line for line in lines), lines
     assert steps_kept(run) == [6, 24]
 
 
 def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
-    """The disk of metrics.jsonl takes nothing in these steps; that of checkpoints does."""
+    """Run while writes of metrics.jsonl fail in these steps; writes of checkpoints succeed."""
     plain = JsonLines._write
 
     def before(step: int) -> None:
@@ -137,51 +139,55 @@ def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
 
 
 @BOTH
-def test_no_checkpoint_is_sealed_that_the_curve_does_not_reach(ranks, tiny_data, tmp_path, beside):
-    settings = {"train__max_steps": 12, "checkpoint__interval": 4, "checkpoint__async_save": beside}
+def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_path, async_save):
+    settings = {
+        "train__max_steps": 12,
+        "checkpoint__interval": 4,
+        "checkpoint__async_save": async_save,
+    }
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     ended = ranks(2, run_with_waiting_lines, tree, (7, 8, 9, 10, 11), start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2, ended
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
     words = "step 8 is not saved: step-00000008 not written: "
-    (told,) = (line for line in warnings(ended[0]) if words in line)
-    assert "metrics.jsonl: No space left on device" in told
+    (warning,) = (line for line in warnings(ended[0]) if words in line)
+    assert "metrics.jsonl: No space left on device" in warning
     assert steps_kept(tmp_path) == [4, 12]
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 13))
 
 
-def run_with_room_for_one(tree: dict[str, Any]) -> Ended:
-    """There is room for a full checkpoint and for a model, but a byte too little for both."""
+def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
+    """Run with space for a full checkpoint or for a model, but a byte too little for both."""
     plain, due = shutil.disk_usage, []
-    let = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
+    release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
     def before(step: int) -> None:
         due.append(step)
-        let(step)
+        release_writes(step)
 
-    def behind(run: Run) -> None:
+    def after(run: Run) -> None:
         saver, model = run.saves._saver, run.saves._model_saver.bytes
 
         def disk_usage(path: Path) -> Any:
-            is_sealed = manager.full_path(run_dir, due[-1]).exists()
-            free = model - 1 + (0 if is_sealed else saver.unwritten())
+            is_committed = manager.full_path(run_dir, due[-1]).exists()
+            free = model - 1 + (0 if is_committed else saver.unwritten())
             return plain(path)._replace(free=free)
 
         shutil.disk_usage = disk_usage
 
     run_dir = tree["train"]["run_dir"]
-    return run_with(tree, before, behind)
+    return run_with(tree, before, after)
 
 
-def run_with_room_for_both(tree: dict[str, Any]) -> Ended:
-    """There is just room for a full checkpoint, and once it lies on the disk for a model."""
+def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
+    """Run with just enough space for a full checkpoint, and once it is written for a model."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
         while missing := ask(saver):
-            time.sleep(0.01)  # the ranks' threads are at it
+            time.sleep(0.01)  # the ranks' threads are writing
         return missing
 
-    def behind(run: Run) -> None:
+    def after(run: Run) -> None:
         full, model = run.saves._saver.bytes, run.saves._model_saver.bytes
 
         def disk_usage(path: Path) -> Any:
@@ -190,56 +196,58 @@ def run_with_room_for_both(tree: dict[str, Any]) -> Ended:
         shutil.disk_usage = disk_usage
 
     FullSaver.unwritten = unwritten
-    return run_with(tree, lambda step: None, behind)
+    return run_with(tree, lambda step: None, after)
 
 
-def run_without_room(tree: dict[str, Any]) -> Ended:
-    """There is no room at all; nor do copies of what is frozen stay behind a save that is not."""
+def run_without_space(tree: dict[str, Any]) -> Ended:
+    """Run without any free space; a save that fails keeps no copies of frozen parameters."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
 
-    def behind(run: Run) -> None:
+    def after(run: Run) -> None:
         seen.append(run.saves._states.frozen._wide)
 
-    ended = run_with(tree, lambda step: None, behind)
+    ended = run_with(tree, lambda step: None, after)
     assert seen[1:] == [[]] * 2
     return ended
 
 
-def test_a_save_that_cannot_begin_leaves_no_copies(ranks, tiny_data, tmp_path):
+def test_save_that_cannot_begin_keeps_no_copies(ranks, tiny_data, tmp_path):
     settings = {"checkpoint__interval": 1, "train__max_steps": 3, "train__dtype": "bf16"}
     settings |= {"optim__frozen": ["embed.weight"], "checkpoint__max_failures": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
-    (ended,) = ranks(1, run_without_room, tree, start_world=False)
+    (ended,) = ranks(1, run_without_space, tree, start_world=False)
     assert len(warnings(ended)) == 2 and ended.status == 1, ended
     assert "it needs " in ended.message and "removes older checkpoints; make room" in ended.message
 
 
-def test_room_that_the_full_one_has_taken_is_not_asked_for_again(ranks, tiny_data, tmp_path):
+def test_space_of_a_written_full_checkpoint_is_not_counted_again(ranks, tiny_data, tmp_path):
     settings = {"train__max_steps": 9, "checkpoint__interval": 3, "checkpoint__model_interval": 3}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
-    ended = ranks(2, run_with_room_for_both, tree, start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2 and not warnings(ended[0]), ended
+    ended = ranks(2, run_with_space_for_both, tree, start_world=False)
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2 and not warnings(ended[0]), ended
     assert (tmp_path / "checkpoints" / "model-00000009").is_dir()
 
 
 @BOTH
-def test_where_there_is_no_room_for_both_the_full_one_is_saved(ranks, tiny_data, tmp_path, beside):
+def test_full_checkpoint_precedes_model_without_space_for_both(
+    ranks, tiny_data, tmp_path, async_save
+):
     settings = {"checkpoint__interval": 10, "checkpoint__model_interval": 5}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    ended = ranks(2, run_with_room_for_one, tree, start_world=False)
-    told = warnings(ended[0])
-    assert "step 10 is not saved: model-00000010 not written: " in told[0], ended
-    if beside:  # else the full one has its room already
-        assert "older checkpoints, and the full one of its step " in told[0], told
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    ended = ranks(2, run_with_space_for_full_or_model, tree, start_world=False)
+    lines = warnings(ended[0])
+    assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
+    if async_save:  # else the full checkpoint is written already
+        assert "older checkpoints, and the full one of its step " in lines[0], lines
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
 
 
 def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """At update 11 other files take 700 kB."""
+    """Run while other files take 700 kB at update 11."""
 
     def before(step: int) -> None:
         if step == 11:
@@ -249,10 +257,10 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 @BOTH
-def test_checkpoints_that_cannot_be_removed_keep_no_others(ranks, tiny_data, tmp_path, beside):
-    """Each is named once; the warning says how much room is left, again as it gets little."""
+def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
+    """Each is named once; the warning gives the free space, again when little is left."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
-    settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": beside}
+    settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):
         directory = tmp_path / "disk" / "checkpoints"
         tree = tiny_tree(tiny_data, tmp_path / "disk", **settings)
@@ -262,15 +270,15 @@ def test_checkpoints_that_cannot_be_removed_keep_no_others(ranks, tiny_data, tmp
                 1, run_on_a_filling_disk, tree, str(tmp_path / "disk"), start_world=False
             )
         assert ended[:2] == (0, ""), ended
-        told = warnings(ended)
+        lines = warnings(ended)
         for step in (2, 4):
-            (line,) = (line for line in told if f"step-0000000{step}" in line)
+            (line,) = (line for line in lines if f"step-0000000{step}" in line)
             assert line.endswith(f"{directory}/step-0000000{step}: Operation not permitted")
-        rooms = [line for line in told if "GB free, and a save takes 0.00" in line]
-        shared = [line for line in told if "every user of this machine" in line]
-        assert len(told) == len(rooms) + len(shared) + 2, told
-        if not beside:  # threads may find each other's work there
-            assert len(rooms) == 3, told  # two with a name, then the disk gets full
-        assert "2 old directories of checkpoints cannot be removed; " in rooms[-1]
+        spaces = [line for line in lines if "GB free, and a save takes 0.00" in line]
+        shared = [line for line in lines if "every user of this machine" in line]
+        assert len(lines) == len(spaces) + len(shared) + 2, lines
+        if not async_save:  # saving threads may see files of each other
+            assert len(spaces) == 3, lines  # two with a name, then the disk gets full
+        assert "2 old directories of checkpoints cannot be removed; " in spaces[-1]
         names = sorted(path.name for path in directory.iterdir())
         assert names == ["model-00000012", *(f"step-{step:08d}" for step in (2, 4, 10, 12))]

@@ -1,4 +1,4 @@
-"""What is left of a world as its ranks end: no thread, no wait, no other status than the rank's."""
+"""End of a rank: no thread of its world remains, no wait, and the rank keeps its exit status."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def in_the_end(tree: dict, what: str) -> tuple[int, list[str]]:
-    """How many threads of gloo a rank has in its last update, and which it has at its end, while
-    what was trained is still held in a circle that nobody collects."""
+def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
+    """Return the number of gloo threads in a rank's last update and the names of those at its end,
+    while a reference cycle, with garbage collection off, keeps the trained run alive."""
     gc.disable()
     most, kept = [], []
     plain = Run.update
@@ -42,7 +42,7 @@ def in_the_end(tree: dict, what: str) -> tuple[int, list[str]]:
 
     Run.update = update
     config, launch = make_config(tree), read_launch_env()
-    if what == "train":
+    if command == "train":
         train(config, launch)
         assert kept[-1].groups.mesh.world_size == 2
     else:
@@ -54,18 +54,18 @@ def in_the_end(tree: dict, what: str) -> tuple[int, list[str]]:
 @pytest.mark.skipif(
     torch.__version__.startswith("2.8."), reason="gloo of torch 2.8 gives its threads no names"
 )
-@pytest.mark.parametrize("what", ["train", "bench"])
+@pytest.mark.parametrize("command", ["train", "bench"])
 @pytest.mark.parametrize("axis", ["pp", "dp", "ep", "tp"])
-def test_no_thread_outlives_the_world(ranks, tiny_data, tmp_path, axis, what):
+def test_no_thread_outlives_the_world(ranks, tiny_data, tmp_path, axis, command):
     tree = tiny_tree(tiny_data, tmp_path, **{f"parallel__{axis}": 2}, train__stop_at_step=2)
-    for during, behind in ranks(2, in_the_end, tree, what, start_world=False):
-        assert during > 0 and behind == []
+    for during, after in ranks(2, gloo_threads_of, tree, command, start_world=False):
+        assert during > 0 and after == []
 
 
 @pytest.mark.parametrize(
     ("stdout", "status", "ends_with"), [(">&-", 0, 0), (">/dev/full", 0, 1), (">/dev/full", 5, 5)]
 )
-def test_a_rank_keeps_its_status_where_nobody_takes_its_words(stdout, status, ends_with):
+def test_rank_keeps_its_status_without_a_usable_stdout(stdout, status, ends_with):
     code = (
         "import optimus.cli as cli; cli._leaves_at_once = lambda: True; "
         f"cli.main = lambda: print(1, file=cli.sys.stdout) or {status}; cli.process()"
@@ -76,7 +76,7 @@ def test_a_rank_keeps_its_status_where_nobody_takes_its_words(stdout, status, en
     assert (done.returncode, done.stderr) == (ends_with, "")
 
 
-def test_a_rank_keeps_its_status_where_nobody_hears_why():
+def test_rank_keeps_its_status_with_a_full_stderr():
     code = (
         "import optimus.cli as cli; from optimus.errors import Stopped as S; "
         "cli._leaves_at_once = lambda: True; "
@@ -88,8 +88,8 @@ def test_a_rank_keeps_its_status_where_nobody_hears_why():
     assert subprocess.run(shell, timeout=60).returncode == 3
 
 
-def leave_the_other_alone() -> None:
-    """Rank 1 ends by an error while something is under way that rank 0 never joins in."""
+def fail_during_a_collective() -> None:
+    """End rank 1 by an error during a collective that rank 0 never joins."""
     import optimus.cli
 
     def trouble(*args) -> None:
@@ -99,18 +99,18 @@ def leave_the_other_alone() -> None:
             time.sleep(600.0)
         started = [begin_all_gather(torch.ones(2), torch.ones(1), groups.over("dp"))]
         time.sleep(0.3)
-        raise RuntimeError(f"our own fault, {len(started)} under way")
+        raise RuntimeError(f"error of rank 1, {len(started)} in progress")
 
     optimus.cli.main = trouble
     optimus.cli.process()
 
 
-def test_a_rank_that_fails_alone_waits_for_nobody(tmp_path):
+def test_rank_that_fails_alone_does_not_wait(tmp_path):
     environ = os.environ | {
         "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
         "OPTIMUS_RENDEZVOUS": f"file://{tmp_path}/rendezvous",
     }  # fmt: skip
-    code = "from tests.train.test_end_world import leave_the_other_alone as f; f()"
+    code = "from tests.train.test_end_world import fail_during_a_collective as f; f()"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -121,9 +121,9 @@ def test_a_rank_that_fails_alone_waits_for_nobody(tmp_path):
         for rank in range(2)
     ]
     try:
-        _, told = processes[1].communicate(timeout=120)
+        _, stderr = processes[1].communicate(timeout=120)
     finally:
         for process in processes:
             process.kill()
         processes[0].communicate()
-    assert processes[1].returncode == 1 and "our own fault, 1 under way" in told
+    assert processes[1].returncode == 1 and "error of rank 1, 1 in progress" in stderr

@@ -1,4 +1,4 @@
-"""Updates in which experts add their gradients to the chunks themselves: the bits of autograd's."""
+"""Updates in which experts add gradients to chunks directly: bit-identical to autograd's."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tests.helpers.whole import whole_of
 BATCH, STEPS = 8, 2
 
 
-class Seen(NamedTuple):
+class Updates(NamedTuple):
     results: list[tuple[float, ...]]
     states: dict[str, str]
     """Digests of gradients and masters on this rank, by name."""
     buffers: int
-    """Gradients that were made apart, an expert layer's backward each."""
+    """Number of backward passes of expert layers that allocated gradients outside chunks."""
 
 
-def two_ways(tree: dict, natively: bool = True) -> tuple[Seen, Seen]:
-    """Updates with gradients that go straight to chunks, and with those that autograd adds."""
+def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
+    """Return updates with gradients written to chunks directly, and with autograd's."""
     torch.set_num_threads(1)
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
-    by_autograd = updates(tree, world, lambda shard, states: None)
-    return updates(tree, world, RankModel.write_gradients_to_chunks), by_autograd
+    by_autograd = run_updates(tree, world, lambda shard, states: None)
+    return run_updates(tree, world, RankModel.write_gradients_to_chunks), by_autograd
 
 
-def updates(tree: dict, world: World, write_gradients_to_chunks) -> Seen:
+def run_updates(tree: dict, world: World, write_gradients_to_chunks) -> Updates:
     plain_add, plain_fresh = RankModel.write_gradients_to_chunks, experts_loop.fresh_grads
     made = []
 
@@ -48,12 +48,12 @@ def updates(tree: dict, world: World, write_gradients_to_chunks) -> Seen:
 
     RankModel.write_gradients_to_chunks, experts_loop.fresh_grads = write_gradients_to_chunks, fresh
     try:
-        return watch(tree, world, made)
+        return record_updates(tree, world, made)
     finally:
         RankModel.write_gradients_to_chunks, experts_loop.fresh_grads = plain_add, plain_fresh
 
 
-def watch(tree: dict, world: World, made: list[int]) -> Seen:
+def record_updates(tree: dict, world: World, made: list[int]) -> Updates:
     config, _, groups, _, shard, states, updater = make_updater(tree, world)
     if config.train.compile:
         shard.model.compile_blocks()
@@ -65,7 +65,7 @@ def watch(tree: dict, world: World, made: list[int]) -> Seen:
         f"{kind} {n}": t for kind in ("grad", "master") for n, t in whole_of(states, kind).items()
     }
     digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
-    return Seen(results, digests, len(made))
+    return Updates(results, digests, len(made))
 
 
 BF16, FAST = {"train__dtype": "bf16"}, {"train__deterministic": False, "train__threads": 1}
@@ -90,44 +90,44 @@ def sizes(**axes) -> dict:
         pytest.param(4, sizes(ep=2, pp=2, schedule="zb-h1") | BF16 | RECOMPUTE, id="ep2-zb-h1"),
     ],
 )
-def test_updates_are_those_of_autograd_to_the_bit(ranks, size, settings):
+def test_updates_equal_those_of_autograd_bit_for_bit(ranks, size, settings):
     tree = tiny_tree("d", "r", train__global_batch_tokens=BATCH * CONTEXT, **settings)
-    for straight, plain in ranks(size, two_ways, tree, start_world=False):
-        assert straight.results == plain.results
-        assert straight.states == plain.states
-        assert straight.buffers == 0
+    for direct, plain in ranks(size, run_both, tree, start_world=False):
+        assert direct.results == plain.results
+        assert direct.states == plain.states
+        assert direct.buffers == 0
         assert (plain.buffers == 0) == (settings.get("parallel__schedule") == "zb-h1")
 
 
-def test_on_torch_that_widens_in_a_hook(ranks):
+def test_updates_equal_with_widening_in_a_hook(ranks):
     tree = tiny_tree("d", "r", **BF16)
-    ((straight, plain),) = ranks(1, two_ways, tree, False, start_world=False)
-    assert (straight.results, straight.states) == (plain.results, plain.states)
-    assert straight.buffers == 0 < plain.buffers
+    ((direct, plain),) = ranks(1, run_both, tree, False, start_world=False)
+    assert (direct.results, direct.states) == (plain.results, plain.states)
+    assert direct.buffers == 0 < plain.buffers
 
 
-def test_compiled_blocks_go_by_autograd(monkeypatch):
+def test_compiled_blocks_use_autograd(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     tree = tiny_tree("d", "r", **FAST, train__compile=True, model__num_layers=1)
-    straight, plain = two_ways(tree)
-    assert (straight.results, straight.states) == (plain.results, plain.states)
-    assert straight.buffers == plain.buffers > 0
+    direct, plain = run_both(tree)
+    assert (direct.results, direct.states) == (plain.results, plain.states)
+    assert direct.buffers == plain.buffers > 0
 
 
-def test_a_gradient_that_is_not_finite_is_seen(tmp_path):
-    """The watch looks at chunks, whoever adds to them."""
+def test_nonfinite_expert_gradient_is_detected(tmp_path):
+    """The check reads chunks, so it covers gradients that experts add directly."""
     torch.set_num_threads(1)
     plain = experts_loop.swiglu_backward_into
 
     def broken(h, start, da, weights, slot, first, count, outs) -> None:
         plain(h, start, da, weights, slot, first, count, outs)
-        outs[1][0, 0] = torch.nan  # of down's gradient alone
+        outs[1][0, 0] = torch.nan  # only in the gradient of down
 
     experts_loop.swiglu_backward_into = broken
     try:
         with pytest.raises(NonFiniteError, match=r"gradient of blocks\.1\.mlp\.experts\.down"):
-            updates(
+            run_updates(
                 tiny_tree("d", tmp_path),
                 start_world(device="cpu"),
                 RankModel.write_gradients_to_chunks,

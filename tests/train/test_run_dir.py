@@ -1,4 +1,4 @@
-"""The lock of a run directory: for this user alone, and never through a link."""
+"""The lock of a run directory: for this user only, and never through a link."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from optimus.errors import ConfigError
 from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
 
 
-def test_the_lock_is_for_this_user_alone(tmp_path, capsys):
-    """Whoever may open it may hold it; one of an earlier version is closed to others."""
+def test_lock_is_for_this_user_only(tmp_path, capsys):
+    """Every user that can open the lock can hold it, so its mode is 0600, also of an older lock."""
     (tmp_path / LOCK).touch()
     (tmp_path / LOCK).chmod(0o644)
     directory = RunDirectory(tmp_path)
@@ -24,7 +24,7 @@ def test_the_lock_is_for_this_user_alone(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_lock_that_is_a_link_or_a_fifo_is_refused(tmp_path):
+def test_lock_that_is_a_link_or_a_fifo_is_refused(tmp_path):
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"\.lock: .*symbolic links; choose another"):
         RunDirectory(tmp_path)
@@ -35,7 +35,7 @@ def test_a_lock_that_is_a_link_or_a_fifo_is_refused(tmp_path):
         check_not_in_use(tmp_path)
 
 
-def test_a_directory_that_every_user_may_change_is_warned_of(tmp_path, capsys):
+def test_directory_writable_by_all_users_causes_a_warning(tmp_path, capsys):
     tmp_path.chmod(0o777)
     RunDirectory(tmp_path)._lock.close()
     (line,) = capsys.readouterr().err.splitlines()

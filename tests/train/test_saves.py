@@ -1,4 +1,4 @@
-"""Saves beside training, saves that fail, and runs that end while one is under way."""
+"""Saves during training, saves that fail, and runs that end during a save."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.helpers.tiny import tiny_tree
 from tests.helpers.whole import read_whole
 
 
-def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
+def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
     return run_with(tree, hold_writes(until))
 
 
@@ -60,39 +60,37 @@ def run_with_held_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
         (4, {"parallel__tp": 2, "parallel__ep": 2, "optim__sharding": "epso"}),
     ],
 )
-def test_what_is_written_beside_training_is_what_a_wait_would_have_written(
-    ranks, tiny_data, tmp_path, size, variant
-):
-    """The first save is written while further updates change the states; both slots are equal, and
-    so are models."""
+def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
+    """The first save is written while further updates change the states. Full checkpoints and
+    models are equal."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
     tree = tiny_tree(tiny_data, tmp_path / "async", **both, checkpoint__async_save=True)
-    told = ranks(size, run_with_held_writes, tree, {4: 7}, start_world=False, timeout_s=120)
-    assert [one[:2] for one in told] == [(0, "")] * size
+    ended = ranks(size, run_with_delayed_writes, tree, {4: 7}, start_world=False, timeout_s=120)
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * size
     assert_same_run(tmp_path / "sync", tmp_path / "async")
     assert slots(tmp_path / "sync") == slots(tmp_path / "async")
     for step in (4, 8):
         paths = [manager.model_path(tmp_path / run, step) for run in ("sync", "async")]
-        one, other = ((path / "model.safetensors").read_bytes() for path in paths)
-        assert one == other == library_bytes(tmp_path / "sync", step)
+        sync, written = ((path / "model.safetensors").read_bytes() for path in paths)
+        assert sync == written == library_bytes(tmp_path / "sync", step)
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """What the safetensors library makes of the masters of a full checkpoint, in bf16."""
+    """Return the masters of a full checkpoint in bf16, as the safetensors library writes them."""
     manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
     for name, tensor in whole.items():
-        for theirs, view in pieces(name, tensor.bfloat16()):
-            named[theirs] = view.contiguous()
+        for hf_name, view in pieces(name, tensor.bfloat16()):
+            named[hf_name] = view.contiguous()
     return safetensors.torch.save(named, {"format": "pt"})
 
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 20 kB."""
+    """Limit files of this process to 20 kB."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -102,12 +100,12 @@ def small_files() -> Iterator[None]:
 
 
 def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
-    """On rank `victim`, while a full checkpoint of one of `steps` is written."""
+    """Run with small files on rank `victim` while it writes a full checkpoint of `steps`."""
     plain = save_module.write_shard
 
     def write(directory, identity, *rest):
-        is_one = identity.writer == victim and identity.step in steps
-        with small_files() if is_one else contextlib.nullcontext():
+        fails = identity.writer == victim and identity.step in steps
+        with small_files() if fails else contextlib.nullcontext():
             return plain(directory, identity, *rest)
 
     save_module.write_shard = write
@@ -115,12 +113,12 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
 
 
 def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
-    """On rank `victim`, while the model of step `failing` is written."""
+    """Run with small files on rank `victim` while it writes the model of step `failing`."""
     plain = ModelSaver._write
 
     def write(saver, states, generation, step, stop):
-        is_one = states.groups.everyone.rank == victim and step == failing
-        with small_files() if is_one else contextlib.nullcontext():
+        fails = states.groups.everyone.rank == victim and step == failing
+        with small_files() if fails else contextlib.nullcontext():
             return plain(saver, states, generation, step, stop)
 
     ModelSaver._write = write
@@ -129,14 +127,14 @@ def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> En
 
 @BOTH
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_save_that_fails_on_one_rank_is_told_and_the_run_goes_on(
-    ranks, tiny_data, tmp_path, victim, beside
+def test_save_that_fails_on_a_rank_is_reported_and_the_run_continues(
+    ranks, tiny_data, tmp_path, victim, async_save
 ):
     settings = {"train__max_steps": 12, "checkpoint__interval": 4, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
-    tree = tiny_tree(tiny_data, tmp_path / "run", **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path / "run", **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, victim, [8], start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     assert warnings(ended[0]) == [
         f"optimus: warning: step 8 is not saved: step-00000008/shard-0000{victim}.bin not written: "
         "File too large; the newest checkpoint is step-00000004; the run continues (failure 1 of 3 "
@@ -148,62 +146,66 @@ def test_a_save_that_fails_on_one_rank_is_told_and_the_run_goes_on(
 
 
 @BOTH
-def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, beside):
+def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 3, "checkpoint__max_failures": 2, "optim__sharding": "so"}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, 1, range(4, 99), start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "step 9 is not saved" in ended[0].message and "max_failures = 2" in ended[0].message
     assert "the newest checkpoint is step-00000003" in ended[0].message
     assert len(warnings(ended[0])) == 1
     assert steps_kept(tmp_path) == [3]
-    assert len(metrics_of(tmp_path)) in ((10, 11, 12) if beside else (9,))
+    assert len(metrics_of(tmp_path)) in ((10, 11, 12) if async_save else (9,))
 
 
 @BOTH
-def test_a_last_checkpoint_that_fails_ends_the_run_in_error(ranks, tiny_data, tmp_path, beside):
+def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
+    ranks, tiny_data, tmp_path, async_save
+):
     settings = {"train__max_steps": 6, "checkpoint__interval": 3, "checkpoint__max_failures": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, 1, [6], start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "the newest checkpoint is step-00000003; fix it" in ended[0].message
     assert steps_kept(tmp_path) == [3]
 
 
-def run_and_note_beginnings(tree: dict[str, Any]) -> list[str]:
-    plain, begun = manifests.begin, []
+def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
+    plain, started = manifests.begin, []
 
-    def begin(path: Path, *room: int) -> Path:
-        begun.append(path.name)
-        return plain(path, *room)
+    def begin(path: Path, *free_bytes: int) -> Path:
+        started.append(path.name)
+        return plain(path, *free_bytes)
 
     manifests.begin = begin
     assert run_with(tree, lambda step: None).status == 0
-    return begun
+    return started
 
 
 @BOTH
-def test_a_full_one_is_begun_before_the_model_of_its_step(ranks, tiny_data, tmp_path, beside):
-    """What a kill between them leaves unmade of models is made up as the run goes on."""
+def test_full_checkpoint_starts_before_the_model_of_its_step(
+    ranks, tiny_data, tmp_path, async_save
+):
+    """A model that is missing after a kill between the two is written when the run resumes."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
-    (begun,) = ranks(1, run_and_note_beginnings, tree, start_world=False)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
     steps = ("model", 2), ("step", 4), ("model", 4), ("step", 6), ("model", 6)
-    assert begun == [f"{kind}-{step:08}" for kind, step in steps]
+    assert started == [f"{kind}-{step:08}" for kind, step in steps]
 
 
 @BOTH
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_model_that_one_rank_cannot_write_fails_on_all_alike(
-    ranks, tiny_data, tmp_path, victim, beside
+def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
+    ranks, tiny_data, tmp_path, victim, async_save
 ):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_models, tree, victim, 6, start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2
-    (told,) = warnings(ended[0])
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
+    (warning,) = warnings(ended[0])
     words = f"step 6 is not saved: model-00000006/weights of rank {victim} not written: File too"
-    assert words in told
+    assert words in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000003", "model-00000009", "step-00000009"]
     for name in names:
@@ -211,38 +213,39 @@ def test_a_model_that_one_rank_cannot_write_fails_on_all_alike(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """On the second rank, behind update 4; it is mended before update 5, which it would spoil."""
-    mend = []
+    """Set a moment of the second rank to NaN after update 4; restore it before update 5, which
+    would fail with it."""
+    restores = []
 
     def poke(run: Run) -> None:
         if run.world.rank == 1 and run.states.num_updates == 4:
             moments = run.states.chunks[0].exp_avg
-            mend.append(partial(moments.copy_, moments.clone()))
+            restores.append(partial(moments.copy_, moments.clone()))
             moments[3] = torch.nan
 
     def before(step: int) -> None:
-        if step == 5 and mend:
-            mend[0]()
+        if step == 5 and restores:
+            restores[0]()
 
     return run_with(tree, before, poke)
 
 
 @BOTH
-def test_what_is_not_finite_is_never_sealed(ranks, tiny_data, tmp_path, beside):
+def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 2, "optim__sharding": "so"}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=beside)
+    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_a_bad_moment, tree, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 4
     message, marker = ended[0].message, tmp_path / "log" / "nonfinite-rank1.json"
     assert "non-finite values on rank 1 (" in message and " step 4" in message
     assert "exp_avg" in message and "learning rate" not in message
-    told = json.loads(marker.read_text())
-    assert (told["rank"], told["step"]) == (1, 4) and told["what"] in message
+    report = json.loads(marker.read_text())
+    assert (report["rank"], report["step"]) == (1, 4) and report["what"] in message
     assert steps_kept(tmp_path) == [2]
 
 
 def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
-    """Before update 6, while step 4 is being written on both."""
+    """Kill the second rank before update 6, while both write step 4."""
     hold_writes({4: 1000})
 
     def before(step: int) -> None:
@@ -252,7 +255,7 @@ def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
     return run_with(tree, before)
 
 
-def test_a_rank_lost_while_a_save_is_under_way_leaves_the_slot_before(ranks, tiny_data, tmp_path):
+def test_rank_lost_during_a_save_keeps_the_previous_checkpoint(ranks, tiny_data, tmp_path):
     settings = {"train__max_steps": 8, "checkpoint__interval": 2, "checkpoint__async_save": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -268,74 +271,80 @@ def test_a_rank_lost_while_a_save_is_under_way_leaves_the_slot_before(ranks, tin
 def lose_the_first_rank_as_a_save_begins(tree: dict[str, Any]) -> Ended:
     plain = save_module.FullSaver.begin
 
-    def begin(*arguments: Any, **facts: Any) -> Any:
+    def begin(*arguments: Any, **keywords: Any) -> Any:
         if read_launch_env().rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*arguments, **facts)
+        return plain(*arguments, **keywords)
 
     save_module.FullSaver.begin = begin
     return run_with(tree, lambda step: None)
 
 
 @BOTH
-def test_a_rank_lost_as_a_save_begins_is_no_failed_save(ranks, tiny_data, tmp_path, beside):
-    settings = {"train__max_steps": 3, "checkpoint__interval": 0, "checkpoint__async_save": beside}
+def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_path, async_save):
+    settings = {
+        "train__max_steps": 3,
+        "checkpoint__interval": 0,
+        "checkpoint__async_save": async_save,
+    }
     with pytest.raises(RanksFailed) as failed:
         tree = tiny_tree(tiny_data, tmp_path, **settings)
         ranks(2, lose_the_first_rank_as_a_save_begins, tree, start_world=False)
     assert failed.value.outcomes[1].value().status == OutcomeKind.LOST_PEER.exit_status
 
 
-def stop_the_second_rank(tree: dict[str, Any], how: str) -> Ended:
-    """Before update 6, while step 4 is being written on both."""
-    let = hold_writes({4: 6})
+def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
+    """Stop the second rank before update 6, while both write step 4."""
+    release_writes = hold_writes({4: 6})
 
     def before(step: int) -> None:
-        let(step)
-        if step == 6 and read_launch_env().rank == 1 and how != "nan":
-            os.kill(os.getpid(), getattr(signal, how))
+        release_writes(step)
+        if step == 6 and read_launch_env().rank == 1 and reason != "nan":
+            os.kill(os.getpid(), getattr(signal, reason))
 
-    def behind(run: Run) -> None:
-        if how == "nan" and run.world.rank == 1 and run.states.num_updates == 5:
+    def after(run: Run) -> None:
+        if reason == "nan" and run.world.rank == 1 and run.states.num_updates == 5:
             next(run.model.parameters()).data.view(-1)[0] = torch.nan
 
-    return run_with(tree, before, behind)
+    return run_with(tree, before, after)
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "kept"), [("SIGTERM", 3, [4, 6]), ("SIGUSR1", 3, [4, 6]), ("nan", 4, [4])]
+    ("reason", "status", "kept"), [("SIGTERM", 3, [4, 6]), ("SIGUSR1", 3, [4, 6]), ("nan", 4, [4])]
 )
-def test_a_save_under_way_is_sealed_when_all_ranks_end(
-    ranks, tiny_data, tmp_path, how, status, kept
+def test_save_in_progress_is_committed_when_all_ranks_end(
+    ranks, tiny_data, tmp_path, reason, status, kept
 ):
     tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=4, checkpoint__async_save=True)
-    ended = ranks(2, stop_the_second_rank, tree, how, start_world=False)
+    ended = ranks(2, stop_the_second_rank, tree, reason, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == status, ended
-    stopped = f"stopped after step 6 ({how}), checkpoint at {tmp_path}/checkpoints/step-00000006;"
-    assert how == "nan" or ended[0].message.startswith(stopped)
+    stopped = (
+        f"stopped after step 6 ({reason}), checkpoint at {tmp_path}/checkpoints/step-00000006;"
+    )
+    assert reason == "nan" or ended[0].message.startswith(stopped)
     assert steps_kept(tmp_path) == kept
 
 
-def test_the_deadline_stops_a_run_behind_a_checkpoint(ranks, tiny_data, tmp_path):
+def test_deadline_stops_a_run_after_a_checkpoint(ranks, tiny_data, tmp_path):
     settings = {"train__deadline_s": 0.01, "checkpoint__interval": 1}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
-    ended = ranks(2, run_with_held_writes, tree, {}, start_world=False)
+    ended = ranks(2, run_with_delayed_writes, tree, {}, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 3
     assert "the deadline has passed" in ended[0].message
     assert len(metrics_of(tmp_path)) == 1 and steps_kept(tmp_path) == [1]
 
 
-def a_deadline_that_has_passed() -> str | None:
-    time.sleep(0.2)  # as long imports, checks and a meeting
+def reason_after_a_deadline() -> str | None:
+    time.sleep(0.2)  # in place of imports, checks and the rendezvous
     return StopRequest(0.2).agreed(ALONE, torch.device("cpu"))
 
 
-def test_the_deadline_counts_from_the_start_of_the_process(ranks):
-    assert ranks(1, a_deadline_that_has_passed) == ["the deadline has passed"]
+def test_deadline_counts_from_the_start_of_the_process(ranks):
+    assert ranks(1, reason_after_a_deadline) == ["the deadline has passed"]
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Return what a run prints whose disk has no room for the files for transformers."""
+    """Return the output of a run whose disk has no space for the files for transformers."""
 
     def complete_hf(*_: object) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
@@ -344,7 +353,7 @@ def run_on_full_disk(tree: dict[str, Any]) -> str:
     return told_by(tree)
 
 
-def test_model_whose_tokenizer_does_not_fit_is_not_sealed(ranks, tiny_data, tmp_path):
+def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
     (output,) = ranks(1, run_on_full_disk, tree, start_world=False)
     assert "warning: step 2 is not saved" in output and "No space left on device" in output
@@ -376,28 +385,26 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
 
 
 @BOTH
-def test_a_model_that_a_kill_left_unmade_is_made_as_the_run_goes_on(
-    ranks, tiny_data, tmp_path, beside
-):
-    """The full one of its step had been sealed; both stages have a part of it."""
+def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
+    """The full checkpoint of its step is committed, and each stage has weights of the model."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
-    settings |= {"checkpoint__async_save": beside}
+    settings |= {"checkpoint__async_save": async_save}
     tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
     train_on(ranks, 2, tree)
     model = manager.model_path(tmp_path, 10)
-    made = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
+    written = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
     shutil.rmtree(model)
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=11))
     manager.read_manifest(model).verify()
-    assert made == {path.name: path.read_bytes() for path in model.glob("*.safetensors")} != {}
+    assert written == {path.name: path.read_bytes() for path in model.glob("*.safetensors")} != {}
     assert (
         manager.read_manifest(model).tokens
         == manager.read_manifest(manager.full_path(tmp_path, 10)).tokens
     )
 
 
-def run_and_note_order(tree: dict[str, Any]) -> list[str]:
-    """What was made durable and renamed, in order, by the name of the file."""
+def run_and_record_order(tree: dict[str, Any]) -> list[str]:
+    """Return the calls of fsync and rename in order, with the names of the files."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -414,33 +421,37 @@ def run_and_note_order(tree: dict[str, Any]) -> list[str]:
 
 
 @BOTH
-def test_the_curve_is_durable_before_the_checkpoint_that_goes_on_from_it(
-    ranks, tiny_data, tmp_path, beside
+def test_metrics_are_durable_before_the_checkpoint_of_their_step(
+    ranks, tiny_data, tmp_path, async_save
 ):
-    """And the oldest slot leaves its name only behind the seal of the newest."""
-    settings = {"train__max_steps": 3, "checkpoint__interval": 1, "checkpoint__async_save": beside}
+    """The oldest full checkpoint is renamed only after the commit of the newest."""
+    settings = {
+        "train__max_steps": 3,
+        "checkpoint__interval": 1,
+        "checkpoint__async_save": async_save,
+    }
     tree = tiny_tree(tiny_data, tmp_path, **settings)
-    (order,) = ranks(1, run_and_note_order, tree, start_world=False)
+    (order,) = ranks(1, run_and_record_order, tree, start_world=False)
     for step in (1, 2, 3):
-        sealed = order.index(f"rename step-{step:08d}")
-        manifest = max(n for n in range(sealed) if order[n] == "rename manifest.json")
-        begun = order.index(f"rename step-{step - 1:08d}") if step > 1 else 0
+        committed = order.index(f"rename step-{step:08d}")
+        manifest = max(n for n in range(committed) if order[n] == "rename manifest.json")
+        start = order.index(f"rename step-{step - 1:08d}") if step > 1 else 0
         for needed in ("fsync metrics.jsonl", "fsync shard-00000.bin", "fsync index.jsonl"):
-            assert needed in order[begun:manifest], (step, needed)
-        assert order[sealed + 1] == "fsync checkpoints"
+            assert needed in order[start:manifest], (step, needed)
+        assert order[committed + 1] == "fsync checkpoints"
     removed = next(
-        n for n, what in enumerate(order) if what.startswith("rename .removed-step-00000001.")
+        n for n, call in enumerate(order) if call.startswith("rename .removed-step-00000001.")
     )
     assert removed > order.index("rename step-00000003") + 1
 
 
-def stop_and_look(tree: dict[str, Any]) -> bool:
-    """Whether the checkpoint of the last step stands when it is evaluated."""
-    plain, found = Run.evaluate, []
+def stop_and_check_order(tree: dict[str, Any]) -> bool:
+    """Return True if the checkpoint of the last step exists when the step is evaluated."""
+    plain, exists = Run.evaluate, []
 
     def evaluate(run: Run, step: int) -> None:
         plain(run, step)
-        found.append(manager.full_path(tree["train"]["run_dir"], step).is_dir())
+        exists.append(manager.full_path(tree["train"]["run_dir"], step).is_dir())
 
     def before(step: int) -> None:
         if step == 4:
@@ -448,12 +459,12 @@ def stop_and_look(tree: dict[str, Any]) -> bool:
 
     Run.evaluate = evaluate
     assert run_with(tree, before).status == 3
-    assert found[:-1] == [False] * 3
-    return found[-1]
+    assert exists[:-1] == [False] * 3
+    return exists[-1]
 
 
-def test_who_is_asked_to_stop_saves_before_anything_else(ranks, tiny_data, tmp_path):
+def test_stopped_run_saves_before_it_evaluates(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__eval_interval=1)
     tree["data"]["eval_path"] = str(tiny_data / "eval")
-    assert ranks(2, stop_and_look, tree, start_world=False) == [True, True]
+    assert ranks(2, stop_and_check_order, tree, start_world=False) == [True, True]
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 4
