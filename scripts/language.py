@@ -78,8 +78,6 @@ EXEMPT = (
     "tests/golden/v1",
     "tests/test_language.py",
     # Not rewritten yet.
-    "tests/train/test_full_checkpoints.py",
-    "tests/train/test_launchers.py",
     "tests/train/test_layout_runs.py",
     "tests/train/test_parameter_groups.py",
     "tests/train/test_residency.py",

@@ -1,4 +1,4 @@
-"""Full checkpoints on real ranks: any layout to any other to the bit, read once, never half."""
+"""Full checkpoints on real ranks: loaded bit-identically under any layout, each byte read once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BLOCK = 10_000
 
 
 class Built(NamedTuple):
-    """A rank's states, and the parts of whole tensors that they are."""
+    """States of a rank, and its model, whose layout places them in whole tensors."""
 
     states: RankStates
     shard: RankModel
 
 
 def build(tree: dict[str, Any]) -> Built:
-    # So that there are many:
+    # Small, so that a file has many blocks and stripes.
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
     distribute.STRIPE = 3000
     config, _, groups, _, shard = make_shard(tree)
@@ -53,46 +53,46 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Values that only this tensor has; among them those that addition may change."""
+    """Return values that only this tensor has, with -0.0 among them, which addition may change."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
     return tensor
 
 
-def pieces(built: Built):
-    """(state, this rank's memory of a parameter, what should be there) of all it holds."""
-    for one in built.states.shards:
-        for slot in one.chunk.slots:
-            low = max(slot.start, one.first)
-            high = min(slot.stop, one.first + one.chunk.shard_length)
+def slices(built: Built):
+    """Yield a state's name, this rank's memory of a parameter and the values it should hold."""
+    for shard in built.states.shards:
+        for slot in shard.chunk.slots:
+            low = max(slot.start, shard.first)
+            high = min(slot.stop, shard.first + shard.chunk.shard_length)
             placement = built.shard.layout.placements[slot.name]
             for state in STATES:
-                part = placement.slice_of(whole(state, slot.name, placement.shape)).reshape(-1)
-                memory = one.states[state]
+                local = placement.slice_of(whole(state, slot.name, placement.shape)).reshape(-1)
+                memory = shard.states[state]
                 if low < high:
-                    here = memory[low - one.first : high - one.first]
-                    yield state, here, part[low - slot.start : high - slot.start]
+                    actual = memory[low - shard.first : high - shard.first]
+                    yield state, actual, local[low - slot.start : high - slot.start]
 
 
 def save(tree: dict[str, Any], final: str) -> None:
     built = build(tree)
-    for _, memory, value in pieces(built):
+    for _, memory, value in slices(built):
         memory.copy_(value)
     config = make_config(tree)
     save_full(built.states, Path(final), scatter=config.checkpoint.scatter, step=1)
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
-    """What this rank opened and read, after a look at every bit."""
+    """Return the number of files that this rank opened and of bytes it read; compare each bit."""
     built, manifest = build(tree), manager.read_manifest(final)
-    for one in built.states.shards:
-        for memory in one.states.values():
+    for shard in built.states.shards:
+        for memory in shard.states.values():
             memory.fill_(math.nan)
     shards.traffic.update(opens=0, bytes=0)
-    how = make_config(tree).checkpoint.distribute
-    assert load_full(built.states, manifest, how) == ""
-    for state, memory, value in pieces(built):
+    method = make_config(tree).checkpoint.distribute
+    assert load_full(built.states, manifest, method) == ""
+    for state, memory, value in slices(built):
         assert torch.equal(memory.view(torch.int32), value.view(torch.int32)), state
     return dict(shards.traffic)
 
@@ -109,33 +109,33 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
-    """Many ranks hold a byte, one opens its file and reads it."""
+    """Many ranks need a byte; a single rank opens its file and reads it."""
     settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
     settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
     tree = tiny_tree("d", "r", **settings)
     ranks(size, save, tree, str(tmp_path / "c"), start_world=False)
     read = ranks(size, load, tree, str(tmp_path / "c"), start_world=False)
     index = manager.read_manifest(tmp_path / "c").index()
-    assert sum(one["opens"] for one in read) == len(index.shards) == size
+    assert sum(count["opens"] for count in read) == len(index.shards) == size
     headers = size * shards.HEADER_BYTES
     total = sum(shard.size for shard in index.shards)
-    assert sum(one["bytes"] for one in read) == total + headers
-    assert max(one["bytes"] for one in read) < 1.1 * sum(one["bytes"] for one in read) / size
+    assert sum(count["bytes"] for count in read) == total + headers
+    assert max(count["bytes"] for count in read) < 1.1 * (total + headers) / size
 
 
-@pytest.mark.parametrize("how", ["broadcast", "all_reduce"])
-def test_what_both_end_stages_hold_is_loaded_to_the_bit(ranks, tmp_path, how):
-    """Tied embeddings: the last stage's shards, cut in another way, are the first's."""
-    tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": how}
+@pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
+def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
+    """The last stage divides the embedding of the first stage into other shards."""
+    tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
     for function, tree in ((save, saved), (load, loaded)):
         ranks(4, function, tree, str(tmp_path / "c"), start_world=False)
 
 
-def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tmp_path):
-    """On one rank of two; the step behind the other is done again, stands once in the curve, and
-    the run is that without damage."""
+def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
+    """The shard of a rank is damaged. The step after the older checkpoint is repeated, appears once
+    in the metrics, and the run equals the run without damage."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -143,14 +143,14 @@ def test_damage_found_while_loading_leads_to_the_other_slot(ranks, tiny_data, tm
     flip(manager.full_path(run, 3) / "shard-00001.bin", 0.5)
     train_on(ranks, 2, tiny_tree(tiny_data, run, **few))
     assert_same_run(tmp_path / "unbroken", run)
-    aside = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
-    assert len(aside) == 1 and aside[0].startswith("step-00000003")
+    quarantined = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
+    assert len(quarantined) == 1 and quarantined[0].startswith("step-00000003")
     (cut,) = (run / "log").glob("metrics-cut-*.jsonl")
     assert [line["step"] for line in read_json_lines(cut)] == [3]
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:
-    """Of the second rank's shard file, in a run."""
+    """Run while the first read of the second rank's shard file fails."""
     plain, failures = ShardReader.read, [errno.EIO]
 
     def read(reader: ShardReader, *arguments: Any) -> None:
@@ -163,7 +163,7 @@ def fail_a_read_once(tree: dict[str, Any]) -> None:
     assert os.environ["RANK"] == "0" or not failures
 
 
-def test_a_read_that_fails_once_sends_no_run_back(ranks, tiny_data, tmp_path):
+def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_path):
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, train__stop_at_step=3, **few))
     tree = tiny_tree(tiny_data, tmp_path, **few)
@@ -172,8 +172,8 @@ def test_a_read_that_fails_once_sends_no_run_back(ranks, tiny_data, tmp_path):
     assert not (tmp_path / "checkpoints" / "set-aside").exists()
 
 
-def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_path):
-    """Though the only full checkpoint had been read in part before its damage was found."""
+def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
+    """The only full checkpoint is damaged near its end, so some of its moments were read before."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"
@@ -188,7 +188,7 @@ def test_a_model_that_is_left_begins_with_fresh_moments(ranks, tiny_data, tmp_pa
     assert_same_run(run, fresh)
 
 
-def test_without_any_valid_slot_a_run_does_not_begin_anew(ranks, tiny_data, tmp_path):
+def test_run_without_a_valid_full_checkpoint_does_not_start_again(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
     for step in (1, 2):

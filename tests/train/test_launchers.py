@@ -1,4 +1,4 @@
-"""`optimus train` under the launchers of clusters: the metrics of one process, and clear ends."""
+"""`optimus train` under cluster launchers: metrics equal those of one process, errors are clear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.test_slurm import needs_slurm, under_slurm
-from tests.helpers import pbs as pbs_stand_ins
+from tests.helpers import pbs as fake_pbs
 from tests.helpers.programs import ROOT, install, mpiexec, started
 from tests.helpers.runs import metrics_of, train_on
 from tests.helpers.tiny import tiny_tree
@@ -25,7 +25,7 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """A run's configuration; the run of one process lies beside it in `one`."""
+    """Return the configuration of a run; folder `one` next to it has the run of one process."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -47,8 +47,8 @@ def free_port() -> str:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
-def test_ranks_of_a_real_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """Open MPI's ranks find each other by themselves; MPICH names no job to make a port from."""
+def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
+    """Open MPI ranks find each other; MPICH gives no job name to derive a port from, so set one."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -57,7 +57,7 @@ def test_ranks_of_a_real_mpiexec_train_to_the_same_bits(config, tmp_path, kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
+def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_path, kind):
     run = f"train.run_dir={tmp_path}"
     done = train_by(mpiexec(kind, 3), config, run, "parallel.pp=2")
     (line,) = our_lines(done)
@@ -72,8 +72,8 @@ def test_a_mistake_is_told_by_one_rank_of_mpiexec(config, tmp_path, kind):
 
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, setting):
-    """MPICH ends nobody when a rank does: ranks agree on who speaks, and all end alike."""
+def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
+    """MPICH ends no rank when another ends: ranks agree on which prints, and all exit with 2."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -83,100 +83,102 @@ def test_what_every_rank_finds_by_itself_is_told_once(config, tmp_path, kind, se
 
 @pytest.fixture
 def optimus(tmp_path) -> Path:
-    """The command, and stand-ins for qsub and the mpiexec of PALS in the same folder."""
-    pbs_stand_ins.install(tmp_path / "bin")
+    """Return the command; fakes of qsub and of the mpiexec of PALS are in the same folder."""
+    fake_pbs.install(tmp_path / "bin")
     return install(tmp_path / "bin" / "optimus", "optimus.cli")
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):
-    """2 x 2 ranks by the job script. The stand-in's hosts have no names: rank 0 is here."""
-    how = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
+    """Start 2 x 2 ranks with the job script. Hosts of the fake have no names: use 127.0.0.1."""
+    command = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
     path = f"{optimus.parent}:{os.environ['PATH']}"
     environ = {"PATH": path, "OPTIMUS": str(optimus), "MASTER_ADDR": "127.0.0.1"} | more
-    return started([*how, "--", str(config), *settings], **environ)
+    return started([*command, "--", str(config), *settings], **environ)
 
 
-def test_a_pbs_job_trains_to_the_same_bits(optimus, config, tmp_path):
+def test_pbs_job_trains_to_the_same_bits(optimus, config, tmp_path):
     run = f"train.run_dir={tmp_path / 'run'}"
     done = pbs(optimus, config, run, *TWO_BY_TWO, MASTER_PORT=free_port())
     assert done.returncode == 0, done.stderr
     assert metrics_of(tmp_path / "run") == metrics_of(config.parent / "one")
 
 
-def test_a_pbs_job_that_cannot_start_says_why_once(optimus, config, tmp_path):
+def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_path):
     run = f"train.run_dir={tmp_path / 'run'}"
     done = pbs(optimus, config, run, "parallel.pp=8")
     (line,) = our_lines(done)
     assert done.returncode == 2 and "start 8 ranks or change the sizes" in line
     done = pbs(optimus, config, run, MASTER_ADDR="nowhere.invalid")
-    lines = our_lines(done)  # each rank asks its own machine; the first to say so ends the others
+    lines = our_lines(done)  # each rank resolves the name; the first that fails ends the others
     assert done.returncode == 2 and "nowhere.invalid is no host" in lines[0]
     done = pbs(optimus, config, run, MASTER_PORT="99999")
     assert done.returncode == 2 and "MASTER_PORT=99999 is no port" in our_lines(done)[0]
 
 
 @pytest.fixture
-def accepts(tmp_path) -> Path:
-    """Stands in for a command that finds nothing wrong with a run."""
+def fake_optimus(tmp_path) -> Path:
+    """Return a fake of the command `optimus` that accepts any run."""
     program = tmp_path / "opti mus"
     program.symlink_to("/bin/true")
     return program
 
 
-def dry(program: Path, script: Path, *given: str, **more: str) -> list[str]:
+def dry_run_of(program: Path, script: Path, *options: str, **more: str) -> list[str]:
     environ = os.environ | {"OPTIMUS": str(program), "PATH": "/usr/bin:/bin"} | more
-    command = [str(script), "--dry-run", *given, "--", "a b.toml", "parallel.pp=2"]
+    command = [str(script), "--dry-run", *options, "--", "a b.toml", "parallel.pp=2"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(("script", "dry_run"), [(PBS, False), (SLURM, True)])
-def test_a_job_script_refuses_what_the_run_would(optimus, tiny_data, tmp_path, script, dry_run):
-    """Before anything is submitted; for as many ranks as the job has."""
+def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, script, dry_run):
+    """The script checks the run for the job's number of ranks before it submits the job."""
     config = write_config(tmp_path / "a b.toml", tiny_tree(tiny_data, tmp_path / "run"))
     submitted = optimus.parent / "submitted"
     for name in ("qsub", "sbatch"):
         (optimus.parent / name).write_text(f"#!/bin/sh\ntouch {submitted}\n")
         (optimus.parent / name).chmod(0o755)
     environ = {"PATH": f"{optimus.parent}:{os.environ['PATH']}", "OPTIMUS": str(optimus)}
-    how = [str(script), *["--dry-run"] * dry_run, "--nodes", "2", "--ranks", "3"]
-    for setting, told in (
+    command = [str(script), *["--dry-run"] * dry_run, "--nodes", "2", "--ranks", "3"]
+    for setting, message in (
         ("optim.learning_rate=1", "unknown key optim.learning_rate"),
         ("parallel.pp=4", "the world of 6 ranks"),
         ("train.global_batch_tokens=0 data.path=/nowhere", "/nowhere"),
     ):
-        done = started([*how, "--", str(config), *setting.split()], **environ)
+        done = started([*command, "--", str(config), *setting.split()], **environ)
         (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and told in line and done.stdout == ""
+        assert done.returncode == 2 and message in line and done.stdout == ""
     assert not submitted.exists() and not (tmp_path / "run").exists()
     skip = ["--skip-data-check", "--", str(config), "train.global_batch_tokens=0"]
-    done = started([*how, *skip, "data.path=/nowhere"], **environ)
+    done = started([*command, *skip, "data.path=/nowhere"], **environ)
     assert done.returncode == 0, done.stderr
     assert "6 ranks (dp 6)" in done.stderr and submitted.exists() != dry_run
 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
-def test_a_submission_ends_with_the_status_of_its_command(accepts, tmp_path, script, command):
+def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
     """The command may end without reading a job that is longer than a pipe's buffer."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(accepts)}
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}
     settings = [f"data.path={'x' * 100_000}"]
     done = started([str(script), "--", "a.toml", *settings], **environ)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(accepts, tmp_path):
-    submit, *_, launch = dry(accepts, PBS, "--nodes", "256", "--queue", "prod", "--account", "P")
+def test_dry_run_of_pbs_prints_both_commands_and_runs_neither(fake_optimus, tmp_path):
+    submit, *_, launch = dry_run_of(
+        fake_optimus, PBS, "--nodes", "256", "--queue", "prod", "--account", "P"
+    )
     assert (
         submit.startswith("qsub -v ")
         and "OPTIMUS\\," in submit
         and "select=256" in submit
         and "-q prod -A P" not in submit
     )
-    for part in ("-A P", "-q prod", "filesystems=home:flare", "place=scatter", "-k doe"):
-        assert part in submit
-    for part in (
+    for option in ("-A P", "-q prod", "filesystems=home:flare", "place=scatter", "-k doe"):
+        assert option in submit
+    for setting in (
         *("WORLD_SIZE=3072", "LOCAL_WORLD_SIZE=12", "-n 3072 --ppn 12", "TMPDIR=/tmp"),
         *("ZE_FLAT_DEVICE_HIERARCHY=FLAT", "CCL_PROCESS_LAUNCHER=pmix", "CCL_OP_SYNC=1"),
         *(
@@ -184,32 +186,32 @@ def test_a_dry_run_of_pbs_prints_both_commands_and_runs_neither(accepts, tmp_pat
             f":76-79 {tmp_path}/opti\\ mus train a\\ b.toml parallel.pp=2",
         ),
     ):
-        assert part in launch, part
-    assert "CCL_OP_SYNC" not in dry(accepts, PBS, "--nodes", "2")[-1]
-    assert "CCL_KVS_MODE" not in dry(accepts, PBS, CCL_KVS_MODE="pmi")[-1]
-    assert "--cpu-bind=list:4-7:8-11 " in dry(accepts, PBS, "--ranks", "2")[-1]
+        assert setting in launch, setting
+    assert "CCL_OP_SYNC" not in dry_run_of(fake_optimus, PBS, "--nodes", "2")[-1]
+    assert "CCL_KVS_MODE" not in dry_run_of(fake_optimus, PBS, CCL_KVS_MODE="pmi")[-1]
+    assert "--cpu-bind=list:4-7:8-11 " in dry_run_of(fake_optimus, PBS, "--ranks", "2")[-1]
     hosts = tmp_path / "hosts"
     hosts.write_text("x41c5.hostmgmt2102.cm.aurora.alcf.anl.gov\nx42.else\n")
-    launch = dry(accepts, PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
+    launch = dry_run_of(fake_optimus, PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
     assert "MASTER_ADDR=x41c5.hsn.cm.aurora.alcf.anl.gov mpiexec" in launch
     hosts.write_text("x7\n")
-    assert "MASTER_ADDR=x7 mpiexec" in dry(accepts, PBS, PBS_NODEFILE=str(hosts))[-1]
+    assert "MASTER_ADDR=x7 mpiexec" in dry_run_of(fake_optimus, PBS, PBS_NODEFILE=str(hosts))[-1]
 
 
-def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither(accepts):
-    how = ["--nodes", "4", "--ranks", "8", "--gpus", "8", "--cpus", "6", "--account", "P"]
-    submit, *_, launch = dry(accepts, SLURM, *how)
-    for part in ("sbatch", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--account=P"):
-        assert part in submit
+def test_dry_run_of_slurm_prints_both_commands_and_runs_neither(fake_optimus):
+    options = ["--nodes", "4", "--ranks", "8", "--gpus", "8", "--cpus", "6", "--account", "P"]
+    submit, *_, launch = dry_run_of(fake_optimus, SLURM, *options)
+    for word in ("sbatch", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--account=P"):
+        assert word in submit
     assert launch.rstrip() == (
         "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --kill-on-bad-exit=1 --export=ALL "
-        f"--cpus-per-task=6 --cpu-bind=cores {accepts.parent}/opti\\ mus train a\\ b.toml "
+        f"--cpus-per-task=6 --cpu-bind=cores {fake_optimus.parent}/opti\\ mus train a\\ b.toml "
         "parallel.pp=2"
     )
 
 
 @pytest.mark.parametrize(
-    ("script", "given", "told"),
+    ("script", "options", "message"),
     [
         (PBS, ["--queue", "prod", "--nodes", "2", "--", "a"], "takes 256 to 10624 nodes"),
         (PBS, ["--ranks", "0", "--", "a"], "--nodes and --ranks are whole numbers above 0"),
@@ -219,13 +221,13 @@ def test_a_dry_run_of_slurm_prints_both_commands_and_runs_neither(accepts):
         (SLURM, ["--nodes"], "--nodes needs a value"),
     ],
 )
-def test_a_mistake_of_a_job_script_is_one_line(script, given, told):
-    done = subprocess.run([str(script), *given], capture_output=True, text=True)
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+def test_job_script_refuses_wrong_options_in_a_line(script, options, message):
+    done = subprocess.run([str(script), *options], capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 @needs_slurm
-def test_slurm_jobs_train_to_the_same_bits_and_end_clearly(tmp_path):
+def test_slurm_jobs_train_to_the_same_bits_and_print_their_errors(tmp_path):
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "train_slurm.py")]
     done = under_slurm(tmp_path, *drill)
     assert done.returncode == 0, done.stdout + done.stderr
