@@ -77,10 +77,6 @@ EXEMPT = (
     # Texts that are kept as they are: input of tests.
     "tests/golden/v1",
     "tests/test_language.py",
-    # Not rewritten yet.
-    "tests/train/test_layout_runs.py",
-    "tests/train/test_parameter_groups.py",
-    "tests/train/test_residency.py",
 )
 
 _PATTERN = re.compile(r"\b(?:" + "|".join(f"({word})" for word in WORDS) + r")\b", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Whole runs over divided models: resumed on other layouts, poisoned, and left alone by a peer."""
+"""Runs of models divided over ranks: resumed on other layouts, with NaN, and with a lost rank."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def sizes(**axes) -> dict:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_pipelines_and_replicas_may_change_between_two_lives(ranks, tiny_data, tmp_path, tied):
+def test_pipelines_and_replicas_may_change_on_resume(ranks, tiny_data, tmp_path, tied):
     model = FEW | {"model__tie_embeddings": tied, "data__document_mask": tied}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", **model))
-    lives = [
+    layouts = [
         (4, sizes(pp=2, stage_layers=[1, 3]) | {"train__stop_at_step": 2}),
         (2, sizes(dp=2) | {"train__stop_at_step": 3}),
         (4, sizes(pp=4, schedule="zb-h1") | {"train__stop_at_step": 4}),
         (1, sizes(schedule="interleaved", virtual_stages=4) | {"train__stop_at_step": 5}),
         (2, sizes(pp=2, schedule="interleaved", virtual_stages=2)),
     ]
-    for size, layout in lives:
+    for size, layout in layouts:
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "pieces", **model, **layout))
     assert_same_run(tmp_path / "unbroken", tmp_path / "pieces")
 
 
-def test_tensor_and_expert_parallelism_may_change_too(ranks, tiny_data, tmp_path):
+def test_tensor_and_expert_parallelism_may_change_on_resume(ranks, tiny_data, tmp_path):
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", **FEW))
-    lives = [
+    layouts = [
         (4, sizes(ep=2, tp=2) | {"train__stop_at_step": 2}),
         (2, sizes(tp=2, sequence_parallel=True) | {"train__stop_at_step": 3}),
         (4, sizes(pp=2, ep=2) | {"train__stop_at_step": 5}),
         (1, {}),
     ]
-    for size, layout in lives:
+    for size, layout in layouts:
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "pieces", **FEW, **layout))
-    one, many = metrics_of(tmp_path / "unbroken"), metrics_of(tmp_path / "pieces")
-    assert [line["step"] for line in many] == [1, 2, 3, 4, 5, 6]
-    for a, b in zip(one, many, strict=True):
+    expected, resumed = metrics_of(tmp_path / "unbroken"), metrics_of(tmp_path / "pieces")
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(expected, resumed, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
 
 
 CACHE = {"optim__sharding": "epso", "optim__resident": "cache", "optim__chunk_length": 2000}
 
 
-@pytest.mark.parametrize("what", ["parameter", "gradient"])
+@pytest.mark.parametrize("target", ["parameter", "gradient"])
 @pytest.mark.parametrize(
     ("layout", "layer"),
     [
@@ -74,21 +74,21 @@ CACHE = {"optim__sharding": "epso", "optim__resident": "cache", "optim__chunk_le
         pytest.param(sizes(tp=2), "q_proj", id="tp2"),
     ],
 )
-def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, layer, what):
+def test_nan_of_a_rank_is_reported_on_all_ranks(ranks, tiny_data, tmp_path, layout, layer, target):
     tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=1, **layout)
-    found = ranks(2, poison, tree, 1, what, layer, start_world=False)
-    words = [word.split("|") for word in found]
-    assert words[0][1] == words[1][1]
-    name, message = words[1]
-    for part in ("rank 1", "step 3", what, name):
-        assert part in message
+    results = ranks(2, poison, tree, 1, target, layer, start_world=False)
+    reports = [result.split("|") for result in results]
+    assert reports[0][1] == reports[1][1]
+    name, message = reports[1]
+    for words in ("rank 1", "step 3", target, name):
+        assert words in message
     assert manager.newest_valid(tmp_path).step == 2  # nothing was saved with NaN in it
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
 
 
 @pytest.mark.parametrize(
-    ("layout", "bad_rank", "layer", "what"),
+    ("layout", "bad_rank", "layer", "target"),
     [
         (sizes(tp=2), 1, "q_proj", "output"),
         (sizes(tp=2), 1, "q_proj", "slope"),
@@ -104,38 +104,42 @@ def test_nan_on_one_rank_is_named_on_all(ranks, tiny_data, tmp_path, layout, lay
         (sizes(dp=2, tp=2) | CACHE, 3, "q_proj", "slope"),
     ],
 )
-def test_a_nan_that_collectives_spread_is_named_where_it_began(
-    ranks, tiny_data, tmp_path, layout, bad_rank, layer, what
+def test_nan_that_collectives_spread_is_reported_with_its_first_rank(
+    ranks, tiny_data, tmp_path, layout, bad_rank, layer, target
 ):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, **layout)
     size = math.prod(layout.get(f"parallel__{axis}", 1) for axis in ("pp", "dp", "ep", "tp"))
-    words = ranks(size, poison, tree, bad_rank, what, layer, start_world=False)
-    name, message = words[bad_rank].split("|")
+    reports = ranks(size, poison, tree, bad_rank, target, layer, start_world=False)
+    name, message = reports[bad_rank].split("|")
     assert f"on rank {bad_rank} " in message and "more ranks" not in message
-    assert f"layer {name.removesuffix('.weight')} " in message or what == "slope"
-    assert len({word.split("|")[1] for word in words}) == 1
+    assert f"layer {name.removesuffix('.weight')} " in message or target == "slope"
+    assert len({report.split("|")[1] for report in reports}) == 1
     marked = [path.name for path in (tmp_path / "log").iterdir()]
     assert marked == [f"nonfinite-rank{bad_rank}.json"]
 
 
-def lose_a_peer(tree: dict, how: int) -> None:
-    """Rank 1 is gone, or hangs, in the middle of step 2: as its second microbatch begins."""
+def lose_a_peer(tree: dict, signal_number: int) -> None:
+    """Kill or stop rank 1 in the middle of step 2, as its second microbatch begins."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
 
     def leave(*args, **kwargs):
         calls.append(1)
         if run.world.rank == 1 and len(calls) == 6:
-            os.kill(os.getpid(), how)
+            os.kill(os.getpid(), signal_number)
         return forward(*args, **kwargs)
 
     run.model.run_blocks = leave
     run.go()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"]
+)
 @pytest.mark.parametrize("axis", ["pp", "dp", "ep", "tp"])
-def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, axis, how):
+def test_rank_that_waits_for_a_lost_rank_reports_its_action(
+    ranks, tiny_data, tmp_path, axis, signal_number
+):
     tree = tiny_tree(
         tiny_data,
         tmp_path,
@@ -144,12 +148,13 @@ def test_whoever_waits_for_a_lost_rank_says_where(ranks, tiny_data, tmp_path, ax
         **sizes(**{axis: 2}),
     )
     with pytest.raises(RanksFailed) as failed:
-        ranks(2, lose_a_peer, tree, how, start_world=False, timeout_s=60, grace_s=4)
+        ranks(2, lose_a_peer, tree, signal_number, start_world=False, timeout_s=60, grace_s=4)
     error = failed.value.outcomes[0].value()
     assert isinstance(error, LostPeerError) and error.exit_code == 5
-    wanted = "another rank has ended" if how == signal.SIGKILL else "within parallel.timeout_s"
-    place = r"the rank was at (F|B|REDUCE_GRAD)\(stage 0, microbatch \d\)"
-    assert re.search(f" over {axis} did not complete: .*{wanted}; {place}", str(error)), error
+    is_killed = signal_number == signal.SIGKILL
+    reason = "another rank has ended" if is_killed else "within parallel.timeout_s"
+    action = r"the rank was at (F|B|REDUCE_GRAD)\(stage 0, microbatch \d\)"
+    assert re.search(f" over {axis} did not complete: .*{reason}; {action}", str(error)), error
 
 
 def train_without_the_last(tree: dict) -> RunEnded | None:
@@ -164,7 +169,7 @@ def train_without_the_last(tree: dict) -> RunEnded | None:
     return None
 
 
-def test_a_lost_rank_is_printed_by_one_of_the_others(ranks, tiny_data, tmp_path):
+def test_lost_rank_is_reported_by_a_single_rank(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__global_batch_tokens=3 * 32)
     with pytest.raises(RanksFailed) as failed:
         ranks(3, train_without_the_last, tree, start_world=False, timeout_s=40, grace_s=8)

@@ -32,9 +32,9 @@ def is_frozen(name: str) -> bool:
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
-def test_two_updates_are_those_of_torch_with_the_same_groups(clip_norm):
-    """Warm-up included: lr_scale multiplies what the schedule says. Clipping is by the norm of all
-    that is trained, of whatever group."""
+def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
+    """During warm-up too: lr_scale multiplies the rate of the schedule. The norm for clipping is
+    that of all trained parameters of all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)
@@ -61,21 +61,21 @@ def test_two_updates_are_those_of_torch_with_the_same_groups(clip_norm):
         (terms.ce_sum / 31 + 0.01 * terms.aux + 0.001 * terms.z).backward()
         trained = [group["params"][0] for group in adamw.param_groups]
         limit = clip_norm or 1e9
-        theirs = float(torch.nn.utils.clip_grad_norm_(trained, limit))
-        assert norm == pytest.approx(theirs, rel=1e-5) and norm > 0.2
+        torch_norm = float(torch.nn.utils.clip_grad_norm_(trained, limit))
+        assert norm == pytest.approx(torch_norm, rel=1e-5) and norm > 0.2
         for group in adamw.param_groups:
             group["lr"] = optim.lr * step / optim.warmup_steps * rate[group["name"]]
         adamw.step()
-    for name, ours in shard.model.named_parameters():
-        torch.testing.assert_close(ours, by_name[name], rtol=0, atol=2e-6, msg=name)
+    for name, parameter in shard.model.named_parameters():
+        torch.testing.assert_close(parameter, by_name[name], rtol=0, atol=2e-6, msg=name)
     assert all((p.grad is None) is is_frozen(name) for name, p in shard.model.named_parameters())
 
 
-def test_chunks_hold_parameters_of_one_setting():
+def test_chunk_has_parameters_of_equal_settings():
     shard = make_shard(tiny_tree("d", "r", **RUN)).shard
     states = shard.make_states()
-    for one in states.chunks:
-        names = [slot.name for slot in one.chunk.slots]
+    for chunk_state in states.chunks:
+        names = [slot.name for slot in chunk_state.chunk.slots]
         assert len({("norm" in name, "experts" in name) for name in names}) == 1
         assert not any(map(is_frozen, names))
     frozen = [slot.name for slot in states.frozen.layout.slots]
@@ -86,8 +86,8 @@ def test_chunks_hold_parameters_of_one_setting():
 
 def test_layouts_train_to_the_same_bits(ranks, tiny_data, tmp_path):
     model = {"model__tie_embeddings": True, "train__dtype": "bf16"}
-    one = tmp_path / "one"
-    train_on(ranks, 1, tiny_tree(tiny_data, one, **RUN, **FEW, **model))
+    single = tmp_path / "single"
+    train_on(ranks, 1, tiny_tree(tiny_data, single, **RUN, **FEW, **model))
     for size, layout in (
         (2, {"optim__sharding": "so"}),
         (2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}),
@@ -97,30 +97,30 @@ def test_layouts_train_to_the_same_bits(ranks, tiny_data, tmp_path):
     ):
         other = tmp_path / "-".join([str(size), *map(str, layout.values())])
         train_on(ranks, size, tiny_tree(tiny_data, other, **RUN, **FEW, **model, **layout))
-        assert_same_run(one, other)
+        assert_same_run(single, other)
 
 
-def test_frozen_parameters_are_saved_and_a_run_resumes_on_other_ranks(ranks, tiny_data, tmp_path):
+def test_run_with_frozen_parameters_resumes_on_other_ranks(ranks, tiny_data, tmp_path):
     run = RUN | {"train__max_steps": 6, "train__dtype": "bf16"}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **run))
     for size, sharding, stop in ((2, "epso", 3), (1, "none", 0)):
         more = {"optim__sharding": sharding, "train__stop_at_step": stop}
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "two", **run, **more))
     assert_same_run(tmp_path / "one", tmp_path / "two")
-    begun = Transformer(make_config(tiny_tree("d", "r")).model)
-    initialise_(begun, 0)
+    initial = Transformer(make_config(tiny_tree("d", "r")).model)
+    initialise_(initial, 0)
     tensors = weights_of(tmp_path / "two")
-    for name, parameter in begun.named_parameters():
+    for name, parameter in initial.named_parameters():
         assert torch.equal(tensors[f"master.{name}"], parameter.bfloat16().float()) is is_frozen(
             name
         ) or (
-            "norm" in name  # begins with ones, and bf16 steps of masters may not show
+            "norm" in name  # starts at 1, where an update may be below the precision of bf16
         )
         assert (f"exp_avg.{name}" in tensors) is not is_frozen(name)
 
 
 @pytest.mark.parametrize("recomputed", [[], ["block"], ["norm", "moe"]], ids=str)
-def test_a_first_stage_may_be_frozen_whole(ranks, tiny_data, tmp_path, recomputed):
+def test_first_stage_may_be_frozen_completely(ranks, tiny_data, tmp_path, recomputed):
     run = FEW | {"optim__frozen": ["embed.*", "blocks.0.*"], "checkpoint__model_interval": 5}
     run |= {"recompute__modules": recomputed}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "one", **run))
@@ -131,34 +131,34 @@ def test_a_first_stage_may_be_frozen_whole(ranks, tiny_data, tmp_path, recompute
     assert "model.embed_tokens.weight" in saved
 
 
-def test_frozen_experts_are_measured_and_left_alone(ranks, tiny_data, tmp_path):
+def test_frozen_experts_are_timed_and_not_changed(ranks, tiny_data, tmp_path):
     run = {"train__max_steps": 1, "train__deterministic": False, "optim__warmup_steps": 0}
     run |= {"optim__frozen": ["*experts*"]}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "run", **run, parallel__ep=2))
-    begun = Transformer(make_config(tiny_tree("d", "r")).model)
-    initialise_(begun, 0)
+    initial = Transformer(make_config(tiny_tree("d", "r")).model)
+    initialise_(initial, 0)
     tensors = weights_of(tmp_path / "run")
-    for name, parameter in begun.named_parameters():
+    for name, parameter in initial.named_parameters():
         changed = not torch.equal(tensors[f"master.{name}"], parameter)
         assert changed is ("experts" not in name), name
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"optim__frozen": ["embed.*"]}, r"optim.frozen = .*must keep it"),
         ({"optim__groups": []}, r"optim.groups = \[\].*must keep it.*allow_change"),
     ],
 )
-def test_what_a_run_must_keep_is_refused_on_resume(ranks, tiny_data, tmp_path, change, told):
+def test_change_of_groups_is_refused_on_resume(ranks, tiny_data, tmp_path, change, message):
     run = {"train__max_steps": 2, "optim__warmup_steps": 0}
     run |= {"optim__groups": [{"pattern": "*norm*", "weight_decay": 0.0}]}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", **run, train__stop_at_step=1))
-    with pytest.raises(RanksFailed, match=told):
+    with pytest.raises(RanksFailed, match=message):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "run", **(run | change)))
 
 
-def test_a_pattern_that_names_nothing_is_refused_at_the_start(ranks, tiny_data, tmp_path):
+def test_pattern_without_a_match_is_refused_at_the_start(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", optim__frozen=["*nrom*"])
     with pytest.raises(RanksFailed, match=r"optim.frozen names '\*nrom\*', which matches no"):
         train_on(ranks, 1, tree)

@@ -1,4 +1,4 @@
-"""Gradients and parameters that are whole only while they are needed: the bits of whole ones."""
+"""Gradients and parameters gathered only while they are needed: bit-identical to resident ones."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ LAYOUTS = {
     "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
     "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""Ranks, settings, and the fewest slots that so and epso do with. What is recomputed, is so only
-where states are divided."""
+"""Ranks, settings, and the fewest slots that so and epso need. The unsharded resident run does not
+recompute."""
 
 
-def divisions(so: int, epso: int) -> list[dict]:
-    """With so many slots; whole states first."""
+def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
+    """Return settings of all shardings with these numbers of cache slots; unsharded first."""
     return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
         for sharding, resident, slots in (
             ("none", "all", 0),
             ("none", "parameters", 0),
-            ("so", "cache", so),
-            ("epso", "cache", epso),
+            ("so", "cache", so_slots),
+            ("epso", "cache", epso_slots),
             ("epso", "parameters", 0),
             ("so", "all", 0),
             ("epso", "all", 0),
@@ -85,33 +85,35 @@ def divisions(so: int, epso: int) -> list[dict]:
     ]
 
 
-DIVISIONS = divisions(3, 3)
+SHARDINGS = sharding_settings(3, 3)
 ALONE = {"start_world": False, "timeout_s": 120}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_divided_chunks_train_to_the_same_bits(ranks, layout):
-    size, run, (so, epso) = LAYOUTS[layout]
-    ways = divisions(so, epso)
-    trees = [tiny_tree("d", "r", **SMALL, **run, **division) for division in ways]
+def test_sharded_chunks_train_to_the_same_bits(ranks, layout):
+    size, run, (so_slots, epso_slots) = LAYOUTS[layout]
+    shardings = sharding_settings(so_slots, epso_slots)
+    trees = [tiny_tree("d", "r", **SMALL, **run, **sharding) for sharding in shardings]
     trees[0].pop("recompute", None)
-    poison = [division["optim__sharding"] == "so" for division in ways]
-    whole, *divided = ranks(size, run_several, trees, poison, **ALONE)[0]
-    for division, one in zip(ways[1:], divided, strict=True):
-        assert one.metrics == whole.metrics, division
-        assert one.final == whole.final, division
+    poison = [sharding["optim__sharding"] == "so" for sharding in shardings]
+    whole, *sharded = ranks(size, run_several, trees, poison, **ALONE)[0]
+    for sharding, result in zip(shardings[1:], sharded, strict=True):
+        assert result.metrics == whole.metrics, sharding
+        assert result.final == whole.final, sharding
 
 
-def test_without_the_mode_losses_agree(ranks):
+def test_losses_agree_without_deterministic_mode(ranks):
     fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
-    trees = [tiny_tree("d", "r", **SMALL, **fast, **division) for division in DIVISIONS]
-    whole, *divided = ranks(4, run_several, trees, [False] * len(trees), **ALONE)[0]
-    for one in divided:
-        for ours, theirs in zip(one.metrics, whole.metrics, strict=True):
-            assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+    trees = [tiny_tree("d", "r", **SMALL, **fast, **sharding) for sharding in SHARDINGS]
+    whole, *sharded = ranks(4, run_several, trees, [False] * len(trees), **ALONE)[0]
+    for result in sharded:
+        for actual, expected in zip(result.metrics, whole.metrics, strict=True):
+            assert actual[0] == pytest.approx(expected[0], abs=1e-6)
 
 
-def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data, tmp_path):
+def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
+    ranks, tiny_data, tmp_path
+):
     run = {
         "train__max_steps": 6,
         "optim__chunk_length": 2000,
@@ -119,19 +121,19 @@ def test_resumed_under_another_residency_evaluated_and_sampled(ranks, tiny_data,
         "train__sample_interval": 2,
         "train__sample_tokens": 4,
     }
-    one, many, stop, told = tmp_path / "one", tmp_path / "many", 0, ""
-    (expected,) = ranks(1, told_by, tiny_tree(tiny_data, one, **run), **ALONE)
-    for division in DIVISIONS[2:5]:
+    single, many, stop, log = tmp_path / "single", tmp_path / "many", 0, ""
+    (expected,) = ranks(1, told_by, tiny_tree(tiny_data, single, **run), **ALONE)
+    for sharding in SHARDINGS[2:5]:
         stop += 2
-        tree = tiny_tree(tiny_data, many, **run, **division, train__stop_at_step=stop)
-        told += ranks(2, told_by, tree, **ALONE)[0]
-    assert_same_run(one, many)
-    assert read_json_lines(one / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
-    ours, theirs = (re.findall("sample at step .*", text) for text in (told, expected))
-    assert ours == theirs and len(ours) == 3
+        tree = tiny_tree(tiny_data, many, **run, **sharding, train__stop_at_step=stop)
+        log += ranks(2, told_by, tree, **ALONE)[0]
+    assert_same_run(single, many)
+    assert read_json_lines(single / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
+    samples, expected_samples = (re.findall("sample at step .*", text) for text in (log, expected))
+    assert samples == expected_samples and len(samples) == 3
 
 
-def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tmp_path):
+def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp_path):
     """Dispatchers and recomputation are timed outside of any step."""
     run = {
         "parallel__ep": 2,
@@ -142,15 +144,16 @@ def test_what_is_measured_at_the_start_finds_its_parameters(ranks, tiny_data, tm
         "optim__warmup_steps": 0,
         "optim__chunk_length": 2000,
     }
-    for name, division in (("all", {}), ("cache", DIVISIONS[2])):
-        train_on(ranks, 4, tiny_tree(tiny_data, tmp_path / name, **run, **division))
-    ours, theirs = (metrics_of(tmp_path / name) for name in ("cache", "all"))
-    for a, b in zip(ours, theirs, strict=True):
+    for name, sharding in (("all", {}), ("cache", SHARDINGS[2])):
+        train_on(ranks, 4, tiny_tree(tiny_data, tmp_path / name, **run, **sharding))
+    actual, expected = (metrics_of(tmp_path / name) for name in ("cache", "all"))
+    for a, b in zip(actual, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
 
 
 def spoil_a_shard(tree: dict) -> str:
-    """Rank 1's part of some parameter becomes NaN after step 1; the error of this rank."""
+    """Set a value in rank 1's shard of a parameter to NaN after step 1; return this rank's error
+    and the names of the chunk's parameters."""
     run = make_run(tree)
     run.update(1)
     if run.world.rank == 1:
@@ -163,29 +166,29 @@ def spoil_a_shard(tree: dict) -> str:
     return "no error"
 
 
-def test_the_rank_that_holds_a_nan_is_named(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **DIVISIONS[2], train__dtype="bf16")
-    told = ranks(2, spoil_a_shard, tree, **ALONE)
-    assert told[0] == told[1]
-    name = re.search(r"on rank 1 .* at step 2: parameter (\S+) is non-finite", told[0])[1]
-    assert f"'{name}'" in told[0]
+def test_nan_in_a_shard_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, **SMALL, **SHARDINGS[2], train__dtype="bf16")
+    errors = ranks(2, spoil_a_shard, tree, **ALONE)
+    assert errors[0] == errors[1]
+    name = re.search(r"on rank 1 .* at step 2: parameter (\S+) is non-finite", errors[0])[1]
+    assert f"'{name}'" in errors[0]
 
 
 def count_step(tree: dict) -> dict:
-    """Of a second update: traffic, fetches as planned, and resident bytes, planned and real."""
+    """Return traffic, planned fetches, and planned and actual resident bytes of a second update."""
     meter = TrafficMeter()
     _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
     cache, visits = states.cache, watch_visits(states)
     for step in (1, 2):
         meter.clear()
         updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
-    sizes = {one.chunk.number: one.params.numel() * one.params.itemsize for one in states.chunks}
+    sizes = {c.chunk.number: c.params.numel() * c.params.itemsize for c in states.chunks}
     return {
         "traffic": {name: count for (axes, name), count in meter.counts.items() if axes == "dp"},
         "fetched": [sizes[number] for number in fetched(cache.plan)],
-        "reduced": plan.microbatches_per_rank * sum(4 * one.chunk.length for one in states.chunks),
+        "reduced": plan.microbatches_per_rank * sum(4 * c.chunk.length for c in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),
-        "bytes": [held for *_, held in visits[-len(cache.plan.steps) :]],
+        "bytes": [resident for *_, resident in visits[-len(cache.plan.steps) :]],
         "planned": [sum(sizes[n] for n in step.resident) for step in cache.plan.steps],
         "between": resident_bytes(states),
     }
@@ -196,14 +199,14 @@ def count_step(tree: dict) -> dict:
     [(2, {}), (4, PIPELINE), (4, PIPELINE | {"parallel__schedule": "gpipe"})],
     ids=["dp2", "pp2-1f1b", "pp2-gpipe"],
 )
-def test_any_run_fetches_what_is_planned(ranks, size, run):
-    tree = tiny_tree("d", "r", **SMALL, **run, **DIVISIONS[3], train__dtype="bf16")
-    for one in ranks(size, count_step, tree, start_world=False):
-        calls, total = one["traffic"]["all_gather"]
-        assert (calls, total) == (len(one["fetched"]), sum(one["fetched"]))
-        assert one["traffic"]["all_to_all"] == [one["reductions"], one["reduced"]]
-        assert one["bytes"] == one["planned"]
-        assert one["between"] == {"params": 0, "grads": 0}
+def test_run_fetches_the_chunks_of_its_plan(ranks, size, run):
+    tree = tiny_tree("d", "r", **SMALL, **run, **SHARDINGS[3], train__dtype="bf16")
+    for counts in ranks(size, count_step, tree, start_world=False):
+        calls, total = counts["traffic"]["all_gather"]
+        assert (calls, total) == (len(counts["fetched"]), sum(counts["fetched"]))
+        assert counts["traffic"]["all_to_all"] == [counts["reductions"], counts["reduced"]]
+        assert counts["bytes"] == counts["planned"]
+        assert counts["between"] == {"params": 0, "grads": 0}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -211,9 +214,9 @@ def test_too_few_slots_are_refused_by_plan(layout):
     size, run, fewest = LAYOUTS[layout]
     for sharding, enough in zip(("so", "epso"), fewest, strict=True):
         for slots in (1, enough - 1, enough):
-            division = {"optim__resident": "cache", "optim__cache_chunks": slots}
+            cache = {"optim__resident": "cache", "optim__cache_chunks": slots}
             config = make_config(
-                tiny_tree("d", "r", **SMALL, **run, **division, optim__sharding=sharding)
+                tiny_tree("d", "r", **SMALL, **run, **cache, optim__sharding=sharding)
             )
             mesh = make_mesh(config.parallel, size)
             if slots in (0, enough):
@@ -221,13 +224,13 @@ def test_too_few_slots_are_refused_by_plan(layout):
                 continue
             with pytest.raises(ConfigError) as refused:
                 list(plan_ranks(config, mesh))
-            told = str(refused.value)
-            assert told.startswith(f"optim.cache_chunks = {slots}: some block ")
-            assert f"use {enough} or more" in told and "\n" not in told
+            message = str(refused.value)
+            assert message.startswith(f"optim.cache_chunks = {slots}: some block ")
+            assert f"use {enough} or more" in message and "\n" not in message
 
 
-def test_too_few_slots_are_refused_before_ranks_meet(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **DIVISIONS[2])
+def test_too_few_slots_are_refused_before_the_rendezvous(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **SHARDINGS[2])
     tree["optim"]["cache_chunks"] = 1
     with pytest.raises(RanksFailed, match="ConfigError: optim.cache_chunks = 1: some block"):
         train_on(ranks, 2, tree)
