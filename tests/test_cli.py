@@ -184,7 +184,7 @@ def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
         assert other.read(size) == f"{dropped}\nagain\n".encode()
 
 
-def test_note_about_one_dropped_line_starts_a_line(monkeypatch):
+def test_note_about_a_single_dropped_line_starts_a_line(monkeypatch):
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.05)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
