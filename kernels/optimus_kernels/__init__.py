@@ -3,7 +3,7 @@
 Each op has a schema, a fake implementation for tracing, a reference implementation in plain torch
 and, where it is differentiable, a gradient. Importing this package registers `torch.ops.optimus.*`.
 Nothing is compiled until an op runs; `backend` then loads compiled kernels or falls back to the
-reference implementations. The file of an op documents its shapes.
+reference implementations. Each op's file documents the shapes of its operands and results.
 """
 
 from __future__ import annotations

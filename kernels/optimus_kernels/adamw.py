@@ -1,6 +1,6 @@
 """adamw_: one AdamW update of a flat chunk, in place, in one pass over its states.
 
-Computes what torch.optim.AdamW(fused=True) does, including the casts before and after it: the
+The op computes what torch.optim.AdamW(fused=True) does, and also the casts before and after it: the
 gradient is read in the dtype it was accumulated in (bf16, fp16 or fp32) and scaled, and the updated
 master is also written in the parameter's dtype. One pass moves 28 bytes per parameter; three passes
 move 44.
@@ -111,7 +111,7 @@ def reference(
     param_out: Tensor | None,
     coefficients: Coefficients,
 ) -> None:
-    """Update in plain torch: the reference implementation, equal to the kernels to the bit."""
+    """Update in plain torch: the reference implementation, whose bits the kernels reproduce."""
     flat = [t.view(-1) for t in (master, exp_avg, exp_avg_sq, grad)]
     params = None if param_out is None else param_out.view(-1)
     for begin in range(0, master.numel(), _SLICE):
@@ -124,7 +124,7 @@ def reference(
 
 def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
     g = g * n.grad_scale
-    from_m = _fp32(n.lerp) < 0.5  # torch's lerp starts from the nearer end
+    from_m = _fp32(n.lerp) < 0.5  # torch's lerp adds to the nearer of m and g
     weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
     m.copy_(_fused(weight, g - m, m if from_m else g))
     v.copy_(_fused(g * n.one_minus_beta2, g, v * n.beta2))
@@ -134,7 +134,7 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c of fp32 numbers with a single rounding; torch has no op for it.
+    """Return a * b + c of fp32 numbers, rounded once. Torch has no op for this fused multiply-add.
 
     The product is exact in fp64. The fp64 sum is rounded to odd: the last bit records that a
     remainder was dropped, so that the second rounding, to fp32, is correct.
@@ -156,8 +156,8 @@ def _fp32(value: float) -> float:
 
 
 def _as_fp32(value: float, like: Tensor) -> Tensor:
-    """Return an fp32 tensor of no dims: some devices divide by a Python number through its
-    inverse."""
+    """Return `value` as an fp32 tensor without dims, to divide by. To divide by a Python number,
+    some devices multiply by its inverse, which rounds differently."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 

@@ -2,8 +2,8 @@
 
 Fallback order: xpu uses sycl, then torch; cuda uses cuda, then torch; cpu uses cpu, then torch. The
 environment variable `OPTIMUS_KERNELS`, or else the name passed to `choose`, selects a backend. With
-auto (the default) the first available backend is used, and one log line gives the reason if that is
-torch. Any other name is used or is an error.
+auto (the default) the first available backend is used; if that is torch, one log line gives the
+reason. With any other name, that backend is used, and it is an error if it is not available.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Number of ranks up to which a run compiles missing kernels. Larger runs load what `optimus
-kernels build` made."""
+"""Number of ranks up to which a run compiles missing kernels. A larger run only loads libraries
+that `optimus kernels build` compiled before."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Environment variables with the number of processes: torchrun; MPICH and PALS; Open MPI; Slurm."""
+"""Environment variables that give the number of processes under torchrun, MPICH and PALS, Open MPI,
+and Slurm (the last two)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Backend:
     key: str = ""
     """Name of the library's cache entry, a hash of sources, torch version, compiler and flags."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
-    """None for torch."""
+    """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
     """With auto: the reason why the device's compiled kernels are not used, or ""."""
 
@@ -50,8 +51,9 @@ class Backend:
 _configured = "auto"
 _active: dict[str, Backend] = {}
 _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
-"""The loaded libraries by device and inode. Their descriptors stay open: the dynamic linker knows a
-library by its path, and a path in /proc/self/fd must not become the path of another one."""
+"""The loaded libraries by the device and inode numbers of their files. The file descriptors stay
+open: the dynamic linker identifies a library by its path, here /proc/self/fd/N, and if N were
+closed, another library could get the same path."""
 
 
 def choose(name: str) -> None:
@@ -140,7 +142,8 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     """Return a compiled library.
 
     Args:
-        may_build: compile with this machine's compiler if the cache has no library of it.
+        may_build: compile a library with this machine's compiler if the cache has none that it
+            compiled.
         key: name of the cache entry to prefer among compatible ones that were compiled elsewhere.
 
     Raises:
@@ -195,8 +198,8 @@ def load(entry: Entry) -> ctypes.CDLL:
 
 
 def _load_descriptor(file: int) -> ctypes.CDLL:
-    """Load the library that is open as `file`, not the file that may have its path by now; `file`
-    is closed unless the library needs it. Raises OSError."""
+    """Load the library from its open descriptor `file`, because another file may have its path by
+    now. Close `file` if the library is already loaded or cannot be loaded. Raises OSError."""
     status = os.fstat(file)
     inode = status.st_dev, status.st_ino
     if inode in _loaded:
@@ -211,8 +214,8 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return for each backend whether its device is present and whether it is built, for which
-    target, or the reason why not. Compiles nothing."""
+    """Return a dict per backend: whether its device is present, whether its library is compiled and
+    for which target, and the reason if it cannot be used. Compiles nothing."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -239,8 +242,8 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason why `entry` cannot be used, or "". Raises KernelError if none can be
-    compiled."""
+    """Return the reason why `entry` cannot be used, or "". Raises KernelError if there is no entry
+    and none can be compiled, or if the library of `entry` does not load."""
     if entry is None:
         build.plan(backend)
         return "not built yet; `optimus kernels build` does it, or the first run"
@@ -261,7 +264,8 @@ def _built_for(entry: Entry) -> dict[str, Any]:
 
 
 def _may_build() -> bool:
-    """Return whether this run may compile: the first variable set gives its number of processes."""
+    """Return whether this run has few enough processes to compile. The first of `_WORLD_SIZES` that
+    is set gives their number."""
     sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
     world = next((size for size in sizes if size.isdigit()), "1")
     return int(world) <= MAX_BUILDING_WORLD

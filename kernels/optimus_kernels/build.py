@@ -35,14 +35,15 @@ CPU_FLAGS = [
     "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
 PORTABLE = "portable"
-# A file *_avx2.cpp is compiled for that instruction set; dispatch.cpp chooses at run time.
+# A source file *_avx2.cpp is compiled with the flags of avx2, and so on. dispatch.cpp chooses
+# between the instruction sets at run time.
 CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags with compilers that do not support the levels of CPU_ISAS: g++ before 11, clang++ before
-12."""
+"""Flags for compilers that do not support the instruction sets of CPU_ISAS: g++ before 11, clang++
+before 12."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -52,7 +53,7 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of a compiled library, except for the version of the C interface."""
+    """All inputs of the compilation of a library, except for the version of the C interface."""
 
     backend: str
     sources: str
@@ -64,7 +65,8 @@ class Target:
     """The devices compiled for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """First line of `--version`, and any flags in CXX or NVCC after the compiler's name."""
+    """The line of `--version` that identifies the compiler, and any flags that follow the
+    compiler's name in CXX or NVCC."""
 
     @property
     def name(self) -> str:
@@ -72,8 +74,8 @@ class Target:
 
 
 def csrc() -> Path:
-    """Return the folder of the sources, which is inside the package (in a checkout through a
-    link)."""
+    """Return the folder of the sources, which is inside the package. In a checkout the package has
+    a symbolic link to it."""
     return Path(__file__).resolve().parent / "csrc"
 
 
@@ -133,7 +135,7 @@ def why_incompatible(entry: Entry) -> str:
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
     """Return a compatible library from the cache, whichever compiler made it: the entry named
-    `key`, or else the newest."""
+    `key`, or else the newest; None if there is no compatible one."""
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
@@ -149,7 +151,7 @@ def build(backend: str) -> Entry:
 
 def plan(backend: str) -> tuple[Target, list[str]]:
     """Return the target that `build` would compile here, and the compiler's command. Raises
-    KernelError."""
+    KernelError if there is no working compiler or no source file."""
     compiler = find_compiler(backend)
     sources(backend)
     version = compiler_version(tuple(compiler))
@@ -208,8 +210,8 @@ def openmp_runtime() -> str:
 
 def _openmp_flags(clang: bool) -> list[str]:
     """Return the OpenMP flags that work with torch's runtime. Code that clang compiles needs LLVM's
-    or Intel's runtime; g++'s works with any. Without a suitable runtime, loops are vectorized and
-    run on one thread."""
+    or Intel's runtime; code that g++ compiles works with any runtime. If torch has no suitable
+    runtime, loops are vectorized but run on one thread."""
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]
@@ -283,7 +285,7 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
         _run([*common, *file_flags, "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
-    # Without -fopenmp, which would link the compiler's runtime in addition to torch's.
+    # Link without -fopenmp, which would add the compiler's OpenMP runtime to torch's.
     runtime = [openmp_runtime()] if "-fopenmp" in openmp else []
     _run([*compiler, "-shared", *objects, *runtime, "-o", library])
     return library
@@ -293,7 +295,7 @@ def _compile_cuda(compiler: Sequence[str], work: Path) -> Path:
     library = work / "liboptimus_cuda.so"
     codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHS]
     newest = CUDA_ARCHS[-1]
-    codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # for later cards
+    codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # PTX for later GPUs
     include = ("-I", str(csrc() / "include"))
     _run([*compiler, *CUDA_FLAGS, *codes, *include, *sources("cuda"), "-o", library])
     return library
@@ -308,8 +310,8 @@ def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
 def _run(
     command: Sequence[object], limit_s: float = _COMPILE_S, environ: dict[str, str] | None = None
 ) -> str:
-    """Run a command and return its standard output. Raises KernelError with the first line that
-    contains "error"."""
+    """Run a command and return its standard output. Raises KernelError if the command fails; the
+    message has the first line of output that contains "error"."""
     arguments = [str(word) for word in command]
     try:
         result = subprocess.run(

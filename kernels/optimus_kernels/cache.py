@@ -31,12 +31,13 @@ from typing import Any
 
 RECORD = "info.json"
 LOCK_WAIT_S = 900.0
-"""Longest wait for another process that compiles; AOT compilation for PVC takes minutes."""
+"""Longest wait for another process that compiles. Ahead-of-time compilation for Intel's PVC GPUs
+takes minutes."""
 _POLL_S = 0.1
 _MAX_LINKS = 40
 """Symbolic links followed while a path is resolved; Linux has the same limit."""
 _MAX_RECORD_BYTES = 1 << 20
-"""Bytes of an info.json that are read, more than any build writes."""
+"""Number of bytes of an info.json that are read at most. No build writes as many."""
 
 
 class KernelError(RuntimeError):
@@ -94,7 +95,7 @@ def entries(backend: str) -> list[Entry]:
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the untrusted entries of a backend: the reason by entry name."""
+    """Return the reasons why entries of a backend are not trusted, by the entry's name."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -118,7 +119,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def open_library(entry: Entry) -> int:
-    """Return a new descriptor of the library, which is trusted at this moment.
+    """Return a new file descriptor of the entry's library, which is checked again now.
 
     Raises:
         KernelError: the library is absent, or another user may have written it.
@@ -139,9 +140,9 @@ def _paths(backend: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Open the entry at `path` for the time of a `with` statement: its content and a descriptor of
-    its library. Raises OSError, or ValueError if it may hold another user's code or a build did not
-    write it."""
+    """Open the entry at `path` for the time of a `with` statement, which receives the entry and a
+    descriptor of its library. Raises OSError if a file cannot be opened, and ValueError if another
+    user may have written the entry or if its info.json is not one that a build writes."""
     with contextlib.ExitStack() as stack:
         root, owners = _open_cache(path.parent)
         stack.callback(os.close, root)
@@ -156,8 +157,9 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Return a descriptor of `path`, which is in the open folder `folder`. Raises OSError, or
-    ValueError if it is a link or a user not in `owners` may have written it."""
+    """Return a descriptor of `path`, which is in the open folder `folder`. Raises OSError if it
+    cannot be opened, and ValueError if it is a link, is not of the expected kind, or may have been
+    written by a user who is not in `owners`."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -173,15 +175,16 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
 
 
 def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the fields of info.json of the entry at `path`. Raises ValueError if a build did not
-    write it."""
+    """Return the fields of info.json of the entry at `path`. Raises ValueError if no build writes
+    such values."""
     try:
         record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
-        # A name with a folder would leave the entry, whose owner and mode were checked.
+        # A name that contains a folder could lead out of the entry's own folder, whose owner and
+        # mode were checked.
         is_file_name = Path(library).name == library and library not in ("", "..", RECORD)
         valid = is_file_name and isinstance(record["sha256"], str) and 0 <= built_at < math.inf
-        # `backend` selects the sources that the library is compared with.
+        # `backend` selects the sources whose hash is compared with the library's.
         valid = valid and path.name.startswith(f"{record['backend']}-")
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path / RECORD}: {error}") from error
@@ -191,9 +194,10 @@ def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _open_cache(root: Path) -> tuple[int, set[int]]:
-    """Return a descriptor of the cache folder, and the ids of the users whose files in it are used:
-    this user, root and, unless this user is root, the owner of the folder. Raises OSError, or
-    ValueError with the reason if other users may have written entries to it."""
+    """Return a descriptor of the cache folder, and the ids of the users whose files in it are
+    trusted: this user, root and, unless this user is root, the owner of the folder. Raises OSError
+    if the folder cannot be opened, and ValueError with the reason if other users may have written
+    entries to it."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         status, user = os.fstat(folder), os.geteuid()
@@ -209,7 +213,7 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
     """Return the reason why other users may have written entries to the cache folder, or may have
-    replaced it; "" if they cannot. `status` is of the open folder."""
+    replaced it; "" if they cannot. `status` is that of the open cache folder."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
@@ -218,8 +222,9 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
     reason = _why_untrusted(real, status, owners, stat.S_ISDIR)
     if reason:
         return reason
-    # A user who can rename a folder of the path can replace the cache. The sticky bit prevents that
-    # for a cache of this user. It does not for a colleague's, which may already be a replacement.
+    # A user who can rename a folder of the path can replace the cache folder. A sticky bit prevents
+    # this if the cache folder is this user's. It proves nothing if the cache folder is another
+    # user's, because that folder may already be the replacement.
     foreign = status.st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()
@@ -232,8 +237,9 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
     """Resolve `path`. Return the real path, every folder in which a component of it was looked up,
-    and the symbolic links that were followed. A folder between two links is a parent of neither
-    path. Raises OSError."""
+    and the symbolic links that were followed. The parents of `path` and of the real path would not
+    be enough: if a link leads to a second link, the folder of the second link is among neither.
+    Raises OSError if a link cannot be read or if there are too many."""
     current, folders, links = Path("/"), dict[Path, None](), list[Path]()
     components = [*reversed(path.absolute().parts[1:])]
     while components:
@@ -258,8 +264,8 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
 def _why_untrusted(
     path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
 ) -> str:
-    """Return why another user may have written `path`, whose status is given; "" if none can
-    have."""
+    """Return the reason why `path` cannot be trusted: its `status` is of another kind of file, or
+    another user may have written it. Return "" if there is no reason."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -279,8 +285,8 @@ def _describe(path: Path, status: os.stat_result) -> str:
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
     """Return the entry `name`; compile it unless it exists.
 
-    Other processes wait while one compiles. If it fails, they fail with its reason and do not try
-    again.
+    Other processes wait while one process compiles. If the compilation fails, the waiting processes
+    raise the same error and do not compile again.
 
     Args:
         name: name of the entry, `<backend>-<key>`.
@@ -322,7 +328,7 @@ def _compile(
     root: Path, name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]
 ) -> Entry:
     work = root / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
-    work.mkdir(mode=0o700)  # whatever the umask, nobody else writes to it while it compiles
+    work.mkdir(mode=0o700)  # with any umask, nobody else can write to it
     try:
         library = compile_into(work)
         for path in work.iterdir():
@@ -355,8 +361,9 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename `work` to `final`. Without working locks (some network file systems) two processes may
-    compile; the first that finishes wins."""
+    """Rename `work` to `final`, and replace a damaged entry. On a file system whose locks do not
+    work, as on some network file systems, two processes may compile the same entry; the entry of
+    the first that finishes is kept."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
@@ -370,7 +377,8 @@ def _rename(work: Path, final: Path) -> None:
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise the error of a process that failed to compile this entry while this one waited."""
+    """Raise the error of another process if it failed to compile this entry after `started`, while
+    this process waited."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:
@@ -379,8 +387,8 @@ def _raise_failure_since(root: Path, name: str, started: float) -> None:
 
 
 def _remove_leftovers(root: Path, name: str) -> None:
-    """Remove the temporary folders of killed builders. The lock is held, so no other process uses
-    them."""
+    """Remove the temporary folders of builds that were killed. The caller holds the lock, so no
+    other process uses them."""
     for path in root.glob(f".{name}.*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -407,7 +415,7 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system without locks: the rename is atomic
+    except OSError as error:  # without locks, the atomic rename suffices
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True

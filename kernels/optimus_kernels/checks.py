@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def debug() -> bool:
     """Return whether indices are checked before they are used (OPTIMUS_KERNELS_DEBUG=1). On an
-    accelerator each check makes the host wait."""
+    accelerator each check makes the host wait for the device."""
     return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
 
 
@@ -62,8 +62,9 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
 
 
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
-    """Raise ValueError unless offsets rise from 0 to at most `rows`. They are checked on a CPU, and
-    elsewhere in debug mode alone because the host waits for their values."""
+    """Raise ValueError unless offsets rise from 0 to at most `rows`. Offsets on a CPU are always
+    checked. Those on an accelerator are checked only in debug mode, because the host must wait for
+    their values."""
     if not (offsets.is_cpu or debug()):
         return
     bounds = offsets.tolist()

@@ -2,10 +2,10 @@
 
 T tokens, D hidden, F intermediate, E local experts, K experts per token, N = T*K slots, R rows.
 
-Backward uses x, the weights, the pre-activation h and the indices (or recomputes h); no gathered
-input, activation or expert output is saved. The gradient of a routing weight is <da, a> with da =
-dout Wd, which backward computes anyway, so nothing is divided by a weight (Optimus paper, section
-3.1, stages 4 and 5).
+Forward saves x, the weights, the indices and, unless backward is to recompute it, the
+pre-activation h. It saves no gathered input, activation or expert output. The gradient of a routing
+weight is <da, a> with da = dout Wd, which backward computes anyway, so nothing is divided by a
+weight (Optimus paper, section 3.1, stages 4 and 5).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from optimus_kernels.swiglu import reference_backward as swiglu_backward_referen
 
 
 class WeightWork:
-    """Weight gradients that a backward pass deferred, to be computed once. Keeps the output's
-    gradient, x, and 3F numbers per row alive."""
+    """Weight gradients that a backward pass deferred, to be computed once. Until then the object
+    keeps the gradient of the output, x, and 3F numbers per row in memory."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class WeightWork:
 
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
-"""Destination of a backward's weight gradients: these tensors, a consumer of the deferred work, or
-autograd (None)."""
+"""Destination of the weight gradients of a backward pass: the given tensors, a function that
+receives the deferred work, or autograd (None)."""
 
 
 def experts(
@@ -79,16 +79,17 @@ def experts(
 
     Args:
         x: [T, D], of the same dtype (fp32, bf16, fp16 or fp64) and device as the next three. Under
-            autocast all four are cast to its dtype, as the operands of a linear layer are, unless x
-            is fp64.
+            autocast all four are cast to autocast's dtype, as the operands of a linear layer are,
+            unless x is fp64.
         weights: [T, K], routing weights.
         gate_up: [E, 2F, D], the rows of gate above those of up.
         down: [E, D, F].
         rows: result of `route`. If the offsets are on the host, h is saved for the R rows of local
-            experts. Otherwise h is saved for all N rows, because R would make the host wait; a
-            caller that knows R may pass rows.token and rows.slot shortened to it.
-        save_input_only: recompute h in backward. That is 22 % more arithmetic; 4 KB instead of 36
-            KB are saved per token at OLMoE's sizes in bf16.
+            experts. Otherwise h is saved for all N rows, because the host would have to wait for
+            the value of R; a caller that knows R may pass rows.token and rows.slot shortened to R
+            elements.
+        save_input_only: do not save h, but recompute it in backward. That is 22 % more arithmetic;
+            at OLMoE's sizes in bf16 forward then saves 4 KB per token instead of 36 KB.
         weight_grads: called once in each backward; returns the destination of the weight gradients.
             Unless that is None, autograd receives no gradient for gate_up and down. torch.compile
             does not support it.
@@ -120,7 +121,8 @@ def experts(
 
 def _without_absent_rows(rows: Rows) -> Rows:
     """Return `rows` without the slots of experts on other ranks, which are most slots under expert
-    parallelism. Compiled code keeps them, because its sizes must not depend on values."""
+    parallelism. Under torch.compile, and if the offsets are on an accelerator, return all rows:
+    sizes in compiled code must not depend on values, and the host would wait for the offsets."""
     offsets, token, slot, row = rows
     readable = offsets.is_cpu and not isinstance(offsets, FakeTensor)
     if torch.compiler.is_compiling() or not readable or offsets.numel() == 0:
@@ -170,7 +172,8 @@ def _backward_to(
     operands: Operands,
     h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dweights; write or hand over the weight gradients to `destination`."""
+    """Return dx and dweights. Write the weight gradients to the tensors of `destination`, or call
+    it with the deferred work."""
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)
@@ -184,7 +187,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [T, D] and h [N, 2F], or [0] unless `save_h`: the reference implementation."""
+    """Return out [T, D] and h [N, 2F], which is empty unless `save_h`: the reference
+    implementation."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -194,8 +198,8 @@ def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dweights, dgate_up and ddown (the last two [0] unless `with_weights`): the
-    reference implementation of backward."""
+    """Return dx, dweights, dgate_up and ddown, of which the last two are empty unless
+    `with_weights`: the reference implementation of backward."""
     copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
     h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
     da = grouped_reference(dy, down, offsets)
@@ -210,8 +214,9 @@ def reference_backward(
 
 
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
-    """Return the module that runs the passes. One choice serves all products, whose rows have D, F
-    and 2F elements; 2F fits wherever F does."""
+    """Return the module that implements forward and backward. All products use the same one. Their
+    rows have D, F or 2F elements; only D and F are checked, because rows of 2F elements are aligned
+    if rows of F elements are."""
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop
 
@@ -324,7 +329,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of backward: twice those of forward (once, if weights need no gradient), and
-    those of h if it is recomputed."""
+    """Return the FLOPs of backward: twice those of forward, or as many as forward if gate_up and
+    down need no gradient, plus those of computing h if it is recomputed."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

@@ -1,5 +1,5 @@
-"""The experts' forward and backward as grouped products over all rows; the host waits for no
-values."""
+"""The experts' forward and backward as grouped products over all rows. The host does not wait for
+values of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [N, 2F], or [0] unless `save_h`."""
+    """Return out [T, D] and h [N, 2F], which is empty unless `save_h`."""
     x, rows = operands.x, operands.rows
     h = _hidden(x, operands.gate_up, rows)
     y = grouped_mm(swiglu(h), operands.down.mT, rows.offsets)
@@ -30,8 +30,8 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, with `defer`, the inputs of
-    `weight_grads`.
+    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
+    `weight_grads` computes the weight gradients later (else None).
 
     Weight gradients are written to `into` unless it is None. dx is computed first: under expert
     parallelism its communication overlaps the weight gradients.

@@ -5,11 +5,12 @@ share; the rows of results are slices of one buffer. This is the fastest impleme
 accelerators the host would wait for the offsets.
 
 Our bf16 product (product.py) accepts any number of rows. oneDNN computes fp16, bf16 without AMX,
-and fp32 where `fastest_library` selects it. It compiles a kernel for each new shape (1.5 to 2.5 ms,
-against 0.08 ms for a product of 256 rows of 256 x 512), and routing produces new shapes all the
-time. Its products therefore use row counts rounded up to a multiple of 16, or of 32 above 512: few
-enough shapes for its cache of 1024. In results the extra rows belong to the next expert, which
-overwrites them later; in sums over rows they are zero.
+and fp32 where `fastest_library` selects it. oneDNN compiles a kernel for each new shape (1.5 to 2.5
+ms, against 0.08 ms for a product of 256 rows of 256 x 512), and routing produces new shapes all the
+time. The row counts of oneDNN's products are therefore rounded up to a multiple of 16, or of 32
+above 512, which gives few enough shapes for oneDNN's cache of 1024 kernels. The padding rows of one
+expert's result are the first rows of the next expert, whose own product overwrites them later.
+Products that sum over rows have zeros in the padding rows.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of rows by which buffers exceed their rows, for padded products."""
+    """Return the number of rows that a buffer needs after its last row in use, because oneDNN's
+    products write padding rows; 0 for tensors `x` that oneDNN does not multiply."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
 class DeferredInputs(NamedTuple):
-    """Tensors that deferred weight gradients are computed from, in addition to the inputs of the
-    pass. The rows of an expert begin at a multiple of 32, hence at a multiple of 64 bytes for any
-    row length, as in scratch memory. Padding rows are zeros."""
+    """Tensors from which deferred weight gradients are computed, in addition to x and the output's
+    gradient. The loop begins the rows of each expert at a row number that is a multiple of 32. For
+    any row length this is a multiple of 64 bytes, as in scratch memory. Padding rows are zeros."""
 
     dh: Tensor
-    """[P, 2F], gradient of the pre-activation; P rows with padding."""
+    """[P, 2F], gradient of the pre-activation. P is the number of rows including padding."""
     scaled: Tensor
     """[P, F], activation times routing weight."""
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Run a pass with the fastest library for the dtype and device of its first operand (or of that
-    operand's x)."""
+    """Wrap a forward or backward pass so that its products use the fastest library for the dtype
+    and device of its first argument, a tensor or `Operands` (whose x counts)."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -69,7 +71,7 @@ def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [R + extra rows, 2F], or [0] unless `save_h`."""
+    """Return out [T, D] and h [R + extra rows, 2F], which is empty unless `save_h`."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -88,7 +90,7 @@ def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
     if not save_h:
         return out, x.new_empty(0)
     last = blocks[-1][1] + blocks[-1][2] if blocks else 0
-    h[last:] = 0  # unused, but the results of an op must be deterministic
+    h[last:] = 0  # not used, but an op's results must be deterministic
     return out, h
 
 
@@ -100,8 +102,9 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, with `defer`, the inputs of
-    `weight_grads`. Weight gradients are written to `into` unless it is None."""
+    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
+    `weight_grads` computes the weight gradients later (else None). Weight gradients are written to
+    `into` unless it is None."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -164,16 +167,16 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of backward's scratch memory, which experts with the same number of rows share;
-    those of da and dh begin at row `start`."""
+    """Return views of backward's scratch memory, which experts with the same number of rows share.
+    The views of da and dh begin at row `start`."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()
 
 
 class _Targets:
-    """Destinations of the experts' weight gradients. Those of experts without rows are zeroed at
-    once."""
+    """Destinations of the experts' weight gradients. Unless gradients are added, the constructor
+    sets those of experts without rows to zero."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
@@ -189,14 +192,16 @@ class _Targets:
                         target.zero_()
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
-        """Write dh^T [2F, R] @ x [R, D] and dy^T [D, R] @ a [R, F] of expert e."""
+        """Write or add the weight gradients of expert e: dh^T [2F, R] @ copies [R, D] for gate_up
+        and dy^T [D, R] @ scaled [R, F] for down."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return the first row of each expert in the deferred inputs, and their number of rows."""
+    """Return the first row of each expert in the deferred inputs, and the number of rows that the
+    deferred inputs have."""
     starts, end = [], 0
     for *_, padded in blocks:
         starts.append(end)
@@ -205,8 +210,8 @@ def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], 
 
 
 def _expert_blocks(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return (expert, first row, rows, rows with padding) of each expert that has rows, and the
-    largest number of rows with padding."""
+    """Return (expert, first row, number of rows, number with padding) of each expert that has rows,
+    and the largest number with padding."""
     bounds, rounds = rows.offsets.tolist(), by_onednn(x) and amx_kernel(x) is None
     blocks = []
     for e in range(len(bounds) - 1):

@@ -40,8 +40,8 @@ class WeightGrads(NamedTuple):
     down: Tensor
     """[E, D, F]"""
     add: bool
-    """Add to the tensors' values instead of replacing them. The sums have the bits of a gradient
-    that is computed first and then added, as autograd does."""
+    """Add to the tensors' values instead of replacing them. The sums have the bits of autograd,
+    which computes a gradient completely before it adds it."""
 
 
 def check(op: str, operands: Operands, **more: Tensor) -> None:
@@ -78,7 +78,7 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
 
 
 def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) -> None:
-    """Raise ValueError or TypeError unless the operands of a backward match; h may be None."""
+    """Raise ValueError or TypeError unless the operands of a backward pass match; h may be None."""
     if h is None:
         check(op, operands, grad=grad)
     else:
@@ -92,8 +92,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Return the operands with contiguous activations and indices, whose addresses the kernels use,
-    after a check of the indices. Weights may have any strides."""
+    """Check the indices, and return the operands with contiguous x, routing weights and indices,
+    because kernels receive their addresses. gate_up and down may have any strides."""
     x, weights, gate_up, down, *rows = operands
     result = Operands(
         x.contiguous(), weights.contiguous(), gate_up, down, *(index.contiguous() for index in rows)
@@ -108,6 +108,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return the checked and contiguous operands of a backward."""
+    """Return the checked and contiguous operands of a backward pass."""
     check_backward(op, grad, operands, h)
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

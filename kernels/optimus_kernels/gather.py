@@ -1,6 +1,7 @@
 """gather: copy the token of each row, out[r] = x[token[r]]; zeros where token[r] is -1.
 
-Its gradient is the reduction without weights: sums in order of k, no atomics.
+The gradient of x is `reduce_rows` without weights, which sums in the order of k and without
+atomics.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """Write the copies for rows start to start + count - 1, by default as many as `out` has, to
-    out[:count]. Operands are contiguous and not checked, and tokens are not -1. The offset is a
-    number because a view costs as much time as a launch."""
+    """Copy the tokens of rows start to start + count - 1 to out[:count]; `count` is by default the
+    number of rows of `out`. Operands must be contiguous, which is not checked. A token of -1 is
+    allowed only with compiled kernels. The first row is passed as a number because making a view
+    takes as long as launching the kernel."""
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:

@@ -2,8 +2,8 @@
 
 E experts; expert e has rows offsets[e] to offsets[e+1] - 1. There are two implementations. "torch"
 is torch's grouped_mm: one launch, and no copy of the offsets to the host. "loop" is one product per
-expert into slices of the result, which is faster on CPUs and supports every dtype. Rows of a result
-from offsets[E] on are undefined.
+expert into slices of the result, which is faster on CPUs and supports every dtype. Result rows from
+offsets[E] on are undefined.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ _weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_produc
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch supports grouped products of this device and dtype. The only reliable
-    way is to try both."""
+    """Return whether torch supports both grouped products on this device and in this dtype. The
+    only reliable way to find out is to run them."""
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

@@ -41,7 +41,7 @@ class Native:
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch a kernel on the current stream of the device of `on`. Raises RuntimeError with the
-        error code."""
+        reason if the kernel returns an error code."""
         if self._device == "cpu":
             code = self._functions[name](*arguments, None)
         else:

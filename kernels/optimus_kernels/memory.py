@@ -31,9 +31,9 @@ buffers."""
 _SLACK = 1.25
 """A free buffer serves a request whose rounded size is at least 1/1.25 of the buffer's."""
 _SPARE = 1.5
-"""Limit of all buffers, as a multiple of the memory used at once. Above it the least recently
-used free buffers are released. A limit of 1.0 would release the forward pass's buffers during
-backward."""
+"""Limit of the size of all buffers, as a multiple of the most memory that tensors used at one time.
+Above it the least recently used free buffers are released. A limit of 1.0 would release the forward
+pass's buffers during backward."""
 _MAX_IDLE_REQUESTS = 4096
 """Number of requests after which an unused buffer is released."""
 
@@ -50,12 +50,13 @@ class _Buffer:
         self.size = size
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # kernels built without huge pages refuse
+            with contextlib.suppress(OSError):  # Linux without huge pages refuses
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.last_request = 0
 
     def count(self) -> int:
-        """Return the number of references to the memory: tensors' and the buffer's."""
+        """Return the reference count of `memory`. Each tensor made from it adds one reference to
+        the `_REFERENCES_WHEN_FREE` of a buffer without tensors."""
         return sys.getrefcount(self.memory)
 
     def free(self) -> bool:
@@ -86,7 +87,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def release() -> int:
-    """Free every buffer that no tensor refers to, and return the number of bytes."""
+    """Free every buffer that no tensor refers to, and return the number of bytes freed."""
     global _most_used
     with _lock:
         _most_used = 0
@@ -99,7 +100,9 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return a free buffer that fits, or a new one, for which others may be released."""
+    """Return a free buffer that fits `size` bytes, or else a new one. Before a new one is made,
+    free buffers are released that exceed the limit of `_SPARE` or have not been used for
+    `_MAX_IDLE_REQUESTS` requests."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

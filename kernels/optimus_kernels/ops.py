@@ -32,7 +32,7 @@ def define(
         backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. Without it a
             request for a gradient raises NotImplementedError; autograd itself would skip the op
             without an error.
-        save: `save(ctx, inputs, output)`, its setup_context.
+        save: `save(ctx, inputs, output)`, the setup_context of torch.library.register_autograd.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -46,8 +46,9 @@ def define(
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """Raise NotImplementedError if an operand requires a gradient, for ops that write to their
-    operands: autograd cannot reject those later."""
+    """Raise NotImplementedError if an operand requires a gradient. This is for an op that writes to
+    its operands: torch registers no gradient function for it, which could raise the error in
+    backward."""
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 

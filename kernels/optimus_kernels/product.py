@@ -1,14 +1,14 @@
 """Matrix products of one expert: our bf16 kernel on CPUs with AMX, torch's mm elsewhere.
 
 `fastest_library` makes torch's mm use oneDNN where torch's default library is slower. The kernel
-(csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows; a call costs 3 us, one of
-mm 20. It adds to the output as it writes.
+(csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows; a call costs 3 us, and a
+call of mm 20 us. The kernel can add to the output while it writes.
 
 A product that is added to fp32 sums is first rounded to its operands' dtype, and an fp32 product is
-computed completely before it is added. These are the bits of autograd, which computes a gradient
-and then adds it. A BLAS that starts with the sum or adds block by block (MKL's addmm from 385 rows
-on) gives other bits, and gradients would depend on how many microbatches a rank adds up
-(CONTRACT.md, "Deterministic mode").
+computed completely before it is added. This gives the bits of autograd, which computes a gradient
+and then adds it. A BLAS function that starts from the previous sum, or adds block by block (MKL's
+addmm from 385 rows on), gives other bits; gradients would then depend on how many microbatches a
+rank adds up (CONTRACT.md, "Deterministic mode").
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
 """Name of the kernel's products in torch's profiler."""
 _WIDEN_ELEMENTS = 1 << 16
-"""Elements to widen at a time, so that they stay in the L2 cache."""
+"""Elements to convert to fp32 at a time, so that they stay in the L2 cache."""
 _FP32_ERROR = 1e-5
 """Relative error below which a product of 256 x 256 must have been computed in fp32; bf16 gives
 2e-3."""
@@ -48,7 +48,8 @@ def amx_kernel(like: Tensor) -> Callable[..., int] | None:
 
 
 def by_onednn(like: Tensor) -> bool:
-    """Return whether oneDNN computes torch's products of such tensors within `fastest_library`."""
+    """Return whether, within `fastest_library`, oneDNN computes torch's products of tensors like
+    `like`."""
     if not like.is_cpu:
         return False
     if like.dtype is torch.float32:
@@ -57,7 +58,7 @@ def by_onednn(like: Tensor) -> bool:
 
 
 def library_of(like: Tensor) -> str:
-    """Return the name of the library that computes torch's products within `fastest_library`.
+    """Return the name of the library that, within `fastest_library`, computes torch's products.
 
     Args:
         like: tensor of the operands' device and dtype.
@@ -77,11 +78,11 @@ def fastest_library(like: Tensor) -> Iterator[None]:
     """Run fp32 products on CPUs that are not Intel's in oneDNN: MKL, torch's default, is half as
     fast there.
 
-    Products of other threads also use oneDNN meanwhile. Results stay those of fp32 arithmetic.
+    Until the `with` statement ends, products of other threads also use oneDNN. Results are still
+    computed in fp32.
 
     Args:
-        like: tensor of the operands' device and dtype; for others than fp32 on a CPU nothing
-            changes.
+        like: tensor of the operands' device and dtype. Only fp32 on a CPU has an effect.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -99,7 +100,7 @@ def onednn() -> Iterator[None]:
     """Run torch's fp32 products on CPUs in oneDNN, which computes in fp32 or, on processors with
     AMX, in bf16. This is a setting of the process: the last thread that leaves restores it."""
     global _num_inside, _default_precision
-    mkldnn: Any = torch.backends.mkldnn  # its attributes are created on import
+    mkldnn: Any = torch.backends.mkldnn  # it creates its attributes on import
     settings = mkldnn.matmul
     with _lock:
         if not _num_inside:
@@ -130,8 +131,8 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return whether to prefer oneDNN, by a rule instead of a measurement, so that ranks on equal
-    machines agree."""
+    """Return whether to prefer oneDNN for fp32. A rule decides and not a measurement, so that ranks
+    on equal machines agree."""
     return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
 
 
@@ -182,8 +183,8 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether products of such contiguous tensors are computed in scratch memory before they
-    are written or added to `out`."""
+    """Return whether products of contiguous tensors like `like` are computed in scratch memory
+    before they are written or added to an output of dtype `out`."""
     return _uses_scratch(amx_kernel(like) is not None, like, out, add)
 
 
@@ -197,7 +198,7 @@ def _add(value: Tensor, out: Tensor) -> None:
     if value.dtype == out.dtype or not out.is_cpu or not out.is_contiguous():
         out.add_(value)
         return
-    # On a CPU torch would first widen the whole operand, in fresh memory.
+    # On a CPU torch would first convert all of `value` to the dtype of `out`, in fresh memory.
     blocks = zip(
         out.view(-1).split(_WIDEN_ELEMENTS), value.view(-1).split(_WIDEN_ELEMENTS), strict=True
     )
@@ -219,8 +220,8 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel of a library; None if processor, system or compiler lack AMX, and for
-    test libraries."""
+    """Return the AMX kernel of a library. Return None if the processor, the system or the compiler
+    does not support AMX, or if the library, which a test made, lacks the function."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

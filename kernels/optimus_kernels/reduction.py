@@ -17,7 +17,7 @@ from optimus_kernels.ops import compute_dtype, define
 
 
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Sum the rows of each token.
+    """Sum the rows of each token, multiplied by their weights.
 
     Args:
         y: [R, D].
@@ -35,8 +35,9 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dy [R, D] = w * grad [T, D] of the row's token, and dweights fp32 [T, K] = <grad,
-    y>."""
+    """Return dy [R, D], for each row its weight times grad [T, D] of its token, and dweights [T, K]
+    (fp32, or fp64 for fp64), for each slot the dot product of grad of its token and y of its
+    row."""
     return _reduce_backward(grad, y, weights, slot)
 
 

@@ -38,7 +38,8 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
         first_expert: number of the first local expert.
         num_experts: number E of local experts. Slots of other experts, and of numbers that no
             expert has, get no row.
-        of: number of all experts; in debug mode a number that no expert has is then a ValueError.
+        of: number of all experts. If it is given, debug mode raises ValueError for a number in
+            `chosen` that no expert has.
 
     Returns:
         The rows; offsets has E+1 elements.

@@ -2,9 +2,9 @@
 additions.
 
 Squares are added in fp64 within blocks of 32, by halves: element j to element j + 16, then j to j +
-8 and so on. The sums of blocks are added exactly: their significands are added as integers to a bin
-for each exponent, as two halves so that 2^36 of them fit. Bins of several tensors and ranks are
-added as integers, in any order.
+8 and so on. The sums of blocks are added exactly: there is a bin for each exponent, to which the
+significands of sums with this exponent are added as integers. A significand is added as two halves,
+so that 2^36 of them fit. Bins of several tensors and ranks are added as integers, in any order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BLOCK = 32
 """Elements of a block; tensors are divided at multiples of it."""
 _BINS = 640
 _MIN_EXPONENT = -340
-"""Binary exponent of the first bin. It is below that of any block's sum of fp32 squares; the last
-bin's is above."""
+"""Binary exponent of the first bin. Nonzero sums of a block's fp32 squares have larger exponents
+than the first bin and smaller ones than the last."""
 _LOW = 27
 """Bits of the lower half of a significand; the upper half has 26."""
 _SLICE = 1 << 20
@@ -33,8 +33,9 @@ _SLICE = 1 << 20
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """Return int64 [2 * 640 + 1] zeros: upper halves, lower halves, and the number of blocks that
-    are not finite."""
+    """Return empty bins, int64 [2 * 640 + 1]: for each of 640 exponents the sum of the upper halves
+    of significands, then for each the sum of the lower halves, then the number of blocks whose sum
+    is not finite."""
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
@@ -66,8 +67,8 @@ def total_of(bins: Tensor) -> float:
 
 
 def reference(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares in plain torch: the reference implementation, equal to the kernel to the
-    bit."""
+    """Add the squares in plain torch: the reference implementation, whose bits the kernel
+    reproduces."""
     for slice_ in flat.split(_SLICE):
         sums = slice_.view(-1, BLOCK).double().square_()
         while sums.shape[1] > 1:
@@ -108,14 +109,15 @@ def _run(bins: Tensor, flat: Tensor) -> None:
 
 
 def _kernel(flat: Tensor) -> Callable[..., int] | None:
-    """Return the compiled kernel, which only CPUs have; None: use the reference implementation."""
+    """Return the compiled kernel, which exists only for CPUs; None if the reference implementation
+    must be used."""
     library = backend.active(flat.device).library if flat.is_cpu else None
     return None if library is None else _bind(library)
 
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the kernel of a library; None for test libraries without it."""
+    """Return the kernel of a library; None if the library, which a test made, lacks it."""
     if not hasattr(library, "optimus_cpu_square_bins"):
         return None
     function = library.optimus_cpu_square_bins

@@ -1,8 +1,9 @@
 """swiglu: a = silu(g) * u with [g, u] = h; its backward also computes the gradient of the routing
 weight.
 
-With out = sum of w * (a Wd^T) and da = dout Wd (before w): dw = <da, a>, dh = swiglu'(w * da), and
-the gradient of Wd needs w * a. Each slot has one row, so there are no sums over rows.
+The experts' output is out = sum of w * (a Wd^T). With da = dout Wd, the gradient of w * a: dw =
+<da, a>, dh = swiglu'(w * da), and the gradient of Wd needs w * a. Each slot has at most one row, so
+no gradient is a sum over rows.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def swiglu_backward(
 
     Args:
         h: [R, 2F], the pre-activation.
-        da: [R, F], gradient of the activation before the routing weight is applied.
-        weights: [T, K] of the same dtype.
-        slot: int32 [R]; the results of rows with slot -1 are zeros.
+        da: [R, F], gradient of the weighted activation w * a; the function multiplies it by w.
+        weights: routing weights [T, K], of the dtype of `h`.
+        slot: int32 [R], the index of each row in the flattened `weights`; -1 for a row without a
+            weight, whose results are zeros.
 
     Returns:
         dh [R, 2F], w * a [R, F], and dweights fp32 [T, K] (fp64 for fp64) with zeros for slots
@@ -65,7 +67,7 @@ def reference_backward(
     wd = w * d
     dh = torch.cat([torch.ops.aten.silu_backward(wd * u, g), wd * silu], dim=1)
     scaled = w * a
-    if len(used_rows) < len(h):  # rows without a slot may have any values, even NaN
+    if len(used_rows) < len(h):  # h and da may have NaN in rows without a slot
         dh, scaled = (torch.where(is_row.unsqueeze(1), value, 0) for value in (dh, scaled))
     return dh.to(h.dtype), scaled.to(h.dtype), dweights.view(weights.shape)
 
@@ -84,8 +86,8 @@ def _run(h: Tensor) -> Tensor:
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
-    """Write SwiGLU of rows start to start + count - 1 of h to out[:count]; operands are contiguous
-    and not checked."""
+    """Write SwiGLU of rows start to start + count - 1 of h to out[:count]. Operands must be
+    contiguous; nothing is checked."""
     kernels = library.native(h)
     if kernels is None:
         out[:count] = reference(h[start : start + count])
@@ -148,9 +150,9 @@ def swiglu_backward_into(
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Compute the gradients for the rows h[start:], da[:count] and slot[first:] and write them to
-    the first rows of outs = dh, scaled and dweights. Operands are contiguous and not checked.
-    `scaled` may be da itself. dweights [T, K] must be zeros; only the slots of these rows are
-    written."""
+    the first rows of outs = dh, scaled and dweights. Operands must be contiguous; nothing is
+    checked. `scaled` may be da itself. dweights [T, K] must be zeros; only the slots of these rows
+    are written."""
     kernels = library.native(h)
     if kernels is None:
         slots = slot[first : first + count]

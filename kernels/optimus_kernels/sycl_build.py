@@ -1,9 +1,9 @@
 """Compilation of csrc/sycl for torch's xpu devices with torch's SyclExtension or IPEX's
 DPCPPExtension.
 
-We have not run either on an Intel GPU yet: tests check the arguments passed to them, and the
-sources with Intel's compiler on a CPU device. Both extensions need setuptools: run as a script,
-this module is the setup.py of the extension.
+Neither has been run on an Intel GPU yet: tests check the arguments that they receive, and the
+sources, compiled with Intel's compiler, on a CPU device. Both extensions are built with setuptools:
+run as a script, this module is their setup.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return TORCH_XPU_ARCH_LIST, by default pvc: an empty list would compile at run time, in every
-    process."""
+    """Return TORCH_XPU_ARCH_LIST, by default pvc. With an empty list every process would compile
+    the kernels at run time."""
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
@@ -56,7 +56,8 @@ def way() -> str:
 
 
 def find_compiler() -> list[str]:
-    """Return the command icpx. Raises KernelError if torch cannot use it."""
+    """Return the command icpx. Raises KernelError if icpx, or what torch needs to use it, is
+    missing."""
     extension = way()
     if shutil.which("icpx") is None:
         raise KernelError("no compiler: icpx is not on PATH; load the oneAPI module or setvars.sh")
@@ -76,7 +77,8 @@ def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[st
 
 
 def built_library(work: Path) -> Path:
-    """Return the library that the build wrote to `work`."""
+    """Return the library that the build wrote to `work`. Raises KernelError unless there is exactly
+    one."""
     libraries = list(work.glob(f"{NAME}*.so"))
     if len(libraries) != 1:
         raise KernelError(f"the SYCL build left {len(libraries)} libraries instead of one")
@@ -84,14 +86,14 @@ def built_library(work: Path) -> Path:
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """Return the arguments of torch's SyclExtension. Its sources end in .sycl; TORCH_XPU_ARCH_LIST
-    lists the devices to compile for."""
+    """Return the arguments of torch's SyclExtension. The source files end in .sycl;
+    TORCH_XPU_ARCH_LIST lists the devices to compile for."""
     return {
         "name": NAME,
         "sources": list(sources),
         "include_dirs": [include],
         "extra_compile_args": {"cxx": ["-std=c++17", "-O3"], "sycl": list(FLAGS)},
-        "py_limited_api": True,  # a plain library: no Python in it
+        "py_limited_api": True,  # a plain library without Python's API
     }
 
 
@@ -108,7 +110,7 @@ def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str
         "name": NAME,
         "sources": copies,
         "include_dirs": [include, *sorted({str(Path(source).parent) for source in sources})],
-        "extra_compile_args": {"cxx": [*FLAGS, ahead[0]]},  # it adds -fsycl itself
+        "extra_compile_args": {"cxx": [*FLAGS, ahead[0]]},  # the extension adds -fsycl
         "extra_link_args": ["-fsycl", *ahead],
     }
 
