@@ -160,7 +160,7 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     """Compare every byte of a checkpoint, or of all that a run could load, with its checksums, and
-    its configurations with its weights, as a load does.
+    its weights with its configurations, as a load does. Imports torch.
 
     Each of `checkpoints` has `name`, `kind`, `bytes`, `s` and `problems`, a line for each file that
     is damaged. Raises CheckpointError where there is nothing to verify.
