@@ -1,1 +1,1 @@
-"""The training loop and what one update is made of."""
+"""The training run: its plan, its start, the loop, one update, and saves."""

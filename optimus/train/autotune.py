@@ -1,8 +1,8 @@
 """Choices that ranks measure at the start of a run: kernels, grouped GEMM and expert dispatch.
 
-Reduction orders differ between backends and between forms of the grouped GEMM. Ranks with different
-choices would diverge without an error, so they compare choices before the first step and end where
-they differ.
+Reduction orders differ between backends and between the forms of the grouped GEMM: torch's op or a
+loop over experts. Ranks with different choices would diverge without an error, so all ranks compare
+their choices before the first step, and the run fails if the choices differ.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _MEASURED_TOKENS = 4096
 
 
 MEASURED = "measured at start"
+"""Value of a setting that ranks have yet to measure."""
 
 
 class KernelChoices(NamedTuple):
-    """Values of `[kernels]` on all ranks; as configured where a model uses no kernels."""
+    """Values of `[kernels]` that all ranks use; as configured if the model uses no kernels."""
 
     backend: str
     grouped_gemm: str
@@ -57,7 +58,7 @@ class KernelChoices(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredChoices:
-    """Settings that `"auto"` leaves to the start of a run, as all ranks use them."""
+    """Values that all ranks use for the settings that `"auto"` leaves to the start of a run."""
 
     kernels: KernelChoices
     ep_dispatch: str
@@ -68,14 +69,14 @@ class MeasuredChoices:
         return kernels | {_DISPATCH: self.ep_dispatch}
 
     def record_in(self, config: Config) -> Config:
-        """Return the resolved configuration, which a run writes to config.toml and checkpoints."""
+        """Return `config` with these choices: a run writes it to config.toml and checkpoints."""
         kernels = config.kernels.model_copy(update=self.kernels._asdict())
         parallel = config.parallel.model_copy(update={"ep_dispatch": self.ep_dispatch})
         return config.model_copy(update={"kernels": kernels, "parallel": parallel})
 
 
 def choices_before_start(config: Config) -> MeasuredChoices:
-    """Return the choices that settings determine, with MEASURED for those that ranks make."""
+    """Return the choices that the configuration determines, MEASURED for those that ranks make."""
     sparse, parallel = any(config.model.experts_by_layer), config.parallel
 
     def known(setting: str, is_used: bool) -> str:
@@ -92,19 +93,22 @@ def choices_before_start(config: Config) -> MeasuredChoices:
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
-    """Choose and install kernel backend and grouped GEMM on all ranks. A collective of all ranks.
+    """Choose and install the kernel backend and the form of the grouped GEMM on all ranks.
 
-    Does nothing for a model without experts, unless a backend is asked for by name. Logs
-    the choices and their changes since the checkpoint.
+    A collective of all ranks. Chooses nothing for a model without experts, unless a rank's
+    configuration or environment names a backend. Logs the choices, and each choice that differs
+    from the checkpoint's.
 
     Args:
         config: The run's configuration.
         world: All ranks.
-        checkpoint: The full checkpoint that the run resumes, whose form of the grouped GEMM is
-            kept; None without one.
+        checkpoint: The full checkpoint that the run resumes; None for another start. If
+            `kernels.grouped_gemm` is "auto", the run keeps the checkpoint's form, provided that
+            the device supports it.
 
     Raises:
-        ConfigError: On every rank, if an explicit choice is unavailable somewhere or ranks differ.
+        ConfigError: A choice given by name is unavailable on some rank, or ranks differ. Raised on
+            every rank.
     """
     sparse = any(config.model.experts_by_layer)
     backend.choose(config.kernels.backend)
@@ -132,8 +136,9 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 
 def _agree_on_backend(world: World) -> Backend:
-    """Install the same backend on all ranks. In a small world one rank of each machine compiles
-    what is missing; the others wait in the collective, at most parallel.timeout_s."""
+    """Install the same backend on all ranks. Up to MAX_BUILDING_WORLD ranks, the first rank of each
+    machine compiles missing kernels, while the other ranks wait in a collective, for at most
+    parallel.timeout_s."""
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = Backend("torch"), Answer()
     if builds:
@@ -162,7 +167,7 @@ class Answer(NamedTuple):
 
 
 def _request() -> Answer:
-    """Return the backend that this rank's settings and environment ask for by name."""
+    """Return the backend that this rank's configuration or environment names, or "auto"."""
     try:
         return Answer(backend.chosen()[0])
     except KernelError as error:
@@ -178,8 +183,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return one line that names the ranks that cannot have their choice or that differ; ""
-    otherwise."""
+    """Return one line that names the ranks whose backend is unavailable or differs from the other
+    ranks'; "" if all ranks have the same backend."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -198,8 +203,7 @@ def disagreement(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answers: Sequence[Answer]) -> str:
-    """Return the failure of the first rank that has one, with all ranks that have one; "" if none
-    has."""
+    """Return the numbers of all ranks that failed and the first one's failure; "" if none did."""
     failed = [rank for rank, answer in enumerate(answers) if answer.failure]
     where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
     return where + answers[failed[0]].failure if failed else ""
@@ -218,14 +222,14 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def _form_setting(config: Config) -> str:
-    """Return the form of the grouped GEMM that settings give, or "auto"."""
+    """Return the form of the grouped GEMM that the configuration determines, or "auto"."""
     sparse = any(config.model.experts_by_layer)
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
-    """Install one form of the grouped GEMM on all ranks: the given form, that of the checkpoint, or
-    the one that the first rank measures as faster."""
+    """Install one form of the grouped GEMM on all ranks: the configured form, else the checkpoint's
+    form, else the form that is faster in a measurement on the first rank."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:
@@ -238,7 +242,7 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
     form = _form_setting(config)
     if form == "auto":
         form = stored.get("kernels.grouped_gemm", "auto")
-        # A checkpoint of another machine may have a form that this device lacks.
+        # A checkpoint written on another machine may record a form that this device lacks.
         form = "auto" if _unavailable(form, model, tp, like) else form
     if form == "auto":
         tokens = config.train.microbatch_size * config.train.seq_len
@@ -264,8 +268,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the distinct widths that tensor-parallel ranks have of an expert's intermediate
-    size."""
+    """Return the distinct sizes of the slices into which tensor parallelism divides an expert's
+    intermediate dim."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -273,9 +277,10 @@ def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
 def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.Tensor) -> str:
     """Return the faster form of the grouped GEMM, "torch" or "loop", and log the times.
 
-    Measures forward and backward of the layer with the most experts, as a tensor-parallel rank
-    holds it, on balanced routes. Threads are set before the call. A form that does not support the
-    device, dtype or sizes is left out.
+    Measures forward and backward of the layer with the most experts, with the largest slice that a
+    tensor-parallel rank has of each expert. Routes give every expert the same number of tokens. The
+    caller has set the number of threads. A form that does not support the device, dtype or sizes is
+    left out.
 
     Args:
         model: The model's sizes.
@@ -292,7 +297,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
         for form in ("torch", "loop"):
             set_form(form)
             try:
-                run()  # may compile or tune
+                run()  # the first run may compile or tune a kernel
                 seconds[form] = platform.best_of(_TIMED_RUNS, run, like.device)
             except ValueError as error:
                 logger.info(one_line(error))
@@ -309,8 +314,8 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
 
 def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer's experts, each with the same
-    number of rows."""
+    """Return a function that runs forward and backward of one layer's experts, where each expert
+    has the same number of rows."""
     with like.device:
         experts = Experts(layer).to(like.dtype)
         for parameter in experts.parameters():
@@ -323,18 +328,19 @@ def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> C
 
     def run() -> None:
         out = experts(x, weights, slots % layer.experts)
-        # A scalar: with a gradient argument, autograd imports sympy (0.3 s) to compare two shapes.
+        # The output is summed because autograd, given the gradient of a larger output, imports
+        # sympy (0.3 s) to compare two shapes.
         torch.autograd.grad(out.square().sum(), leaves)
 
     return run
 
 
 class DispatchChoice(NamedTuple):
-    """The dispatcher of expert parallelism."""
+    """The dispatcher of expert parallelism, and the reason for its choice."""
 
     name: str
     reason: str
-    """Empty where the setting gives the name."""
+    """Empty if there was no choice: the setting names the dispatcher, or ep is 1."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"
@@ -347,17 +353,17 @@ def autotune_dispatch(
     states: ChunkEngine,
     checkpoint: Manifest | None,
 ) -> DispatchChoice:
-    """Choose the dispatcher that `parallel.ep_dispatch` = "auto" means, and put it into the model.
+    """Choose the dispatcher if `parallel.ep_dispatch` is "auto", and install it in the model.
 
-    Measures only where `choose_dispatch` leaves it open. A collective of all ranks, with the same
-    result on each.
+    Times the dispatchers only if `choose_dispatch` returns None. A collective of all ranks, which
+    all return the same choice.
 
     Args:
         config: The run's configuration.
         groups: This rank's groups.
         model: This rank's local model, on its device.
-        states: Its states, which give the experts' parameters their values.
-        checkpoint: The full checkpoint that the run resumes; None without one.
+        states: The states of `model`; before a measurement they fill the experts' parameters.
+        checkpoint: The full checkpoint that the run resumes; None for another start.
     """
     train, ep_dispatch = config.train, config.parallel.ep_dispatch
     if groups.mesh.ep == 1 or ep_dispatch != "auto":
@@ -389,8 +395,8 @@ def autotune_dispatch(
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatch that a checkpoint's settings record, "auto" if none or if it was chosen
-    for another layout."""
+    """Return the dispatcher that a checkpoint's settings record; "auto" if they record none, or
+    recorded it for another layout."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -402,18 +408,19 @@ def _recorded_dispatch(
 
 
 def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> DispatchChoice | None:
-    """Return the dispatch that "auto" means without a measurement; None if it takes one.
+    """Return the dispatcher that "auto" selects without a measurement; None if one is necessary.
 
     Args:
         device_type: As in `torch.device.type`.
         deterministic: `train.deterministic`.
-        recorded: The dispatch that the checkpoint recorded for the same layout; "auto" without one.
+        recorded: The dispatcher that the checkpoint recorded for the same layout; "auto" if none.
     """
     if deterministic:
         return DispatchChoice("allgather", "train.deterministic takes it")
     if device_type == "xpu":
-        # xccl: all_to_all_single under expert parallelism ended in ur_die at 2 nodes, without a
-        # Python exception; a measurement would end the run at its start, also after a resume.
+        # With xccl on 2 nodes, all_to_all_single under expert parallelism ended the process (in
+        # ur_die) without a Python exception. A measurement would therefore end the run at its
+        # start, and again each time that it is resumed.
         also = ", though the checkpoint has alltoall" if recorded == "alltoall" else ""
         return DispatchChoice(
             "allgather",
@@ -424,8 +431,8 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
-    """Return a log line with the memory that `recompute.modules` saves and the time it takes, on
-    this rank; "" without such modules. A collective of the ranks that share layers."""
+    """Return a log line with the memory that recomputation saves and the time that it costs on this
+    rank; "" if `recompute.modules` is empty. A collective of the ranks that share layers."""
     modules, train = config.recompute.modules, config.train
     if not modules:
         return ""

@@ -13,10 +13,10 @@ _TOKENS = 8
 
 
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
-    """Run forward and backward in fp16 of one small layer of each kind that the model has.
+    """Run forward and backward, in fp16, of one small layer of each kind (dense, MoE) of the model.
 
     Raises:
-        ConfigError: On every rank; names the operation that the device lacks.
+        ConfigError: The device lacks an operation; the message has torch's, which names it.
     """
     sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
     experts = 4 * max(1, model.num_experts_per_tok)
@@ -40,7 +40,7 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
     try:
         terms = layers.losses(tokens)
         (terms.ce_sum + terms.aux + terms.z).backward()
-    except (RuntimeError, TypeError) as error:  # a missing op is a NotImplementedError
+    except (RuntimeError, TypeError) as error:  # a missing op: NotImplementedError, a RuntimeError
         raise ConfigError(
             f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in it on "
             f"{device.type} ({one_line(error)[:200]}); use 'bf16'",

@@ -33,8 +33,8 @@ from optimus.train.resolve import ResolvedStart, RunPlan, find_start
 logger = logging.getLogger(__name__)
 
 PutValues = Callable[[str, Tensor, int], None]
-"""Takes the name of a parameter, values of it, and their first element in the flattened slice of
-this rank."""
+"""Function that stores values of a parameter. Its arguments are the parameter's name, the values,
+and the index of the first value in this rank's flattened slice of the parameter."""
 
 
 def load_start(
@@ -46,11 +46,11 @@ def load_start(
     rank_states: RankStates,
     loss_scale: LossScale,
 ) -> RunPlan:
-    """Fill the states of every rank from the start of the plan, and return the plan.
+    """Fill the states of every rank from `plan.start`, and return the plan of the actual start.
 
-    A checkpoint that proves damaged twice cannot be loaded: the result is then the plan of a start
-    from the checkpoint before it, the same on all ranks. Without a start the states keep their
-    initial values. A collective of all ranks.
+    If a full checkpoint proves damaged in two reads, an older one is loaded instead, and the
+    returned plan, the same on all ranks, has that start. If the plan has nothing to load, the
+    states keep their initial values. A collective of all ranks.
 
     Raises:
         CheckpointError: No checkpoint can be loaded.
@@ -70,7 +70,7 @@ def load_start(
         damaged[full.path] = problem
         plan = _resolve_without(damaged, config, world, plan)
     if full is None and (path := plan.start.path) is not None:
-        for chunk in states.chunks:  # a damaged checkpoint may have been read in part
+        for chunk in states.chunks:  # a damaged checkpoint may have filled some of them
             chunk.exp_avg.zero_()
             chunk.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, path)
@@ -82,8 +82,8 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return the plan of a start from another checkpoint than the damaged ones; the first rank
-    decides and logs it. A collective of all ranks."""
+    """Return `plan` with a start from a checkpoint that is not in `damaged`, which the first rank
+    finds and logs. A collective of all ranks."""
     start, refused = ResolvedStart(plan.start, plan.changes), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -109,20 +109,21 @@ def load_weights(
     distribute: Distribute = "broadcast",
     origin: object = "the weights",
 ) -> None:
-    """Distribute weights that only the first rank opens and reads, once. A collective of all ranks.
+    """Read weights once, on the first rank, and distribute them. A collective of all ranks.
 
-    No rank uses memory for more than about PIECE elements.
+    Each rank uses memory for about PIECE elements at a time.
 
     Args:
         layout: The placements of this rank's parameters.
-        put: Takes the values that this rank holds.
+        put: Stores the values of this rank's slices.
         open_weights: Opens the weights on the first rank.
         world: All ranks.
         distribute: `checkpoint.distribute`.
         origin: Name of the weights in the message for a value that is not finite.
 
     Raises:
-        OptimusError: On all ranks, the class and message of the first rank's error.
+        OptimusError: The first rank cannot open or read the weights, or a value is not finite. All
+            ranks raise an error of the same class with the same message.
     """
     everyone = world.everyone
     with contextlib.ExitStack() as files:
@@ -137,7 +138,7 @@ def load_weights(
         batches = [
             *_batches(broadcast_object(pieces, everyone, list[Piece])),
             [],
-        ]  # with [] the reader checks that the weights end
+        ]  # for the empty batch, the first rank checks that no weights are left
         values, memory = iter(weights or ()), torch.empty(PIECE + 1, device=world.device)
         for batch in batches:
             flat = memory[: sum(map(_size, batch)) + 1].zero_()
@@ -153,8 +154,9 @@ def load_weights(
 
 
 def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Put the elements of a piece that this rank holds: one run of consecutive elements where the
-    rank holds the whole parameter, otherwise few runs."""
+    """Pass the elements of a piece that this rank has to `put`, in one call for each run of
+    elements that are adjacent in this rank's slice: one call if the slice is the whole parameter,
+    otherwise a few."""
     if piece.name not in layout.placements:
         return
     runs = runs_between(layout.placements[piece.name].intervals, piece)
@@ -174,7 +176,7 @@ def _size(piece: Piece) -> int:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Return runs of pieces with at most PIECE elements together."""
+    """Yield batches of consecutive pieces; a batch has at most PIECE elements."""
     batch: list[Piece] = []
     filled = 0
     for piece in pieces:
@@ -189,7 +191,8 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Fill `flat` with the next pieces, or check that none is left; return the error or None."""
+    """Copy the values of the batch into `flat`; for an empty batch, check that no values are left.
+    Return the error, None without one."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])
@@ -201,7 +204,7 @@ def _read(
 
 
 def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> CheckpointError | None:
-    """Return the error for the first value that is not finite, None if all are."""
+    """Return the error for the first value that is not finite; None if all values are finite."""
     if guards.is_finite(flat):
         return None
     for piece in batch:

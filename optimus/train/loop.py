@@ -80,16 +80,16 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     Args:
         config: The run's configuration, the same on all ranks.
         launch: This rank among the others.
-        process: As for StartUp.
+        process: `process_start` of StartUp.
 
     Raises:
-        RunEnded: With the same Outcome on all ranks, for a run that cannot start, fails, or is
-            stopped by a signal or the deadline.
+        RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
+            raise it with the same Outcome.
     """
     set_up_logging(launch.rank)
     start_up = StartUp(process)
     inputs: RunInputs | None = None
-    start = ResolvedStart(Start("none"), ())  # replaced by that of the first rank
+    start = ResolvedStart(Start("none"), ())  # replaced by the first rank's start
     directory: RunDirectory | None = None
     failure: OptimusError | None = None
     try:
@@ -103,7 +103,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             check_saves(config.model, config.checkpoint.model_interval, start.start)
     except OptimusError as error:
         failure = error  # one rank prints it once the ranks have met
-        directory = None  # unlocked: another run may use it meanwhile
+        directory = None  # this unlocks it: another run may use it meanwhile
     world: World | None = None
     run: Run | None = None
     phase: Phase = "meeting"
@@ -137,24 +137,26 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
-    """Set threads and deterministic kernels of this process, before anything is computed; return
-    the number of threads."""
+    """Set this process's number of threads and, if configured, deterministic kernels; return the
+    number of threads. Call this before anything is computed."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
-        # The same switch as use_deterministic_algorithms, which imports the compiler (2 s) for it.
+        # This sets the same switch as use_deterministic_algorithms, which also imports the
+        # compiler (2 s).
         torch.set_deterministic_debug_mode("error")
-        switches: Any = torch.utils.deterministic  # a property of its module, not in its stub
+        switches: Any = torch.utils.deterministic  # its type does not declare this property
         switches.fill_uninitialized_memory = False
     return threads
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None for the NaN of an update that was skipped for an overflow."""
+    """Return `value`, or None if it is not finite because an overflow skipped the update."""
     return value if math.isfinite(value) else None
 
 
 class Run:
-    """One rank of a run: the model with its states, the data, and the files that it writes."""
+    """One rank of a run: its model with the states, its data, and the saves. The first rank also
+    has the run directory."""
 
     def __init__(
         self,
@@ -221,7 +223,8 @@ class Run:
             start_up.done("model and states")
 
     def go(self) -> None:
-        """Update by update to the last step; evaluate, sample and save where they are due."""
+        """Train to the last step, one update at a time; evaluate, generate samples and save at the
+        steps where each is due."""
         if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
@@ -242,7 +245,7 @@ class Run:
                     self.evaluate(step)
                     self.sample(step)
                 self.saves.after(step, last=step == self.last_step or stopping is not None)
-                if stopping is not None:  # who asked may not wait for more than the checkpoint
+                if stopping is not None:  # after the save: the run may be killed soon
                     self.evaluate(step)
                     self.sample(step)
                 if stopping is not None and step < self.last_step:
@@ -253,7 +256,7 @@ class Run:
                         "same command again to continue",
                     )
             self._print_end(max(self.plan.start.step, self.last_step), began)
-        except NonFiniteError:  # of all ranks, which complete the saves in progress
+        except NonFiniteError:  # raised on every rank, so all can finish their saves together
             self.saves.end()
             raise
         finally:
@@ -275,7 +278,7 @@ class Run:
         print_end(self.config.train, self.config.model, self.plan, step, seconds, loss, evaluation)
 
     def update(self, step: int) -> None:
-        """Do one update, timed from its data to its new parameters, and record it."""
+        """Do one update and record it. The recorded time includes reading the data."""
         self.meter.clear()
         self.trace.events.clear()
         start = time.perf_counter()
@@ -285,7 +288,7 @@ class Run:
         seconds = time.perf_counter() - start
         if self.directory is None:
             return
-        # The one transfer from the device that expert-load figures and warnings need.
+        # Copied to the host once, for the expert-load figures and the warnings.
         result = replace(result, expert_rows=result.expert_rows.cpu())
         self._record(result, seconds)
         for notice in self.health.after_update(step, result.expert_rows, result.grad_norm):
@@ -296,7 +299,8 @@ class Run:
             self._start_up = None
 
     def evaluate(self, step: int) -> None:
-        """The held-out loss, every `train.eval_interval` updates and after the last."""
+        """Record the held-out loss every `train.eval_interval` updates and after the last update.
+        A collective of all ranks."""
         train, dataset = self.config.train, self.plan.data.held_out
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
@@ -315,8 +319,9 @@ class Run:
         self.recorder.record(EvalRecord(step, "held-out", held_out.loss, held_out.tokens))
 
     def sample(self, step: int) -> None:
-        """Log a continuation of the first held-out (or training) instance. All ranks take part, on
-        every layout; the first rank of the last stage draws."""
+        """Log a generated continuation of the first held-out instance, every
+        `train.sample_interval` updates; without held-out data, of the first training instance. A
+        collective of all ranks; the first rank of the last stage draws the tokens."""
         train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:
             return

@@ -1,10 +1,10 @@
-"""Return memory to the system that glibc's heap keeps free and can no longer use.
+"""Return free memory that glibc's heap can no longer use to the system.
 
-Small blocks that live long are allocated between the tensors of an update: oneDNN caches a compiled
-product for each number of rows that an expert got, 120 KB each, the latest 1024. The next tensor
-does not fit into the gap before such a block, so the heap grows, by up to 32 MB a gap. Larger
-blocks have mappings of their own. docs/benchmarks/step.md gives the memory of a long run with and
-without this module.
+Small blocks that live long are allocated between the tensors of an update and fragment the heap:
+oneDNN caches a compiled matrix product, of 120 KB, for each number of rows that an expert got, and
+keeps the latest 1024. The next tensor does not fit into the gap before such a block, so the heap
+grows, by up to 32 MB for a gap; glibc maps larger blocks outside the heap. docs/benchmarks/step.md
+gives the memory of a long run with and without this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import resource
 from pathlib import Path
 
 _MIN_UPDATES = 16
-"""Least number of updates between two trims: a trim takes a tenth of a second."""
+"""Least number of updates between two trims, since a trim takes a tenth of a second."""
 
 
 class MallocTrim:
@@ -31,7 +31,8 @@ class MallocTrim:
         """Trim if the process uses an eighth more memory than after the first update that followed
         the last trim.
 
-        The next update touches its pages again, as it always does for blocks beyond 32 MB.
+        The next update then gets new pages for its tensors from the system, as every update does
+        for blocks of more than 32 MB.
         """
         if self._trim is None or not (used := private_bytes()):
             return

@@ -1,7 +1,7 @@
 """The plan of a run: mesh, batch, data and start, resolved once from the configuration.
 
-Needs no torch, so a spawner finds mistakes before it starts ranks. Settings that ranks measure are
-not in the plan: `optimus.train.autotune` has them.
+This module imports no torch, so a spawner finds mistakes before it starts ranks. The plan does not
+have the settings that ranks measure at start: `optimus.train.autotune` chooses them.
 """
 
 from __future__ import annotations
@@ -46,21 +46,24 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that a resumed run shares with its checkpoint, together with every `model.` setting. The
-stored batch is the actual one: train.global_batch_tokens = 0 leaves it to the number of ranks."""
+"""Settings that, like every `model.` setting, must be the same in a resumed run and in the
+checkpoint. `train.batch_tokens` is the actual batch, which train.global_batch_tokens = 0 leaves to
+the number of ranks."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine which instances are read."""
 
-# Not optim.frozen: parameters that were not trained have no moments; train them from model@STEP.
+# optim.frozen is left out: parameters that were frozen have no moments in the checkpoint. To train
+# them, start from model@STEP.
 CHANGEABLE = (
     *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN if key != "optim.frozen"),
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )
-"""Frozen settings that `checkpoint.allow_change` may name: the weights still fit."""
+"""Settings whose change `checkpoint.allow_change` may allow: the checkpoint's weights still fit."""
 
-# `optimus.train.autotune` compares these once they are known.
+# These are known only after ranks have measured; `optimus.train.autotune` then compares them with
+# the checkpoint's.
 _MEASURED = ("kernels.backend", "kernels.grouped_gemm")
 _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
 
@@ -70,21 +73,21 @@ class RunData(NamedTuple):
 
     training: InstanceSource
     held_out: FiniteSource | None
-    """None: the run is not evaluated."""
+    """None if the run is not evaluated."""
     tokenizer: bytes
     """Content of the tokenizer file that made the data; every checkpoint contains a copy."""
 
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run on a machine that may lack access to its data or its run directory."""
+    """The plan of a run, made on a machine that may not see the run's data or its directory."""
 
     mesh: Mesh
     batch: BatchPlan
     data: RunData | None
-    """None where the data sets are not read."""
+    """None if the data sets were not read."""
     start: Start
-    """A new run's where the run directory is not read."""
+    """The start of a new run if the run directory was not read."""
     changes: tuple[str, ...]
     """Log lines: settings that differ from the checkpoint's, and their effect on the learning
     rate."""
@@ -96,7 +99,7 @@ class PartialPlan:
 
 @dataclass(frozen=True)
 class RunPlan(PartialPlan):
-    """Everything about a run that configuration, number of ranks and files determine."""
+    """Everything about a run that the configuration, the number of ranks and files determine."""
 
     data: RunData
 
@@ -110,8 +113,8 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that the first rank alone resolves: it has locked the run directory,
-    and broadcasts them."""
+    """The fields of a RunPlan that the first rank resolves, which has locked the run directory; it
+    broadcasts them to the other ranks."""
 
     start: Start
     changes: tuple[str, ...]
@@ -121,7 +124,8 @@ def resolve(config: Config, world_size: int) -> RunPlan:
     """Return the plan of a run. Reads data sets and the run directory, and creates nothing.
 
     Raises:
-        ConfigError, DataError, CheckpointError: One line with key, value and remedy.
+        ConfigError, DataError, CheckpointError: The run cannot start. The message is one line with
+            the key, the value and the remedy.
     """
     inputs = read_inputs(config, world_size)
     return RunPlan(*inputs, *find_start(config, inputs.batch, inputs.data.training))
@@ -131,7 +135,8 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
     """Check the settings against the number of ranks and open the data sets. Creates nothing.
 
     Raises:
-        ConfigError, DataError: One line with key, value and remedy.
+        ConfigError, DataError: The settings or the data cannot be used. The message is one line
+            with the key, the value and the remedy.
     """
     mesh, batch = check_settings(config, world_size)
     check_run_dir(config.train.run_dir)
@@ -140,7 +145,8 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return mesh and batch of a run. Raises ConfigError, the same on every rank."""
+    """Return the mesh and the batch of a run. Raises ConfigError for settings that are missing or
+    do not go together; the error is the same on every rank."""
     mesh, batch = divide(config, world_size)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
@@ -157,7 +163,8 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     """Return the mesh of `world_size` ranks and the batch that they divide.
 
     Raises:
-        ConfigError: The ranks cannot divide model or batch. The same on every rank.
+        ConfigError: The ranks cannot divide the model or the batch. The error is the same on every
+            rank.
     """
     mesh = make_mesh(config.parallel, world_size)
     check_divisible(config, mesh)
@@ -186,19 +193,21 @@ def find_start(
     training: InstanceSource | None,
     damaged: Mapping[Path, str] = NOTHING,
 ) -> ResolvedStart:
-    """Return the start of a run and the settings that change there.
+    """Return the start of a run, with log lines for the settings that change there.
 
-    Called by the rank that has locked the run directory: before that, another run may commit a
-    checkpoint to it.
+    A run calls this only after it has locked the run directory: until then, another run may commit
+    a checkpoint to it.
 
     Args:
         config: The run's configuration; `checkpoint.load` names the start.
         batch: The batch of an update.
         training: The training data; None if it is not read.
-        damaged: Checkpoints that proved damaged as they were loaded, with the reason by path.
+        damaged: Paths of checkpoints that proved damaged when they were loaded, each with the
+            reason. They are not used.
 
     Raises:
-        CheckpointError: One line with key, value and remedy.
+        CheckpointError: A checkpoint is unusable, or a setting changed that must not. The message
+            is one line with the key, the value and the remedy.
     """
     train, optim = config.train, config.optim
     start = decide_start(train.run_dir, config.checkpoint.load, damaged)
@@ -213,8 +222,8 @@ def find_start(
 def flat_settings(
     config: Config, batch: BatchPlan, training: InstanceSource | None
 ) -> dict[str, Any]:
-    """Return all settings as "section.key": value, with the actual batch and the identity of the
-    data, as checkpoints record them."""
+    """Return all settings in the form in which checkpoints record them: "section.key": value, with
+    the actual batch and the identity of the data."""
     flat = {
         f"{section}.{key}": value
         for section, table in config.model_dump(mode="json").items()
@@ -222,7 +231,7 @@ def flat_settings(
     }
     if config.train.deterministic:
         flat["train.threads"] = config.train.threads or 1
-    # A size that is left out equals the same size given explicitly.
+    # Record the actual sizes, so that leaving a size out equals giving the same size explicitly.
     for key in ("num_key_value_heads", "head_dim", "num_experts"):
         flat[f"model.{key}"] = setting(config.model, key)
     flat["train.batch_tokens"] = batch.tokens
@@ -234,13 +243,13 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a line for each axis that is meant for one node and spans several, with the bytes that
-    then pass between nodes."""
+    """Return a warning for tp and for ep if the axis spans several nodes, with the bytes that a
+    layer then sends over the network."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
     routed_bytes = token_bytes + model.num_experts_per_tok * (width + 8)
-    # tp sums the residual stream after attention and after the feed-forward layer.
+    # tp all-reduces [tokens, hidden size] after attention and after the feed-forward layer.
     costs = {
         "tp": (mesh.tp, 2 * rows * token_bytes),
         "ep": (mesh.ep * mesh.tp, mesh.ep * rows * routed_bytes),
@@ -262,15 +271,16 @@ def network_warnings(
 
 
 def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
-    """Return the differences to the checkpoint's settings. Raises CheckpointError for a frozen one.
+    """Return a line for each setting that differs from the checkpoint's. Raises CheckpointError if
+    that setting must not change.
 
-    A start from a model alone may change everything; only settings that determine the position in
-    the data are listed then.
+    A start from a model alone may change every setting; the lines are then only of settings that
+    determine the position in the data.
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
     compared = settings if start.full is not None else _DATA_POSITION
-    # Settings have no data.identity where the data is not read.
+    # `settings` has no data.identity if the data was not read.
     for key in sorted(set(stored) & set(compared) & set(settings)):
         if stored[key] == settings[key] or key in (*_PER_LAUNCH, *_MEASURED, _BATCH):
             continue
@@ -292,8 +302,8 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return the effect of other data or another batch: step n starts at instance (n - 1) * batch,
-    so instances are skipped or read again."""
+    """Return text that names the instances that are skipped or read again after a change of the
+    data or the batch. Step n reads from instance (n - 1) * instances per batch on."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -322,10 +332,11 @@ def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
     Args:
         data: `[data]`.
         seq_len: Tokens of an instance.
-        vocab_size: The model's; no token of the data may reach it.
+        vocab_size: Size of the model's vocabulary; the data's vocabulary must not be larger.
 
     Raises:
-        ConfigError, DataError: One line with key, value and remedy.
+        ConfigError, DataError: A data set cannot be used. The message is one line with the key, the
+            value and the remedy.
     """
     opener = _Opener(seq_len, vocab_size)
     training = _training_data(data, opener)
@@ -333,13 +344,14 @@ def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
 
 
 class _Opener(NamedTuple):
-    """Opens data sets that fit the model."""
+    """Opens data sets and checks that they fit the model."""
 
     seq_len: int
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Return the data set at `path`, which setting `key` gives. Raises DataError."""
+        """Return the data set at `path`, the value of setting `key`. Raises DataError if the model
+        cannot read it."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -364,8 +376,8 @@ class _Opener(NamedTuple):
 
 
 def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
-    """Return the data set of data.path, or the mix of those of data.mix. Raises DataError for a
-    held-out part."""
+    """Return the data set at data.path, or the mixture of the data sets in data.mix. Raises
+    DataError if one of them is a held-out part."""
     if not data.mix:
         dataset = opener.open("data.path", data.path)
         _check_trainable("data.path", dataset)
@@ -391,8 +403,9 @@ def _check_trainable(key: str, dataset: TokenDataset) -> None:
 
 
 def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
-    """Return the data set of data.eval_path, else the held-out part of the training data; of a mix,
-    the held-out parts with the same weights."""
+    """Return the data set at data.eval_path, else the held-out part of the training data. For a
+    mixture that is the mixture of the held-out parts of all its data sets, with the same weights.
+    None if there is no held-out data."""
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
         return opener.open("data.eval_path", path) if path else None
@@ -401,8 +414,8 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the held-out part in the folder of a data set; "" if there is none or it is too small
-    for one instance. Raises DataError for another data set in its place."""
+    """Return the path of the held-out part in the folder of a data set; "" if there is none or it
+    is too small for one instance. Raises DataError if the data set there is another one."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""
@@ -413,8 +426,8 @@ def _evaluation_path(path: str) -> str:
 
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
-    """Return the content of the tokenizer file that made the data. Raises DamageError for another
-    one: checkpoints with it would decode to other text."""
+    """Return the content of the tokenizer file that made the data. Raises DamageError if the file
+    is missing or has changed: text decoded with another tokenizer would be wrong."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)

@@ -1,4 +1,4 @@
-"""The run directory on the first rank: its lock, its configuration and the sinks of records."""
+"""The run directory on the first rank: its lock, its config.toml and the sinks of step records."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_not_in_use(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file` until it is closed; close it and raise ConfigError if another process has locked
-    it."""
+    """Lock `file` until it is closed. If another process has locked it, close it and raise
+    ConfigError."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
@@ -57,7 +57,7 @@ def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
 
 
 class RunDirectory:
-    """The files of a run. Only the first rank makes one; `close` unlocks it."""
+    """The files of a run, in a locked directory. Only the first rank has a RunDirectory."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Create the directory and lock it. Its content does not change before `open`.
@@ -73,11 +73,12 @@ class RunDirectory:
         self._board: TensorBoard | None = None
 
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
-        """Cut the files back to the start of the run, which is loaded, and open them.
+        """Open the files of the run, without the lines of steps after its start. Call this only
+        after the start has been loaded.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
-            plan: Its plan.
+            plan: The run's plan.
             last_step: The step at which this command ends.
 
         Returns:
@@ -87,7 +88,7 @@ class RunDirectory:
         prepare_directory(self.path, plan.start)
         expected = {name: _expected_steps(plan, name, self.path) for name in ("metrics", "eval")}
         self.metrics = MetricsFiles(self.path, step, expected)
-        # This makes the names of the files of metrics durable, too.
+        # This also makes the names of the new metrics files durable: it syncs their directory.
         files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
         sinks = [self.metrics, LogRecorder(), self._progress]
@@ -103,7 +104,8 @@ class RunDirectory:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
             ) from None
-        # A user who may open the file may lock it, and a link could create a file elsewhere.
+        # Mode 0600, since a user who may open the file may lock it. O_NOFOLLOW, since a symbolic
+        # link could create a file elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
@@ -111,7 +113,7 @@ class RunDirectory:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {LOCK}: {error.strerror}; choose another"
             ) from None
-        with contextlib.suppress(OSError):  # an earlier version let others open it
+        with contextlib.suppress(OSError):  # an earlier version let other users open it
             os.fchmod(file.fileno(), 0o600)
         _lock(file, self.path, fcntl.LOCK_EX)
         if self.path.stat().st_mode & stat.S_IWOTH:
@@ -123,7 +125,8 @@ class RunDirectory:
         return file
 
     def sync(self) -> None:
-        """Make metrics and evaluations durable, on which a checkpoint relies. Raises OSError."""
+        """Make the lines of metrics and evaluations durable, as a checkpoint requires. Raises
+        OSError if the disk fails."""
         self.metrics.sync()
 
     def end_progress(self) -> None:
@@ -141,10 +144,16 @@ class RunDirectory:
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
-    """Return the steps up to the start that must have lines in metrics.jsonl or eval.jsonl."""
+    """Return the steps up to the run's start that must have lines in metrics.jsonl or eval.jsonl.
+
+    Args:
+        plan: The run's plan.
+        name: "metrics" or "eval".
+        run_dir: The run directory.
+    """
     start, interval = plan.start, 1
     first = 0 if start.begun is None and start.origin == "none" else start.begun
-    if name == "eval":  # the interval may have been another before; the copy has the right steps
+    if name == "eval":  # eval_interval may have changed between commands; the copy has all lines
         _, copy = metrics_paths(run_dir, name)
         has_lines = copy.exists() and copy.stat().st_size > 0
         is_known = plan.data.held_out is not None and not has_lines

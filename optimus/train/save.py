@@ -36,7 +36,7 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Once the disk has space for fewer saves than this, every save fewer is a warning."""
+"""Once the disk has space for fewer saves than this, each decrease of that number is a warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
@@ -49,8 +49,8 @@ def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -
         start: The start of the run.
 
     Raises:
-        CheckpointError: The weights are those of another model.
-        ConfigError: Hugging Face has no form for the model.
+        CheckpointError: The weights at the start are of another model.
+        ConfigError: Model-only checkpoints are due, but transformers cannot represent the model.
     """
     if start.path is not None and start.full is None:
         check_weights(model, start.path)
@@ -67,7 +67,7 @@ class _PendingSave:
         """Saves that have failed since the last one that was committed."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
-        """Return the outcome of the save, or None while there is none. A collective.
+        """Return the outcome of the save, or None while it has none. A collective of all ranks.
 
         Args:
             wait: Wait for the save to end.
@@ -101,21 +101,23 @@ class Saves:
             plan: The plan of the run.
             states: This rank's chunks of states.
             rank_states: The layout of the states over ranks.
-            loss_scale: Saved with the states.
+            loss_scale: The loss scale, whose state is also saved.
             sync_logs: Makes the files of metrics durable; called on the first rank before a commit.
         """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
         self._loss_scale = loss_scale
-        self._rank_states = replace(rank_states, shards=())  # else frozen copies stay
+        # The shards refer to fp32 copies of frozen parameters, which would stay in memory.
+        self._rank_states = replace(rank_states, shards=())
         self._fulls, self._models, self._removing = _PendingSave(), _PendingSave(), threading.Lock()
         self._unremovable: dict[Path, str] = {}
-        """Directories that could not be removed, with the reason; each is named once."""
+        """Directories that could not be removed, each with the reason that was logged."""
         self._least_saves = _FEW_SAVES
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = plan.start.path.name if plan.start.path is not None else "none"
         settings = config.checkpoint
-        # Limit for the first rank to check the disk while others wait; a step may have two saves.
+        # begin_s limits the time in which the first rank checks the disk, up to twice a step, while
+        # the other ranks wait in a collective.
         begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
         limits: dict[str, Any] = {"limit_s": settings.timeout_s, "begin_s": begin_s}
         limits["staged"], scatter = settings.async_save, settings.scatter
@@ -130,7 +132,8 @@ class Saves:
 
     def save_missing(self) -> None:
         """Save the model-only checkpoint of the step from which this run continues, if it was due
-        and the run was killed after the commit of the full one. A collective of all ranks."""
+        but is missing: the run was killed between the commit of the full checkpoint and that of the
+        model-only one. A collective of all ranks."""
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
@@ -144,16 +147,18 @@ class Saves:
             self._handle(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
-        """Handle the outcomes of saves that have ended, and start those that are due after `step`.
-        A collective of all ranks.
+        """Handle the outcomes of saves that have ended, and start the saves that are due after
+        `step`. A collective of all ranks.
 
         Args:
             step: The step that is done.
-            last: It is the last one, which always has a full checkpoint; wait for its saves.
+            last: True after the last step: save a full checkpoint at any interval, and wait for the
+                saves to end.
 
         Raises:
-            NonFiniteError: A state is not finite; on every rank.
-            OptimusError: The last save or too many in a row failed; on every rank.
+            NonFiniteError: An optimizer state is not finite. Raised on every rank.
+            OptimusError: A save of the last step failed, or too many saves in a row. Raised on
+                every rank.
         """
         settings = self._config.checkpoint
         self._last_step = step if last else 0
@@ -163,7 +168,9 @@ class Saves:
         full = last or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
             self._refuse_bad_states(step)
-        if full:  # first: after a kill, save_missing saves the model
+        # The full checkpoint comes first: if the run is killed between the two, save_missing saves
+        # the model-only one on resume.
+        if full:
             self._begin(self._fulls, step, self._begin_full)
         if model:
             is_committed = self._newest == manager.full_path("", step).name
@@ -177,14 +184,14 @@ class Saves:
                 raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for the saves in progress where all ranks end with an error. A collective of all
-        ranks."""
+        """Wait for the saves in progress to end; called when all ranks raise the same error. A
+        collective of all ranks."""
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
 
     def give_up(self) -> None:
-        """Stop this rank's writes without the other ranks, which may be lost."""
+        """Stop this rank's writes. Not a collective, since other ranks may be lost."""
         for pending in (self._fulls, self._models):
             if pending.save is not None:
                 pending.save.give_up()
@@ -211,14 +218,15 @@ class Saves:
             self._handle(pending, pending.poll(wait=True))
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
-        """Reset the count of failures after a commit; handle the failure otherwise."""
+        """Handle the outcome of a save: reset the count of failures after a commit, raise an error
+        for a value that is not finite, count another failure."""
         if outcome is None:
             return
         if outcome.failure is None:
             pending.failures = 0
             if pending is self._fulls:
                 self._newest = manager.full_path("", outcome.step).name
-        elif outcome.failure.nonfinite:  # in the copy; usually in the states, too
+        elif outcome.failure.nonfinite:  # in the saved copy; usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.what
@@ -229,8 +237,8 @@ class Saves:
             self._handle_failure(pending, outcome.step, outcome.failure.what)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
-        """Log a warning, or raise OptimusError after too many failures in a row. The failure of the
-        last step is raised later, since another save may be due."""
+        """Log a warning, or raise OptimusError after too many failures in a row. `after` raises the
+        failure of the last step, since another save of that step may still be due."""
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
@@ -255,8 +263,8 @@ class Saves:
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
-        """Start a model-only save; it fails unless the disk has space for `reserve()` bytes more,
-        those of the full save that is due with it."""
+        """Start a model-only save. It fails unless the disk has space for `reserve()` more bytes,
+        which the full save of the same step has yet to write."""
         assert self._model_saver is not None, "due only where there is an interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
@@ -281,7 +289,8 @@ class Saves:
             self._states.frozen.settle()
 
     def _remove_old(self) -> None:
-        """Apply retention, in a thread of the first rank after a commit; failures only warn."""
+        """Remove the checkpoints that are not to be kept; failures are only logged. Runs after a
+        commit, in a thread of the first rank."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
@@ -292,13 +301,14 @@ class Saves:
                 logger.warning("old checkpoints are not removed: %s: %s", where, error.strerror)
 
     def _remove_leftover(self, directory: Path) -> None:
-        """Remove what a failed save wrote, in a thread of the first rank."""
+        """Remove the files of a failed save. Runs in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
             self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Log directories that could not be removed, each once, and the space that is left, also
-        as the disk gets full. Raises OSError."""
+        """Warn of each directory that could not be removed, once for each reason, and of the space
+        left on the disk; repeat the space as it falls below a few saves. Raises OSError if the free
+        space cannot be read."""
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left
         run_dir = self._config.train.run_dir
@@ -340,15 +350,16 @@ class Saves:
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_sidecar_files(self, directory: Path) -> None:
-        """Write configuration and tokenizer, which make a checkpoint usable without its run; and
-        make metrics up to its step durable before the commit, as a resume needs them."""
+        """Write configuration and tokenizer, which make a checkpoint usable without its run. Before
+        that, make the metrics durable, since a resumed run needs those up to the checkpoint."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         name = Path(self._plan.data.training.tokenizer_file).name
         (directory / name).write_bytes(self._plan.data.tokenizer)
 
     def _write_model_sidecar_files(self, directory: Path) -> None:
-        """Write those of a model-only checkpoint, which is a complete Hugging Face directory."""
+        """Write the sidecar files that make a model-only checkpoint a complete Hugging Face
+        directory."""
         self._write_sidecar_files(directory)
         try:
             lines = complete_hf(directory, self._exported)

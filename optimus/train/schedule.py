@@ -10,7 +10,7 @@ from optimus.config import OptimConfig
 
 
 def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
-    """Rate of update `step` = 1, 2, ...: a linear warm-up, then cosine, linear or constant."""
+    """Return the learning rate of update `step` (from 1): linear warm-up, then `optim.schedule`."""
     assert step >= 1
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -25,8 +25,9 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Describe how the learning rate of update `step` differs from that of the settings `stored`
-    with a checkpoint, with the settings that keep it; "" where it does not."""
+    """Return a line for the log if the settings `stored` in a checkpoint give update `step` another
+    learning rate than `optim` does; "" if both rates are equal. The line names the settings that
+    keep the rate of the checkpoint's settings."""
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)

@@ -1,4 +1,4 @@
-"""Start of a command: number of ranks, rendezvous, dry run. Imports torch only where ranks meet."""
+"""Start of a command: number of ranks, rendezvous, dry run. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from optimus.launch.environment import LaunchEnv
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
-    """Check the address at which ranks meet. Raises LaunchError."""
+    """Check the address at which ranks meet. Raises LaunchError if it cannot be used."""
     from optimus.distributed.rendezvous import check_meeting_point
 
     check_meeting_point(launch)
     if launch.world_size > 1:
-        # torch's warnings while ranks connect say no more than our one line does.
+        # If ranks cannot connect, torch's warnings say no more than our error message.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def dry_run(
     config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
 ) -> None:
-    """Check what `optimus train` checks before its ranks compute, and print the plan of the run.
+    """Make the checks of `optimus train` that need no other rank, and print the plan of the run.
     Creates nothing.
 
     Args:
@@ -36,7 +36,7 @@ def dry_run(
         check_run_dir: False on a machine that does not have the run directory and its checkpoints.
 
     Raises:
-        ConfigError, DataError, CheckpointError: As a run does, in one line.
+        ConfigError, DataError, CheckpointError: `optimus train` would fail with the same error.
     """
     from optimus.train import resolve
 
@@ -65,8 +65,8 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error` or, where other ranks were started, the error that they all agree to raise: a
-    mistake that each rank finds is printed once."""
+    """Raise `error`; if a launcher has started other ranks, first meet them and agree on one error
+    to raise, so that a mistake that every rank finds is printed once."""
     if launch.world_size > 1:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world
@@ -76,11 +76,11 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
 
 
 def ranks_to_start(nproc: int | None, started: int) -> int:
-    """Return how many local ranks this process starts: `--nproc`, or 0 where it was not given or
-    a launcher has started this rank.
+    """Return the number of local ranks that this process starts: `--nproc`; 0 if `--nproc` was not
+    given or if a launcher has started this rank.
 
     Args:
-        nproc: Value of `--nproc`, None where it was not given.
+        nproc: Value of `--nproc`; None if it was not given.
         started: Number of ranks of this run that a launcher has started.
 
     Raises:

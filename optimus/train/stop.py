@@ -1,6 +1,6 @@
 """Requests to stop a run: Ctrl-C, signals and the deadline.
 
-From the first update on, a request finishes the update and writes a checkpoint first.
+From the first update on, the run finishes the update and writes a checkpoint before it stops.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, 0 for none; of the reasons of several ranks the last in this list counts."""
+"""Reasons to stop, 0 for none. If ranks have different reasons, the last of them in this tuple is
+the run's."""
 
 
 class StopRequest:
-    """Remembers a signal or a passed deadline, and agrees on it with all ranks."""
+    """The signal or passed deadline that asks this rank to stop, and the agreement of all ranks."""
 
     def __init__(self, deadline_s: float) -> None:
-        """`deadline_s`: from the process's start on; 0: never."""
+        """Install handlers of the stop signals.
+
+        Args:
+            deadline_s: Seconds from the start of this process to the deadline; 0: no deadline.
+        """
         self._end = STARTED + deadline_s if deadline_s else None
         self._reason = 0
         for number in STOP_SIGNALS:
-            # nohup ignores SIGHUP for the process; the spawner does so for its ranks until now.
+            # SIGHUP stays ignored if nohup set that. A rank of the spawner ignores it only until
+            # this handler is installed.
             if number != signal.SIGHUP or RENDEZVOUS in os.environ or not _is_ignored(number):
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        # The spawner sends SIGTERM after the signal that it received. The handler of SIGTERM may
-        # interrupt that of the first signal, which then still names the reason.
+        # The spawner sends the signal that it received, then SIGTERM. The handler of SIGTERM may
+        # interrupt the first signal's handler and set the reason; the first signal replaces it.
         is_first = self._reason in (0, signal.SIGTERM) and self._reason != number
         if is_first:
             self._reason = number
-        if number == signal.SIGINT:  # a second Ctrl-C does not wait
+        if number == signal.SIGINT:  # a second Ctrl-C ends the process at once
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if not is_first:
             return
@@ -56,13 +62,14 @@ class StopRequest:
         )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
-        """Return after a step why all ranks stop now, or None. A collective."""
+        """Return the reason for which all ranks stop after this step, None if they continue. A
+        collective of `group`."""
         from optimus.distributed.collectives import greatest
 
         reason = self._reason
         if not reason and self._end is not None and time.monotonic() >= self._end:
             reason = _DEADLINE
-        # A rank may have SIGTERM alone where another has the signal that the spawner received.
+        # One rank may have received only SIGTERM, another the spawner's signal as well.
         code = greatest(_PRIORITY.index(reason), group, device)
         if code == 0:
             return None

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
-    """Log the plan of a run, `warnings` and those of the data, the start, and settings that changed
-    since the checkpoint."""
+    """Log the plan of a run, `warnings`, warnings about data that is read too often, the start, and
+    the settings that changed since the checkpoint."""
     _log("this run", plan_facts(config, plan))
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
     for warning in (*warnings, *repeats):
@@ -56,7 +56,7 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
-    """Return a plan and the settings that a run records as a dict for JSON."""
+    """Return a plan, and the settings that the run will record, as a dict for JSON."""
     batch, start, data = plan.batch, plan.start, plan.data
     counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
     return {
@@ -103,11 +103,11 @@ def print_end(
 
     Args:
         train, model: Sections of the run's configuration.
-        plan: Its plan.
+        plan: The run's plan.
         last_step: The last step that is done.
         seconds: Time that the steps since this start took.
-        loss: Of the last step, in nats; None if unknown.
-        evaluation: The last one, or None.
+        loss: The loss of the last step, in nats; None if unknown.
+        evaluation: The last evaluation; None without one.
     """
     title = "done"
     if last_step < train.max_steps:
@@ -176,15 +176,16 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return the path, last in its line because it may be long; "" for a mix, which has several."""
+    """Return the path of a data set, for the end of a line because it may be long; "" for a
+    mixture, which has several paths."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Return each data set and the number of times that `instances` of the training data read
-    it."""
+    """Yield each data set with its number of epochs in `instances` instances of the training
+    data."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return
@@ -195,7 +196,7 @@ def _epochs(
 
 
 def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Iterator[str]:
-    """Return a warning for each data set that the run reads too often."""
+    """Yield a warning for each data set that the run reads too often."""
     if plan.data is None:
         return
     for dataset, epochs in _epochs(mix, max_steps * plan.batch.instances, plan.data.training):
@@ -241,7 +242,7 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Return the commands that use the checkpoints of a run."""
+    """Yield the commands that use the results of a run."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:
@@ -251,7 +252,7 @@ def _next_commands(
         yield f"optimus eval {run} {shlex.quote(str(held_out.path))}"
     try:
         config_to_hf(model, "bfloat16")
-    except OptimusError:  # it has no form in transformers
+    except OptimusError:  # transformers cannot represent the model
         return
     yield f"optimus convert to-hf {run} {shlex.quote(run_dir.rstrip('/') + '-hf')}"
 

@@ -1,4 +1,4 @@
-"""One update: the pipeline's schedule, then clipping and AdamW."""
+"""One update: forward and backward by the pipeline schedule, then clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from optimus.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Figures of one update, over all ranks. Losses in nats, means over the global batch."""
+    """Figures of one update, over all ranks. Losses are means over the global batch, in nats."""
 
     step: int
     loss: float
     aux_loss: float
     z_loss: float
     grad_norm: float
-    """NaN where the update was skipped for an overflow under loss scaling (fp16)."""
+    """NaN if the update was skipped because of an overflow under loss scaling (fp16)."""
     lr: float
     expert_rows: Tensor
-    """int64 [MoE layers, E]: rows routed to each expert by all ranks; E is the largest of all
-    layers, and a layer that has fewer experts ends in zeros."""
+    """int64 [MoE layers, E]: rows routed to each expert by all ranks. E is the largest number of
+    experts in a layer; layers with fewer experts are padded with zeros."""
     loss_scale: float = 1.0
     """The scale of this update."""
     skipped_steps: int = 0
@@ -63,10 +63,10 @@ class Updater:
             config: The run's configuration.
             groups: This rank's groups.
             rank_model: This rank's model; from now on it adds gradients to the chunks of `states`.
-            states: Its states.
-            plan: The batch of an update.
+            states: The states of this rank's model.
+            plan: The division of the global batch.
             device: The device of the model.
-            loss_scale: That of a resumed run; None starts with the configured one.
+            loss_scale: The loss scale of the run; None makes that of a new run.
         """
         self._loss_scale = loss_scale or LossScale(
             config.optim, config.train.dtype, plan.num_microbatches
@@ -85,12 +85,13 @@ class Updater:
         """Do one update.
 
         Args:
-            step: Its number, from 1.
-            microbatches: Those of this rank.
+            step: Number of the update, from 1.
+            microbatches: This rank's microbatches.
 
         Raises:
-            NonFiniteError: A rank's loss or gradient is not finite; on every rank, before masters
-                change. While the loss scale can still fall, the update is skipped instead.
+            NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
+                before any fp32 master changes. In fp16, the update is skipped instead as long as
+                the loss scale can still fall.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -109,16 +110,18 @@ class Updater:
     def _make_update(
         self, step: int, microbatches: list[Microbatch], lr: float
     ) -> Callable[[], None]:
-        """Return OPT_STEP: agree that all is finite, complete the gradients, clip, update."""
+        """Return the function for the schedule's OPT_STEP. With the other ranks it checks that all
+        losses and gradients are finite and completes the gradients; then it clips and updates."""
 
         def opt_step() -> None:
             scaling = self._loss_scale
             overflow = self._watch.any_rank_is_nonfinite()
             if overflow and not scaling.can_fall:
                 self._watch.explain(microbatches, scaling.at_its_least())
-            if overflow:  # no smaller scale helps a damaged state
+            if overflow:  # a smaller scale does not help if a state is damaged
                 self._watch.refuse_bad_states()
-            # Also for gradients that are discarded: other ranks have sent theirs.
+            # Complete the reductions of gradients that are then discarded, too: other ranks have
+            # started them.
             self._states.gradients.finish(self._tied_stages)
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
@@ -132,7 +135,8 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping; NaN if the sum overflows under loss scaling."""
+        """Return the gradient norm before clipping; NaN if it overflows and a smaller loss scale
+        may avoid that. Raises NonFiniteError for another overflow."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
@@ -146,7 +150,8 @@ class Updater:
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Return means over the global batch, from the fp32 sums of each stage and microbatch."""
+        """Return the figures of the update, from the terms of each stage and microbatch. A
+        collective of all ranks."""
         counted = list(terms.values()) if self._groups.counts else []
         empty = torch.zeros(0, device=self._device)
 
@@ -168,8 +173,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """Return the sum over all ranks of each of three tensors; of a skipped update NaN if any
-        element is not finite."""
+        """Return the sum of each tensor's elements over all ranks. After a skipped update, all sums
+        are NaN if any element is not finite."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
