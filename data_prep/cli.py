@@ -109,6 +109,10 @@ class _StopSignals:
         and training a tokenizer is one call of minutes.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
+        try:
+            self._stderr = os.dup(2)  # the check of a tokenizer redirects descriptor 2 for a moment
+        except OSError:  # it was closed before the start
+            self._stderr = 2
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -130,8 +134,10 @@ class _StopSignals:
                 time.sleep(60)
         try:
             kept = _kill_and_clean()
-            start = "\n" if os.isatty(2) else ""  # behind a progress bar or the terminal's ^C
-            os.write(2, f"{start}{_stop_line(number, kept)}\n".encode(errors="backslashreplace"))
+            # After a progress bar or the terminal's ^C.
+            start = "\n" if os.isatty(self._stderr) else ""
+            line = f"{start}{_stop_line(number, kept)}\n"
+            os.write(self._stderr, line.encode(errors="backslashreplace"))
         finally:
             os._exit(_INTERRUPTED)
 

@@ -11,20 +11,21 @@ import functools
 import hashlib
 import json
 import os
-import threading
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.encoder import REFERENCE_ONLY, SAMPLES, MemoEncoder, reference_encode
 from data_prep.growth import max_growth
 from data_prep.layout import TOKENIZER_BYTES, read_bytes
 from data_prep.pretokenize import recognise
 from data_prep.sections import Cutter
 from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
 from optimus.errors import DataError, one_line
+from optimus.launch.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,9 +35,6 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 MAX_GROWTH = 16
 """Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
-
-_STANDARD_ERROR = threading.RLock()
-"""Held by the thread that holds back what this process writes there."""
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
 """Measured at a token a character: 241 and 49; ordinary text takes half of it."""
@@ -73,6 +71,7 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
+    _try_short_text(path, tokenizer)
     return tokenizer
 
 
@@ -92,50 +91,45 @@ def library_panics(path: str | os.PathLike) -> Iterator[None]:
     """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
 
     A damaged table of a normalizer and a pattern that needs too many steps do. The exception of a
-    panic derives from BaseException, and its class cannot be imported. What the library prints of a
-    panic, with a backtrace if the environment asks for it, is dropped.
+    panic derives from BaseException, and its class cannot be imported. The library also prints it.
     """
-    with _STANDARD_ERROR:
-        errors = _HeldErrors()
-        try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":
-                raise
-            errors.drop()
-            raise DataError(
-                f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
-                "another tokenizer"
-            ) from None
-        finally:
-            errors.release()
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
+            "another tokenizer"
+        ) from None
 
 
-class _HeldErrors:
-    """What this process writes to standard error, kept in memory until `release` prints it."""
+def _try_short_text(path: str | os.PathLike, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the library panics on a short text with this tokenizer. Its output is
+    dropped, because a damaged tokenizer is reported in one line."""
+    with library_panics(path), _without_stderr(), contextlib.suppress(Exception):
+        ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
+        tokenizer.decode(ids, skip_special_tokens=False)
 
-    def __init__(self) -> None:
-        self._buffer = os.memfd_create("standard-error")
-        try:
-            self._errors: int | None = os.dup(2)
-            os.dup2(self._buffer, 2)
-        except OSError:  # standard error is closed
-            self._errors = None
 
-    def drop(self) -> None:
-        """Forget what was written so far."""
-        os.ftruncate(self._buffer, 0)
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what this process writes to standard error, and defer the signals that stop it.
 
-    def release(self) -> None:
-        """Print what was written, and write to standard error again."""
-        if self._errors is not None:
-            os.dup2(self._errors, 2)
-            os.close(self._errors)
-        size = os.fstat(self._buffer).st_size
-        if size:
-            with contextlib.suppress(OSError):  # nobody reads it
-                os.write(2, os.pread(self._buffer, size, 0))
-        os.close(self._buffer)
+    For a few milliseconds only: the last words of a process that ends meanwhile are lost.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    kept = -1
+    try:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            kept = os.dup(2)  # fails if standard error is closed
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        if kept >= 0:
+            os.dup2(kept, 2)
+            os.close(kept)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:

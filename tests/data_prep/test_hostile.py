@@ -32,12 +32,13 @@ from data_prep.segments import Segments
 from data_prep.shuffle import read_order
 from data_prep.token_plan import read_plan
 from data_prep.token_set import read_unit
-from data_prep.tokenizer import Encoder, library_panics, open_tokenizer
+from data_prep.tokenizer import Encoder, open_tokenizer
 from data_prep.verify import verify
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DataError, OptimusError
 from optimus.io import files
+from tests.helpers.programs import python
 
 DEEP = "[" * 200_000 + "]" * 200_000
 
@@ -280,19 +281,33 @@ def test_a_tokenizer_in_a_folder_whose_name_is_no_text_is_read(tmp_path):
     assert Encoder(a_tokenizer(folder / "tokenizer.json")).encode(["ab"])[0].tolist() == [0, 1]
 
 
-def test_panic_prints_nothing_and_other_output_is_kept(tmp_path, capfd):
-    pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    slow = Encoder(a_tokenizer(tmp_path / "slow.json", pre_tokenizer=pattern))
-    with pytest.raises(DataError):
-        slow.encode(["a" * 40 + "b"])
-    assert capfd.readouterr().err == ""
-    with library_panics("tokenizer.json"):
-        os.write(2, b"kept\n")
-    assert capfd.readouterr().err == "kept\n"
-    with pytest.raises(KeyError), library_panics("tokenizer.json"):
-        os.write(2, b"kept, too\n")
-        raise KeyError
-    assert capfd.readouterr().err == "kept, too\n"
+def test_panic_at_the_check_of_a_tokenizer_prints_nothing(tmp_path, capfd):
+    path = a_tokenizer(tmp_path / "table.json", normalizer=normalizers.NFC())
+    tree = json.loads(path.read_text())
+    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
+    path.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="the tokenizers library fails"):
+        open_tokenizer(path)
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == "later\n"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
+
+
+LAST_WORDS = """
+import os, sys
+from data_prep.tokenizer import Encoder, library_panics
+encoder = Encoder(sys.argv[1])
+with library_panics(sys.argv[1]):
+    os.write(2, b"last words")
+    os._exit(3)
+"""
+
+
+def test_process_that_ends_while_it_encodes_has_its_last_words(tmp_path):
+    """Such as the stop line of a signal and the library's message where memory ends."""
+    path = a_tokenizer(tmp_path / "tokenizer.json")
+    done = python("-c", LAST_WORDS, str(path))
+    assert (done.returncode, done.stderr) == (3, "last words")
 
 
 def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):

@@ -125,6 +125,19 @@ def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
     assert_stopped(process, "Ctrl-C")
 
 
+@pytest.mark.parametrize("context", ["library_panics('tokenizer.json')", "_without_stderr()"])
+def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, context):
+    """In an encode, and while a short text is tried and descriptor 2 is redirected."""
+    code = "import sys, time; from data_prep import cli, commands, tokenizer\n"
+    code += f"def work(argv):\n with tokenizer.{context}:\n"
+    code += "  print('begins', flush=True); time.sleep(60)\n"
+    code += "commands.run_command = work; sys.exit(cli.main())"
+    process = start(["-c", code])
+    assert process.stdout.readline() == "begins\n"
+    process.send_signal(signal.SIGTERM)
+    assert_stopped(process, "SIGTERM")
+
+
 def test_an_ignored_interrupt_stays_ignored(made):
     """As of a command that nohup or a shell's `&` started."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
