@@ -35,11 +35,9 @@ MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 """Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
 _CONFIGS = ("config.toml", "config.json")
-_READ_BY_NAME = (
-    *(tensor_file.INDEX, *_CONFIGS, "tokenizer.json", "tokenizer.model"),
-    *("tokenizer_config.json", "generation_config.json"),
-)
-"""Files that readers open by their names, besides weights."""
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+_READ_BY_NAME = {tensor_file.INDEX, *_CONFIGS, *_TOKENIZER_FILES, "generation_config.json"}
+"""Files that readers open by their names. Weights are found by their suffix instead."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
@@ -144,14 +142,15 @@ class Manifest:
 
     def _check_unlisted(self) -> None:
         """Raise CheckpointError for weights, configurations and tokenizers that the manifest does
-        not list: readers open them by their names."""
+        not list. A tokenizer may be added to a checkpoint that was saved without one."""
         listed = {entry.name for entry in self.files}
+        may_be_added = set() if listed & _TOKENIZER_FILES else _TOKENIZER_FILES
         try:
             found = sorted(os.listdir(self.path))
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
         for name in found:
-            is_read = name.endswith(".safetensors") or name in _READ_BY_NAME
+            is_read = name.endswith(".safetensors") or name in _READ_BY_NAME - may_be_added
             if is_read and name not in listed:
                 raise CheckpointError(
                     f"{self.path / name}: its manifest does not list it; remove it"

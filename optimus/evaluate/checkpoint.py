@@ -9,7 +9,6 @@ import torch
 from optimus import platform
 from optimus.checkpoint import manager
 from optimus.checkpoint.convert import eos_token_ids
-from optimus.checkpoint.manifest import is_checkpoint
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_config
 from optimus.data.dataset import TokenDataset
@@ -100,13 +99,9 @@ def continue_text(
     source = manager.resolve(checkpoint)
     file = tokenizer_path(source)
     if not file.is_file():
-        remedy = "copy that of the data set to this path"
-        if is_checkpoint(source):  # its manifest must list all its files
-            remedy = (
-                "write the weights with `optimus checkpoint export` and copy the tokenizer of the "
-                "data set into that directory"
-            )
-        raise DataError(f"{file}: no tokenizer next to the weights; {remedy}")
+        raise DataError(
+            f"{file}: no tokenizer next to the weights; copy that of the data set to this path"
+        )
     tokenizer = TextTokenizer(file)
     ids = tokenizer.encode(prompt)
     if not ids:

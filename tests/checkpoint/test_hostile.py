@@ -342,10 +342,22 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
     ],
 )
 def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys, name):
+    listed = "tokenizer.model" if name == "tokenizer.json" else "tokenizer.json"
+    (checkpoint / listed).write_text("{}")
+    entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
+    entries.append({"name": listed, "size": 2, "xxh3": xxhash.xxh3_64_hexdigest(b"{}")})
+    rewrite_manifest(checkpoint, files=entries)
     (checkpoint / name).write_text("{}")
     assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)
     with pytest.raises(CheckpointError, match="does not list it"):
         read_manifest(checkpoint).check()
+
+
+def test_a_tokenizer_added_to_a_checkpoint_without_one_is_accepted(checkpoint):
+    """Checkpoints of runs whose data set has no tokenizer file; `generate` says where to put it."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).write_text("{}")
+    read_manifest(checkpoint).check()
 
 
 GOLDEN = Path(__file__).parents[1] / "golden/v1/runs/moe-fp32/checkpoints"
