@@ -60,7 +60,7 @@ exec g++ "$@"
 
 
 def old_compiler(folder: Path) -> str:
-    """Return a g++ without the x86-64 levels, as before version 11."""
+    """Return the path of a g++ that refuses -march=x86-64-v3 and -v4, as versions before 11 do."""
     path = folder / "old-g++"
     path.write_text(OLD_COMPILER)
     path.chmod(0o755)
@@ -74,8 +74,9 @@ def too_old(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture(scope="module", params=["portable", "portable alone", "avx2", "avx512"])
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
-    """Return the CPU kernels of one instruction set. A library selects its instruction set once, so
-    each gets a copy. `portable alone` is compiled for other processors and by old compilers."""
+    """Return the CPU kernels of one instruction set. A loaded library selects its instruction set
+    only once, so each set gets its own copy of the file. `portable alone` is the library that is
+    compiled for other processors than x86-64, or by old compilers."""
     folder = tmp_path_factory.mktemp("isa")
     library = _build_portable(folder) if "alone" in request.param else backend.active("cpu").library
     if library is None:

@@ -133,8 +133,8 @@ def test_reference_gives_the_same_bits(reference, size, grad_dtype):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_any_nan_is_rounded_to_a_nan(dtype):
-    """Rounding could turn a NaN of all ones into zero (by the carry) and one with only its last bit
-    set into infinity."""
+    """A careless rounding turns a NaN whose bits are all ones into zero (by the carry), and a NaN
+    of whose fraction only the last bit is set into infinity."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
     master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
     states = [master, *(torch.zeros_like(master) for _ in range(3))]
@@ -166,8 +166,8 @@ def test_slices_alignment_and_threads_change_no_bit():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parameter_is_the_rounded_master(dtype):
-    """All upper halves of fp32 numbers, with lower halves at and next to the midpoint; no
-    update."""
+    """The masters have all 2^16 upper halves of an fp32 number, each with lower halves at and next
+    to the midpoint of rounding. A learning rate of 0 leaves them unchanged."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
@@ -195,7 +195,7 @@ def test_fused_rounds_once():
     a, b = torch.cat([a, torch.tensor([1 + 2.0**-23])]), torch.cat([b, torch.tensor([1.0])])
     # The exact sum is just above the midpoint of two fp32 numbers; in fp64 it is the midpoint,
     # which would be rounded to even.
-    a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # product 1 + 2^-11 + 2^-24, a midpoint
+    a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # product: 1 + 2^-11 + 2^-24, a midpoint
     c = torch.cat([c, torch.tensor([2.0**-70])])
     ours = module._fused(a, b, c)
     for x, y, z, rounded in zip(a.tolist(), b.tolist(), c.tolist(), ours.tolist(), strict=True):
@@ -209,8 +209,8 @@ def test_fused_rounds_once():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
-    """csrc/cuda on a CPU: wide loads with a remainder, and addresses that are not aligned for
-    them."""
+    """Run csrc/cuda on a CPU, with sizes that leave a remainder after the wide loads, and with
+    addresses that are not aligned for wide loads."""
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]

@@ -129,7 +129,7 @@ def test_sycl_is_compiled_ahead_of_time_for_pvc(monkeypatch, tmp_path):
 
 
 def test_sycl_extension_accepts_our_arguments(monkeypatch):
-    """SyclExtension needs libraries of an xpu build, which are replaced; all else is real."""
+    """Replace only the folders of torch's xpu build, which SyclExtension looks for."""
     from torch.utils import cpp_extension
 
     monkeypatch.setattr(cpp_extension, "include_paths", lambda **_: [])
@@ -172,11 +172,8 @@ made = extension.DPCPPExtension(**arguments)
 wanted = ("name", "include_dirs", "extra_compile_args", "extra_link_args")
 print("MADE", json.dumps({{name: getattr(made, name) for name in wanted}}))
 """
-    roots = (
-        "CMPLR_ROOT",
-        "MKLROOT",
-        "DNNLROOT",
-    )  # variables of setvars.sh, where IPEX looks for oneAPI
+    # setvars.sh sets these variables, by which IPEX finds oneAPI.
+    roots = ("CMPLR_ROOT", "MKLROOT", "DNNLROOT")
     environ = {**os.environ, **dict.fromkeys(roots, str(tmp_path))}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     result = subprocess.run(

@@ -29,8 +29,8 @@ exec g++ "$@"
 
 @pytest.fixture
 def blocked_compiler(small_csrc, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Set CXX to a g++ that waits before it compiles while the first path exists, and logs each
-    call in the second."""
+    """Set CXX to a g++ that writes a line to a log and then, before it compiles, waits while a file
+    `hold` exists. Return the paths of `hold` and of the log."""
     hold, log, path = tmp_path / "hold", tmp_path / "log", tmp_path / "blocked-g++"
     hold.touch()
     log.touch()

@@ -80,7 +80,7 @@ def compile_slowly(log: Path, fails: bool, barrier: Barrier | None = None) -> No
         return write_library(work)
 
     if barrier is not None:
-        barrier.wait()  # on a busy machine a fork may take longer than compiling does here
+        barrier.wait()  # all start at once, however long a fork takes
     try:
         cache.install("cpu-1", compile_into, {"backend": "cpu"})
     except KernelError as error:
@@ -119,8 +119,8 @@ def test_unwritable_cache_folder_is_named(monkeypatch):
 
 
 def read_as_nobody(root: str) -> None:
-    """Use the cache as a user who may not write it; root can write any folder, so the process
-    changes its user id."""
+    """Use the cache as a user who may not write to it. If the tests run as root, who can write to
+    any folder, the process changes its user id."""
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
@@ -132,7 +132,7 @@ def read_as_nobody(root: str) -> None:
 
 
 def test_read_only_cache_is_used(monkeypatch):
-    with tempfile.TemporaryDirectory() as root:  # other users cannot read pytest's folders
+    with tempfile.TemporaryDirectory() as root:  # pytest's folders are closed to other users
         monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", root)
         cache.install("cpu-1", write_library, {"backend": "cpu"})
         os.chmod(root, 0o555)
@@ -183,7 +183,7 @@ def test_cache_below_a_folder_that_others_can_rename_is_refused(tmp_path, monkey
     above.chmod(0o777)
     assert cache.entries("cpu") == []
     assert f"others may replace the cache folder: {above}" in cache.refused("cpu")["cpu-1"]
-    above.chmod(0o1777)  # with the sticky bit only the owner renames
+    above.chmod(0o1777)  # the sticky bit lets only the owner rename
     assert [entry.key for entry in cache.entries("cpu")] == ["cpu-1"]
 
 
@@ -205,7 +205,7 @@ def test_entries_are_usable_whatever_the_umask(umask):
 def test_library_outside_the_entry_is_refused(tmp_path, kind):
     entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     outside = tmp_path / "evil.so"
-    outside.write_bytes(b"library")  # with the hash that info.json records
+    outside.write_bytes(b"library")  # the content whose hash info.json has
     record = json.loads((entry.path / "info.json").read_text())
     if kind in ("link", "fifo"):
         entry.library.unlink()
@@ -296,7 +296,7 @@ def test_read_only_cache_of_a_colleague_is_used_where_other_users_cannot_write()
         os.chown(root, 65534, 65534)
         os.chmod(root, 0o755)
         run_in_child(take_from_root, root, ["cpu-1"])
-        assert use_cache(root) == []  # root trusts only its files
+        assert use_cache(root) == []  # root trusts only root's files
 
 
 def make_colleagues_cache(home: Path) -> Path:
@@ -312,7 +312,8 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 def read_while_exchanged(root: Path, other: Path) -> None:
-    """Read an entry as a user whose cache folder is exchanged right after its check."""
+    """Read an entry as a user whose cache folder is replaced by `other` right after it was
+    checked."""
     check = cache._why_untrusted_cache
 
     def exchange(*arguments) -> str:

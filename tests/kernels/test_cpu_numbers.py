@@ -68,8 +68,9 @@ def test_rounding_is_to_nearest_even_as_in_torch(native, dtype):
 
 
 def test_silu_is_within_3_ulp(native):
-    """One exp, addition, division and product; measured 2.8, torch 2.2."""
-    bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # 0 to 88
+    """The errors of one exp, addition, division and product add up. Measured: at most 2.8 ulp;
+    torch's silu 2.2."""
+    bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # of numbers from 0 to 88
     g = bits.view(torch.float32)
     for values in (g, -g):
         exact = values.double() * torch.sigmoid(values.double())

@@ -19,7 +19,7 @@ from tests.helpers.cuda_cpu import CudaOnCpu
 from tests.helpers.forms import needs_torch_form
 from tests.kernels.planted import BUGS
 
-# The package's attribute of this name is the op; the module has the implementation in use.
+# The package's attribute of this name is the op. The module stores the selected implementation.
 GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
@@ -106,7 +106,8 @@ def test_rows_on_an_emulated_gpu(emulated, monkeypatch, dtype):
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
-"""All experts local, and some of them: rows after those of the last local expert are undefined."""
+"""A routing in which all experts are local, and one in which some are: then the rows after those of
+the last local expert are undefined."""
 
 
 @needs_host_compiler
@@ -114,7 +115,8 @@ EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("routing", EXPERTS, ids=lambda routing: routing.name)
 def test_experts_on_an_emulated_gpu(emulated, monkeypatch, routing):
-    """The whole block as on a GPU: torch's grouped products between these kernels."""
+    """Run `experts` as on a GPU: torch's grouped products, and the emulated kernels between
+    them."""
     exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     monkeypatch.setattr(GROUPED, "_form", "torch")
@@ -130,7 +132,7 @@ def test_planted_bug_is_detected(emulated, monkeypatch, tmp_path, bug):
     bug.check(emulated)
     planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
     monkeypatch.setattr(library, "native", lambda tensor, **_: planted)
-    # New memory is filled, because it may be that of the correct run with its results.
+    # Fill new memory: it may be memory that the correct run freed, which still has correct results.
     torch.set_deterministic_debug_mode("warn")
     try:
         with pytest.raises(AssertionError):
@@ -204,7 +206,7 @@ def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
 def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
     exact = checks.experts_step(routing, torch.float64, torch.bfloat16, "cpu")()
     step = checks.experts_step(routing, torch.bfloat16, torch.bfloat16, gpu)
-    step()  # the first step may wait for values that are cached
+    step()  # the first step may wait, to fill caches
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

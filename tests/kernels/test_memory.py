@@ -42,7 +42,7 @@ def test_autograd_adopts_gradients_without_a_copy_and_keeps_their_buffer():
     addresses: list[int] = []
     Fill.apply(parameter).backward()
     assert parameter.grad.data_ptr() == addresses[0]
-    Fill.apply(parameter).backward()  # accumulates: needs another buffer
+    Fill.apply(parameter).backward()  # autograd adds to .grad, whose buffer is in use
     assert addresses[1] != addresses[0]
     assert parameter.grad.unique().tolist() == [4.0]
     parameter.grad = None
@@ -66,7 +66,7 @@ def test_buffer_is_not_used_for_other_sizes_or_small_tensors():
 
 @pytest.fixture
 def no_buffers(monkeypatch):
-    """Start as a process that has not requested a buffer."""
+    """Let the test begin without buffers, as a process that has not requested one."""
     monkeypatch.setattr(memory, "_buffers", [])
     monkeypatch.setattr(memory, "_most_used", 0)
 
@@ -75,7 +75,8 @@ MIB = 1 << 20
 
 
 def test_request_of_the_same_size_reuses_the_buffer(no_buffers):
-    """Sizes are rounded up; a size far below its buffer's must still use that buffer."""
+    """A buffer's size is rounded up, which is much for a small one. The same request must find it
+    again."""
     sizes = random.Random(0).choices(range(memory.SMALLEST, 70 * MIB), k=300)
     edges = [mib * MIB + extra for mib in (1, 2, 3, 4, 5, 6, 63, 64) for extra in (0, 4)]
     for size in (*sizes, *edges):
@@ -92,9 +93,8 @@ def test_free_buffer_is_kept_while_the_total_is_within_the_limit(no_buffers):
     memory.empty((SIDE, SIDE), LIKE)
     assert memory.total_bytes() == 20 * MIB
     memory.empty((2 * SIDE, SIDE), LIKE)
-    assert (
-        memory.total_bytes() == 12 * MIB
-    )  # 28 were more than 1.5 times 16: the oldest was released
+    # 28 MiB would be more than 1.5 times 16 MiB, so the oldest buffer was released.
+    assert memory.total_bytes() == 12 * MIB
 
 
 def test_repeated_steps_allocate_no_new_buffers(no_buffers):
@@ -109,8 +109,8 @@ def test_repeated_steps_allocate_no_new_buffers(no_buffers):
 
 
 def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
-    """Random sizes and lifetimes; the bound is on whole buffers and their largest use at any
-    time."""
+    """Sizes and lifetimes are random. The limit is 1.5 times the most bytes of whole buffers that
+    were in use at any time so far."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)

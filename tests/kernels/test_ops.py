@@ -140,7 +140,8 @@ REFERENCES = {
     "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Relative errors: a few roundings of fp32; half a unit in the last place (2^-8, 2^-11)."""
+"""Relative errors allowed: a few roundings for fp32, half a unit in the last place for bf16 (2^-8)
+and fp16 (2^-11)."""
 
 
 @pytest.mark.usefixtures("filled")
@@ -188,7 +189,8 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_first_and_second_derivatives_equal_finite_differences(name):
-    """reduce_rows without weights; with weights, as for SwiGLU, a second derivative is refused."""
+    """reduce_rows gets no weights here: with weights it refuses a second derivative, as SwiGLU
+    does."""
     inputs = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
         inputs[1] = None
@@ -254,7 +256,7 @@ def test_mismatched_shapes_are_named(name):
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
 def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
-    """That gradient has stride 0, which torch's grouped products refuse."""
+    """The gradient of a sum has stride 0, which torch's grouped products refuse."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()
@@ -318,7 +320,7 @@ def test_torch_implementation_refuses_unaligned_rows(dtype, sizes, torch_impleme
 @needs_torch_form
 @pytest.mark.parametrize(("dtype", "sizes"), ODD)
 def test_auto_uses_the_loop_for_unaligned_rows_on_accelerators(dtype, sizes, monkeypatch):
-    """On an accelerator `auto` prefers torch's implementation."""
+    """On an accelerator `auto` prefers torch's implementation, which requires aligned rows."""
     like = SimpleNamespace(
         device=torch.device("cpu"), dtype=dtype, is_cpu=False, element_size=dtype.itemsize.__int__
     )
@@ -374,4 +376,4 @@ def test_experts_equal_their_reference(shape, dtype, implementation, h_saved, wi
         assert value.dtype == expected.dtype and value.shape == expected.shape
         if expected.numel():
             error = (value - expected).double().norm()
-            assert error <= 4 * ERRORS[dtype] * expected.double().norm()  # of four steps
+            assert error <= 4 * ERRORS[dtype] * expected.double().norm()  # errors of four steps

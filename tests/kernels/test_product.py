@@ -1,4 +1,5 @@
-"""Products of experts' matrices: our bf16 kernel against fp64, for sizes of all remainders."""
+"""Products of experts' matrices: our bf16 kernel against fp64, for sizes with all remainders of its
+block sizes."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 def test_memory_after_the_operands_is_not_accessed(a_transposed, b_transposed):
-    """Products run in a child process, which an invalid access ends."""
+    """Products run in a child process, because an invalid access kills the process."""
     generator = torch.Generator().manual_seed(0)
     if amx_kernel(torch.empty(1).bfloat16()) is None:
         pytest.skip("this machine has no AMX")
@@ -128,8 +129,8 @@ def not_of_intel(monkeypatch):
 
 @needs_onednn
 def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
-    """Count the products in oneDNN's log: six of an expert, none of other code. A separate process
-    sets the log up."""
+    """Count the products in oneDNN's log: an expert has six, the code after it none. The commands
+    run in a separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
     code = """
 import torch, optimus_kernels as kernels
 from optimus_kernels import product
@@ -152,7 +153,7 @@ torch.randn(64, 64) @ torch.randn(64, 64)
         within, _, after = log.partition("= after\n")
         counts[intel] = within.count(",matmul,")
         assert ",matmul," not in after
-    assert counts == {False: 6, True: 0}  # two forward, four backward
+    assert counts == {False: 6, True: 0}  # two in forward, four in backward
 
 
 @needs_onednn

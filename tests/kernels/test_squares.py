@@ -1,4 +1,4 @@
-"""square_bins_: exact sums of squares with the same bits for every division of the tensors."""
+"""square_bins_: exact sums of squares, whose bits do not depend on how the tensors are divided."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_slices_and_threads_change_no_bit():
 
 
 def test_sum_is_exact():
-    """Compare with exact fractions; only sums within a block of 32 are rounded, in fp64."""
+    """Compare with exact fractions. The only roundings are those of sums within a block of 32, in
+    fp64, and of the total."""
     flat = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     exact = sum(Fraction(value) ** 2 for value in flat.tolist())
     assert abs(total_of(bins_of(flat)) / exact - 1) < 1e-15

@@ -1,4 +1,4 @@
-"""Checks of settings of [model] that exclude each other."""
+"""Checks that refuse settings of [model] which exclude each other."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first, stop) of every document of IDS, without the code under test."""
+    """Return (row, first, stop) of every document of IDS, found without the code under test."""
     ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
@@ -63,7 +63,7 @@ def test_attention_equals_a_block_diagonal_mask(heads, groups):
 
 @pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
-    """The target after an end of document counts: it is predicted from the document before."""
+    """The first token of a document is also a target: it is predicted from the document before."""
     model, tokens = small_model(architecture, **fields), some_tokens()
     terms = model.losses(tokens, IDS)
     assert terms.num_targets == 3 * 15
@@ -94,6 +94,7 @@ def test_documents_do_not_affect_each_other():
 
 
 def test_a_single_document_is_plain_causal_attention():
-    """Without ids no code of masks runs."""
+    """The model without document ids runs none of the code of document masks, so it is the
+    reference."""
     model, tokens = small_model(), some_tokens()
     assert relative(model(tokens, torch.zeros_like(tokens)), model(tokens)) < 1e-6

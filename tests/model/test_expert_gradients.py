@@ -13,7 +13,8 @@ from optimus_kernels import experts_loop
 from tests.helpers.forms import FORMS, in_form
 from tests.model.small import small_config
 
-# 480 rows an expert: from 385 on MKL adds a product to a sum in another order than at its end.
+# 480 rows per expert: from 385 rows on MKL's addmm adds blocks of the product to the sum, and not
+# the complete product.
 D, E, TOKENS, MICROBATCHES = 64, 5, 1200, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,7 +29,8 @@ def make_experts(dtype, inner: int = 24) -> Experts:
 
 
 def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, weights and choices of a microbatch; expert 4 gets no row in the first."""
+    """Return x, the routing weights and the chosen experts of a microbatch. In microbatch 0 expert
+    4 gets no row."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(TOKENS, D, generator=generator).to(dtype)
     weights = torch.rand(TOKENS, 2, generator=generator).to(dtype)
@@ -46,7 +48,8 @@ def run_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return gradients of inputs, and of weights computed in `dtype` and then added in fp32."""
+    """Return the gradients of the inputs, and those of the weights, computed in `dtype` and then
+    added in fp32."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):
@@ -71,7 +74,7 @@ def form(request):
 
 @pytest.fixture(params=[True, False], ids=["own-products", "torch-products"])
 def products(request, monkeypatch):
-    """Run with the bf16 kernel of Optimus if the machine has it, and without."""
+    """Run once with the bf16 kernel of Optimus, if the machine supports it, and once without."""
     if not request.param:
         for module in ("product", "experts_loop"):
             monkeypatch.setattr(f"optimus_kernels.{module}.amx_kernel", lambda like: None)
@@ -100,7 +103,7 @@ def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
 @pytest.mark.parametrize("input_only", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
-    """Rows of 20 fp32 or 16-bit numbers do not begin on 64 bytes."""
+    """Rows of 20 numbers of 2 or 4 bytes do not begin at multiples of 64 bytes."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)
@@ -132,7 +135,7 @@ def test_hooks_after_accumulation_run_if_experts_add(deferred):
     if deferred:
         with deferred_gradients.DeferredGradients() as work:
             run_backward(experts, 0)
-        ran.clear()  # autograd ran them before the deferred gradients
+        ran.clear()  # autograd ran them too early
         work.compute()
     else:
         run_backward(experts, 0)
@@ -160,7 +163,8 @@ def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
 
 
 def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
-    """In addition to the rows' memory: one expert's gradient at most."""
+    """In addition to memory for rows, the experts may allocate memory for the gradient of one
+    expert."""
     experts, sizes = make_experts(torch.float32), []
     write_to_sums(experts)
     plain = experts_loop.memory.empty

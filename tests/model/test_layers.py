@@ -16,7 +16,7 @@ WIDE = torch.float64
 
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
 def test_norms_of_bf16_compute_in_fp32(make):
-    """Forward and backward: statistics in bf16 would be off by percents."""
+    """Statistics in bf16 would make outputs and gradients wrong by percents."""
     narrow = (100 + torch.randn(64, 256)).bfloat16().requires_grad_()
     wide = narrow.detach().to(WIDE).requires_grad_()
     probe = torch.randn(64, 256).bfloat16()
@@ -25,7 +25,7 @@ def test_norms_of_bf16_compute_in_fp32(make):
     out.backward(probe)
     reference.backward(probe.to(WIDE))
     assert out.dtype is torch.bfloat16
-    assert relative(out.to(WIDE), reference) < 2.5e-3  # one rounding
+    assert relative(out.to(WIDE), reference) < 2.5e-3  # the error of one rounding
     assert relative(narrow.grad.to(WIDE), wide.grad) < 2.5e-3
 
 
@@ -45,7 +45,7 @@ def test_embedding_adds_many_gradients_in_fp32():
     embed = Embedding(small_config()).bfloat16()
     torch.nn.init.normal_(embed.weight)
     embed(torch.full((1, 1000), 5)).backward(torch.full((1, 1000, 32), 0.01).bfloat16())
-    # A sum in bf16 stops to grow once it is 256 times its terms.
+    # A sum in bf16 stops growing once it is 256 times as large as the terms.
     assert embed.weight.grad[5].float().mean() == pytest.approx(10.0, rel=5e-3)
 
 
@@ -62,7 +62,7 @@ def test_rotation_backwards_is_its_gradient():
 
 
 def test_angles_are_not_rounded_with_the_model():
-    """Position 60 times a frequency, in bf16, would be off by tenths of a radian."""
+    """In bf16 the product of position 60 and a frequency would be wrong by tenths of a radian."""
     model = small_model().bfloat16()
     cos, _ = model.rotary(64, torch.device("cpu"))
     frequency, _ = inverse_frequencies(model.config, 64)
@@ -78,7 +78,8 @@ def test_training_works_after_evaluating_in_inference_mode():
 
 
 def test_embedding_writes_the_gradient_of_autograd_to_other_memory():
-    """The bits are equal in the dtypes of training; a deferred gradient goes by autograd."""
+    """Written to other memory, the gradient has the bits of autograd in the dtypes that training
+    uses. Within DeferredGradients autograd receives it."""
     for dtype, into in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
         embed = Embedding(small_config(pad_token_id=3)).to(dtype)
         torch.nn.init.normal_(embed.weight)

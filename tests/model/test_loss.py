@@ -40,12 +40,12 @@ def test_bf16_logits_are_widened_before_anything_is_summed():
     value, grad, expected, expected_grad = both(logits, targets)
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     assert grad.dtype is torch.bfloat16
-    assert relative(grad.float(), expected_grad.float()) < 2e-3  # its own rounding, no more
+    assert relative(grad.float(), expected_grad.float()) < 2e-3  # only bf16's own rounding
 
 
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 9999.0]])
-    spacing = 1e-3  # of fp32 numbers around the logsumexp of 1e4
+    spacing = 1e-3  # of fp32 numbers near 1e4, which the logsumexp is
     value = float(cross_entropy_sum(logits, torch.tensor([2])))
     assert value == pytest.approx(1.3132617, abs=spacing)
 

@@ -24,7 +24,8 @@ def make_experts(dtype=torch.float64, num_experts=E) -> Experts:
 
 
 def naive(experts: Experts, x, weights, chosen):
-    """Compute the definition: each token through each of its experts, separately."""
+    """Compute the experts by their definition: each token with each of its experts, one at a
+    time."""
     out = []
     for token in range(len(x)):
         total = torch.zeros_like(x[token])
@@ -62,7 +63,7 @@ def run(experts, x, weights, chosen, function):
 
 @pytest.fixture(params=FORMS)
 def form(request):
-    """Both forms of the products of all experts, where this torch has both."""
+    """Run with each implementation of grouped products that this torch has."""
     with in_form(request.param):
         yield request.param
 
@@ -90,9 +91,9 @@ def test_experts_divided_into_ranges_add_up_to_the_whole():
         share.load_state_dict({n: p[first:last] for n, p in experts.state_dict().items()})
         share.first_expert = first
         results.append(run(share, x, weights, chosen, share))
-    for index in range(3):  # output, gradients of x and weights: sums over the shares
+    for index in range(3):  # the output and the gradients of x and weights add up
         torch.testing.assert_close(sum(result[index] for result in results), whole[index])
-    for index in (3, 4):  # gradients of the experts of each share
+    for index in (3, 4):  # the experts' gradients are concatenated
         torch.testing.assert_close(torch.cat([result[index] for result in results]), whole[index])
 
 
@@ -105,11 +106,12 @@ def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
     ours = run(rounded, *inputs, chosen, rounded)
     reference = run(exact, *(value.double() for value in inputs), chosen, exact)
     for value, expected in zip(ours, reference, strict=True):
-        assert relative(value.double(), expected) < 8e-3  # a few roundings of 2^-9
+        assert relative(value.double(), expected) < 8e-3  # a few roundings of 2^-9 each
 
 
 def kept_for_backward(block, *inputs) -> int:
-    """Return the bytes of distinct memory that a forward pass keeps, without parameters."""
+    """Return the number of bytes that a forward pass saves for backward, each counted once, without
+    parameters."""
     saved = {}
     hold = lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
@@ -148,7 +150,7 @@ def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_written_to_buffers(kind):
-    """Buffers are written first, then added to; `.grad` stays None."""
+    """The first backward overwrites the buffers, the second adds to them; `.grad` stays None."""
     chosen, experts = CASES["most are empty"], make_experts(torch.bfloat16)
     x, weights = torch.randn(3, D).bfloat16(), torch.rand(3, 2).bfloat16()
     expected = run(experts, x, weights, chosen, experts)
@@ -200,7 +202,8 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """Both use one cache on disk: the outputs of an op may not depend on the form."""
+    """Compiled code of both implementations is in one cache on disk, so the sizes of an op's
+    outputs must not depend on the implementation."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
     torch.compiler.reset()
@@ -276,11 +279,12 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
 
 
 def test_autocast_is_that_of_a_linear_layer():
-    """Products have its dtype, the result that of x; fp64 does not change."""
+    """Products are computed in autocast's dtype, and the result has the dtype of x. fp64 is not
+    changed."""
     experts, chosen = make_experts(torch.float32), spread(12, 2)
     x, weights = torch.randn(12, D), torch.rand(12, 2)
     low = make_experts(torch.bfloat16)
-    low.load_state_dict(experts.state_dict())  # torch 2.8 draws other numbers in another dtype
+    low.load_state_dict(experts.state_dict())  # torch 2.8 draws other numbers in bf16
     expected = run(low, x.bfloat16(), weights.bfloat16(), chosen, low)
     with torch.autocast("cpu", torch.bfloat16):
         ours = run(experts, x, weights, chosen, experts)
@@ -307,7 +311,8 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
-    """As under expert parallelism: h is kept for slots of this rank's experts only."""
+    """Some experts are missing, as under expert parallelism. h is saved only for the slots of this
+    rank's experts."""
     experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())

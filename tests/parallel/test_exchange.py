@@ -1,4 +1,4 @@
-"""Differentiable collectives against the dense formula, in one process with all inputs."""
+"""Differentiable collectives against dense formulas that one process computes from all inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 SENT = [[1, 3], [2, 0]]
-"""Rows for each rank, by sender."""
+"""SENT[s][r] is the number of rows that rank s sends to rank r."""
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's output and the gradient of its input, for weights of the rank."""
+    """Return this rank's output of the collective `name` and the gradient of its input. The
+    gradient of the output is random and different on each rank."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":
@@ -37,7 +38,8 @@ def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs and gradients expected on all ranks, from all inputs and weights."""
+    """Return the output and gradient expected on each rank, computed from all inputs and all
+    gradients of outputs (`weights`)."""
     x = [numbers(rank, 4, 6) for rank in range(SIZE)]
 
     def weights(*shape: int) -> list[Tensor]:

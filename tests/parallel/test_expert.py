@@ -28,7 +28,7 @@ def whole_experts(dtype: torch.dtype) -> Experts:
 
 
 def microbatch_of(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return x, weights, chosen and the output's gradient of one data rank."""
+    """Return the x, routing weights, chosen experts and output's gradient of one data rank."""
     tokens = 0 if routing == "no-token" and rank == 0 else tokens
     generator = torch.Generator().manual_seed(10 + rank)
     chance = torch.rand(tokens, E, generator=generator)
@@ -84,7 +84,8 @@ class Traffic:
 
 
 def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
-    """Return by routing: this rank's outputs and gradients, rows of its experts, and bytes."""
+    """Return, by routing, the outputs and gradients of this rank, the number of rows of its
+    experts, and the number of bytes received."""
     torch.set_num_threads(1)
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
@@ -96,7 +97,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 
     Experts.forward = counted
     traffic, results = Traffic(), {}
-    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # allgather requires equal T
+    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # the last has unequal T
         uneven = dispatch == "alltoall"
         batch = microbatch_of(group.rank, routing, 20 + (group.rank if uneven else 0), dtype)
         experts.zero_grad()
@@ -113,7 +114,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
     results = ranks(size, dispatched, dispatch, dtype, start_world=False)
     uneven = dispatch == "alltoall"
-    # In bf16 each rank rounds its summand of a token, and the sum is rounded.
+    # In bf16 each rank rounds what it adds to a token's output, and the sum is rounded again.
     tolerance = 1e-6 if dtype is torch.float32 else size * 2**-8
     for routing in results[0]:
         whole = whole_experts(dtype)
@@ -137,7 +138,8 @@ def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
             b = dtype.itemsize
             if uneven:
                 assert result["rows"] == arriving, "a token goes once to each rank that needs it"
-                # The counts, 8*(n-1), use another collective.
+                # The counts of rows, 8 * (n - 1) bytes, use another collective, which is not
+                # counted.
                 assert result["arrived"] == (
                     2 * (arriving_from_others + away) * D * b
                     + arriving_from_others * (K * b + 8 * K)
@@ -149,7 +151,7 @@ def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
 
 
 def needed(chosen: torch.Tensor, rank: int, size: int) -> int:
-    """Return the number of tokens that have some expert on `rank`."""
+    """Return the number of tokens for which at least one chosen expert is on `rank`."""
     share = E // size
     return int(((chosen >= rank * share) & (chosen < (rank + 1) * share)).any(1).sum())
 

@@ -20,15 +20,17 @@ from tests.helpers.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Objects to whose attributes code assigns: its instance and autograd's context."""
+"""Names of the objects to whose attributes code may assign: its own instance and autograd's
+context."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
-"""Other ways to change a module. Pre-hooks of segments, in `rank`, observe and change nothing."""
+"""Calls that change a module in other ways. Forward pre-hooks are missing because `optimus/rank`
+uses them to observe segments, without changing anything."""
 PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
 def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
-    """Return a line for each statement that changes an object whose class does not contain it."""
+    """Return a line for each statement that changes an object from outside the object's class."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""

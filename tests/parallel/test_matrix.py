@@ -26,8 +26,8 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Compare the runs of a case and of one process, which is made once for each model, dtype and
-    batch.
+    """Compare the run of a case with the run of one process. The latter is made only once for each
+    model, dtype and batch.
 
     Args:
         train: settings of the case that the run of one process does not have.
@@ -55,14 +55,15 @@ def test_a_layout_trains_the_model_of_a_single_process(ranks, case):
 
 
 TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
-"""The first and the last stage add to one embedding, each tp rank to its rows."""
+"""A case in which both the first and the last stage add to the gradient of one embedding, and each
+tp rank adds to its rows."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
 WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
 
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_deterministic_mode_the_bounds_hold(ranks, case):
-    """Gradients add up in place and are reduced while backward continues."""
+    """Without the mode, gradients are added in place and reduced while backward continues."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
@@ -75,9 +76,9 @@ def test_without_deterministic_mode_the_bounds_hold(ranks, case):
     ],
 )
 def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
-    """Norms, biases and embeddings get their gradients together with the inputs', before the
-    deferred weight gradients of an earlier microbatch are added: visible only with several ranks in
-    the reduction."""
+    """Norms, biases and embeddings get their gradients when the gradients of inputs are computed,
+    which is before the deferred weight gradients of an earlier microbatch are added. An error shows
+    only if several ranks take part in the reduction."""
     (case,) = (case for case in all_cases() if str(case) == name)
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
@@ -93,8 +94,8 @@ def outcome(
     losses: tuple[float, ...] = (5.0, 4.0),
     aux: float = 1.0,
 ) -> Outcome:
-    """Return the outcome of a run whose token takes another expert at a step, with this gap of
-    probabilities."""
+    """Return the outcome of a run in which, at the step `turned_at`, a token goes to another
+    expert. `gap` is the difference of the two experts' probabilities."""
     routes = {
         (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)
@@ -138,7 +139,7 @@ def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, bro
 )
 @pytest.mark.parametrize("both", [False, True])
 def test_nan_is_no_agreement(wrong, broken, both):
-    """Also if the run of one process has the same NaN."""
+    """NaN is an error even if the run of one process (`both`) has the same NaN."""
     case = next(case for case in all_cases() if case.tp == 2)
     agreement = compare(case, outcome(**wrong), outcome(**wrong) if both else outcome())
     assert broken in " ".join(agreement.broken)

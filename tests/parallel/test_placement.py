@@ -1,4 +1,4 @@
-"""Placements: together the ranks have all elements of a parameter, each once."""
+"""Placements: together the ranks have every element of a parameter exactly once."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ def test_experts_are_divided_gate_with_gate_and_up_with_up():
     mesh = Mesh(tp=2)
     placements = make_placements(whole_model(config_for(mesh, {}).model), mesh, mesh.coordinate(1))
     gate_up = placements["blocks.0.mlp.experts.gate_up"]
-    assert gate_up.intervals[1] == ((8, 16), (24, 32))  # of 16 gate rows above 16 up rows
+    assert gate_up.intervals[1] == ((8, 16), (24, 32))  # 16 rows of gate, then 16 of up

@@ -18,7 +18,7 @@ from optimus.parallel.tensor import (
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.worlds import everyone
 
-V, D, N = 11, 8, 6  # V divided unevenly
+V, D, N = 11, 8, 6  # V is not a multiple of the ranks
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -38,7 +38,7 @@ def cross_entropy(scale: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("scale", [1.0, 200.0])  # exponentials of 200 overflow fp32
+@pytest.mark.parametrize("scale", [1.0, 200.0])  # the exponential of 200 overflows fp32
 def test_the_loss_over_a_divided_vocabulary(ranks, size, scale):
     whole = (numbers(0, N, V) * scale).requires_grad_()
     loss = torch.nn.functional.cross_entropy(whole, TARGETS, reduction="sum")

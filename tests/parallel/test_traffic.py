@@ -1,7 +1,7 @@
-"""Bytes that travel along each axis, against closed formulas.
+"""Bytes that are communicated along each axis, against closed formulas.
 
-Letters: T tokens of a microbatch, D hidden, K experts a token, L layers, M microbatches of a rank,
-N targets of a microbatch, n ranks. All floats are fp32.
+Letters: T tokens of a microbatch, D hidden, K experts per token, L layers, M microbatches of a
+rank, N targets of a microbatch, n ranks. All floats are fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from tests.helpers.tiny import CONTEXT, tiny_tree
 
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
 STREAM = 4 * T * D
-"""The residual stream of a microbatch."""
+"""Bytes of the residual stream of a microbatch."""
 COSINES = 4 * 4 * T
-"""Sums of squares and slopes of the q- and k-norm of a layer."""
+"""Bytes of the q- and k-norm of a layer: for each token the sums of squares in forward, and the
+corresponding sums in backward."""
 WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
-"""Largest logit, sum of exponentials and chosen logit of each target."""
+"""Bytes of the loss of a microbatch: the largest logit, the sum of exponentials and the target's
+logit, for each target."""
 
 FREE = {"deterministic": False}
 
@@ -35,7 +37,8 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Payload bytes of a step by axes and operation, without sums of losses and of norms."""
+    """Return the payload bytes of a step by axes and operation, without the all-reduces of losses
+    and gradient norms."""
     tree = tiny_tree("d", "r", train__deterministic=False, **layout)
     counted = ranks(size, bench, tree, start_world=False)[0]["traffic"]
     counted.pop("all ranks")
@@ -43,8 +46,8 @@ def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
 
 
 def chunked(ranks: int, *substrings: str) -> int:
-    """Return the elements of the chunk of all parameters whose names contain one of `substrings`,
-    reduced over this number of ranks."""
+    """Return the number of elements, with padding, of a chunk that has all parameters whose names
+    contain one of `substrings` and is reduced over `ranks` ranks."""
     model = whole_model(make_config(tiny_tree("d", "r")).model)
     named = [
         Parameter(name, tuple(p.shape), None, ranks)
@@ -78,17 +81,19 @@ def test_tensor_parallelism(ranks, sequence_parallel):
     microbatches = 8
     counted = traffic_of(ranks, 2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
     if not sequence_parallel:
-        layer = (
-            4 * STREAM + COSINES + WEIGHTS
-        )  # two blocks, forward and backward; the router's share
-        ends = 2 * STREAM + LOSS  # embedding forward, head backward
+        # The outputs of attention and experts, and the gradients of their inputs; the sums of the
+        # q- and k-norm; the gradients of routing weights.
+        layer = 4 * STREAM + COSINES + WEIGHTS
+        ends = 2 * STREAM + LOSS  # the embedding's forward, the head's backward
         expected = {
             "all_reduce": microbatches * (L * layer + ends),
         }
     else:
-        # Norms of the stream see a share of the sequence.
+        # On each rank the norms of the residual stream see only a share of the sequence, so their
+        # gradients are all-reduced.
         partial = 4 * chunked(1, "attention_norm", "mlp_norm", "final_norm")
-        # Experts' inputs and routing weights are summed, the rest is gathered and scattered.
+        # The gradients of the experts' inputs and of routing weights are still all-reduced. Other
+        # activations are all-gathered and reduce-scattered.
         expected = {
             "all_reduce": microbatches * (L * (STREAM + WEIGHTS + COSINES) + LOSS) + partial,
             "all_gather": microbatches * (4 * L + 2) * STREAM,
@@ -119,10 +124,13 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 of 4, which
-    are of one rank: a rank sends T rows in all and as many come."""
+    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 (modulo 4),
+    which are on the same rank. A microbatch therefore sends T rows in all, and each rank receives
+    as many."""
     microbatches, n = 4, 2
-    layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n  # forward and backward, twice; the counts
+    # Inputs and outputs of the experts, forward and backward; routing weights and their gradients;
+    # the numbers of the chosen experts; the counts of rows.
+    layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n
     expected = microbatches * L * layer
     counted = traffic_of(
         ranks, 2, parallel__ep=2, parallel__ep_dispatch="alltoall", model__router="uniform"
@@ -132,7 +140,8 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """dp 2 x tp 2: tp moves for each of a rank's 4 microbatches what it moves alone."""
+    """With dp 2 x tp 2 a rank has half as many microbatches as with tp 2 alone, and for each of
+    them tp communicates the same bytes."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

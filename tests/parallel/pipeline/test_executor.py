@@ -1,4 +1,5 @@
-"""The executor apart from a model: what a profiler sees of it."""
+"""The executor with a stage of one number: profiler ranges, recorded actions, and the library of
+products."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
-    """Not where attention would have many shapes, or is faster through the other."""
+    """Forward and backward use oneDNN for long sequences. With document masks attention would have
+    many shapes, and for short sequences the default library is faster."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 

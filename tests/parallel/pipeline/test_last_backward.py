@@ -12,14 +12,15 @@ from tests.helpers.updates import make_shard, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
-    """Return the actions within `last_backward` on a pipeline rank, and for each whether it gets
-    deferred gradients and whether they include those of all linear layers of the rank."""
+    """Return the actions that a pipeline rank runs within `last_backward`, and for each action
+    whether it receives deferred gradients, and whether they include those of all linear layers of
+    the rank."""
     trace = ActionTrace()
     shard, entered = make_shard(tree, recorder=trace).shard, []
 
     @contextlib.contextmanager
     def last_backward(stage: int, deferred):
-        index = len(trace.events)  # of the action that starts
+        index = len(trace.events)  # the index of the next action
         linears = {id(p) for name, p in shard.model.named_parameters() if "proj" in name}
         yield
         assert len(trace.events) == index

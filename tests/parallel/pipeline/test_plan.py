@@ -50,7 +50,8 @@ def test_stage_layers_set_the_layers_of_stages():
 
 
 def test_stages_of_a_configuration_include_the_cost_of_its_head():
-    """A head of 1280 * 32 multiply-adds a token costs as much as 3.3 of these layers."""
+    """With a vocabulary of 1280 the head has 1280 * 32 multiply-adds per token, as much as 3.3 of
+    these layers."""
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

@@ -1,8 +1,8 @@
-"""The proof of schedules against a player that shares no code with it.
+"""The proof of schedules, compared with a player of schedules that shares no code with it.
 
 Sizes are random, ranks advance in random order, and lists are damaged at random. A schedule that
 the proof accepts must play to its end. The proof must accept all generated schedules, and their
-simulated time must be that of an independent simulation."""
+simulated time must equal the time that this file computes independently."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ def must(condition: bool, problem: object) -> None:
 
 
 class Player:
-    """Player of the actions of all ranks. The n-th send from one rank to another in one direction
-    meets the n-th receive, whatever their stages and microbatches are."""
+    """Player of the actions of all ranks. As in a communicator, the n-th send from one rank to
+    another, of activations or of gradients, meets the n-th receive there, whatever stage and
+    microbatch each is for."""
 
     def __init__(self, schedule: Schedule, chance: random.Random) -> None:
         self.of, self.p, self.m = schedule, schedule.num_ranks, schedule.num_microbatches
         self.last = schedule.num_stages - 1
         self.chance = chance
         self.done: dict[tuple[Kind, int], list[int]] = {}
-        """Microbatches by kind and stage, in order."""
+        """The microbatches whose actions were played, by kind and stage of the action, in order."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """Sends and receives by direction and ranks, as microbatch and lower stage."""
+        """The sends and the receives played, by direction and ranks; each is recorded as its
+        microbatch and the lower of its two stages."""
 
     def play(self) -> None:
         counts = [0] * self.p
@@ -146,10 +148,11 @@ def test_schedules_that_the_proof_accepts_play_to_their_end(name):
 
 
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
-    """Return the time at which the last rank ends: the longest path through the dependencies.
+    """Return the time at which the last rank finishes: the longest path through the dependencies.
 
-    An action waits for the previous one on its rank, and for that of the neighbour stage, which
-    takes `wire` longer from another rank; other actions take no time.
+    A compute action waits for the previous one of its rank and for the action of the neighbour
+    stage whose result it needs; from another rank this result arrives `wire` later. Other actions
+    take no time.
     """
     last = schedule.num_stages - 1
     computing = [[a for a in rank if a.kind in (F, B, HALF, W)] for rank in schedule.ranks]
@@ -167,7 +170,7 @@ def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire:
 
     ends: dict[Action, float] = {}
     todo = [rank[-1] for rank in computing]
-    while todo:  # depth first, without recursion
+    while todo:  # a depth-first search without recursion
         waits = wait_for(todo[-1])
         missing = [needed for needed, _ in waits if needed not in ends]
         if missing:

@@ -39,7 +39,7 @@ def test_evaluation_is_valid():
 @pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(4, 1, 16), (4, 2, 16), (8, 4, 16)])
 def test_an_evaluation_has_the_bubble_of_the_formula(ranks, stages, microbatches):
     schedule = make_evaluation(ranks, stages, microbatches)
-    ended = dataclasses.replace(  # a timeline ends with an update, which takes no time
+    ended = dataclasses.replace(  # the simulation needs an update at the end; it takes no time
         schedule, ranks=tuple((*actions, Action(Kind.OPT_STEP)) for actions in schedule.ranks)
     )
     timeline = simulate(ended, unit_costs(stages))
@@ -57,14 +57,14 @@ def test_an_evaluation_has_only_forwards():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_travels_while_the_action_before_its_use_is_computed(name):
-    """Each receive is posted before the compute action that precedes its use."""
+    """Each receive is posted before the compute action that precedes the one that uses the data."""
     for stages in stages_of(name):
         for actions in make_schedule(name, 4, stages, 8).ranks:
             computed, posted_at = 0, {}
             for action in actions:
                 if action.kind in COMPUTE:
                     for need in needs_of(action, 4 * stages):
-                        posted = posted_at.get(need, -1)  # -1: from a stage on this rank
+                        posted = posted_at.get(need, -1)  # -1: the data is of a stage on this rank
                         assert computed == 0 or posted < computed, f"{need} posted at its use"
                     computed += 1
                 posted_at[action] = computed
@@ -76,7 +76,8 @@ def test_the_cost_of_a_schedule_grows_with_its_length():
         make_schedule("1f1b", 2, 1, microbatches)
         return time.process_time() - start
 
-    # Eight times the actions; a search for each receive in its queue would take 64 times as long.
+    # There are eight times as many actions. If each receive were searched for in a queue, they
+    # would take 64 times as long.
     assert min(time_of(8000) for _ in range(3)) < 24 * min(time_of(1000) for _ in range(5))
 
 
@@ -99,7 +100,8 @@ def test_gpipe_has_the_bubble_of_1f1b_and_keeps_everything_alive():
 def test_live_activations():
     assert validate(make_schedule("1f1b", 4, 1, 8)) == (4, 3, 2, 1)
     assert validate(make_schedule("zb-h1", 4, 1, 8)) == (4, 4, 4, 4)
-    # (v - 1) * p + 2 * (p - r - 1) + 1 halves of a rank's layers.
+    # Rank r of p keeps (v - 1) * p + 2 * (p - r - 1) + 1 activations, each of 1 / v of its layers
+    # (v = 2).
     assert validate(make_schedule("interleaved", 4, 2, 8)) == (11, 9, 7, 5)
 
 
@@ -235,8 +237,8 @@ def test_stages_of_a_rank_send_nothing_to_each_other():
 
 
 def test_a_list_that_needs_tags_is_refused():
-    """The second rank receives microbatch 1 first. With tags on messages this runs; in a channel
-    that keeps their order it never ends."""
+    """The second rank posts the receive of microbatch 1 first. That would work if messages had
+    tags; in a channel that keeps the order of messages it never ends."""
 
     def other_order(actions: list[Action]) -> None:
         for kind in (Kind.RECV_ACTIVATION, Kind.F):
@@ -251,9 +253,9 @@ def test_a_list_that_needs_tags_is_refused():
     ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
 )
 def test_activations_and_gradients_need_a_communicator_each(name, stages):
-    """In a single communicator messages complete in the order in which they were posted. On one
-    rank the receive of a gradient comes before the send of an activation, on the other the receive
-    of that activation before the send of the gradient."""
+    """In a single communicator messages complete in the order in which they were posted. One rank
+    posts the receive of a gradient before the send of an activation, and the other posts the
+    receive of that activation before the send of that gradient."""
     schedule = make_schedule(name, 2, stages, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
@@ -262,8 +264,8 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
-    """Ranks of several stages send activations in a ring: in one communicator for all of them the
-    send of each rank waits for that of the next, around the ring."""
+    """Ranks with several stages send activations around a ring. If all of them used one
+    communicator, the send of each rank would wait for that of the next rank, around the ring."""
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):
         validate(schedule, communicator=lambda action: schedule.channel_of(action).sends)

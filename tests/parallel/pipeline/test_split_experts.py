@@ -1,4 +1,5 @@
-"""Experts under zb-h1: W computes their deferred weight gradients with the same bits."""
+"""Experts under zb-h1: the W actions compute their deferred weight gradients, with the bits of
+1f1b."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ MICROBATCHES, EXPERTS = 6, 4
 
 class Seen(NamedTuple):
     layers: int
-    """On this rank."""
+    """Number of layers on this rank."""
     losses: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
-    """Pairs of weight gradients of an expert, by the action that computed them."""
+    """Number of times that an expert's two weight gradients were computed, by the kind of the
+    action."""
     alive: int
     """The largest number of layers with deferred work at any time."""
     most_alive: int
-    """Microbatches alive on this rank, as computed by the proof."""
+    """Largest number of microbatches with activations on this rank, as the proof computes it."""
     most_waiting: int
-    """Microbatches between I and W."""
+    """Largest number of microbatches between their I and W actions."""
 
 
 def watch_updates(schedule: str) -> Seen:
@@ -61,10 +63,11 @@ def watch_updates(schedule: str) -> Seen:
 
 
 def _watch(times: list[int], alive: list[int]) -> None:
-    """Record the times at which an expert's weight gradients are computed, and the amount of
-    deferred work; the process ends with the test's job."""
+    """Append to `times` when an expert's weight gradients are computed, and to `alive` the number
+    of layers with deferred work. Nothing is restored, because the process ends with the test."""
     take, works = experts_loop._Targets.take, weakref.WeakSet()
-    experts_op = importlib.import_module("optimus_kernels.experts")  # the package has its function
+    # The attribute `experts` of the package is the function, not the module.
+    experts_op = importlib.import_module("optimus_kernels.experts")
 
     def timed(targets, *operands) -> None:
         times.append(time.perf_counter_ns())
