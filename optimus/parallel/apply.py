@@ -1,20 +1,21 @@
-"""From a whole model to one rank's model: the whole order on one screen.
+"""Build one rank's model from the undivided model: all steps in order.
 
 `build_model` works on the meta device, where a model has names and shapes but no memory:
 
 1. Pipeline: the modules of other ranks' stages are deleted, so that no style replaces them.
 2. Styles (`ParallelStyle`) replace modules by parallel ones, from the outside in, since a new
    module brings new children:
-   a. Recomputation replaces blocks: it contains their communication, which is repeated with it.
+   a. Recomputation replaces blocks. It comes first, so that it encloses the communication that the
+      next styles add; backward repeats that communication.
    b. Tensor parallelism replaces attention, feed-forward network, embedding, final norm and loss.
-   c. Expert parallelism replaces the experts inside: the tokens that tp ranks share are exchanged
-      once, then each computes with its slices of the experts.
-   d. For a zero-bubble schedule the linear layers that are left are replaced by ones that can defer
-      their weight gradients; experts and the linear layers of tensor parallelism always can.
-3. Parameters get this rank's shapes and memory, from one value, the layout's placements. They come
-   last, so that nothing is allocated for a module that is then replaced.
+   c. Expert parallelism replaces the experts inside the feed-forward networks: ep ranks exchange
+      tokens, and each tp rank then computes with its slice of each expert.
+   d. For a zero-bubble schedule, the remaining `nn.Linear` layers are replaced by layers that can
+      defer their weight gradients. Experts and `RowParallelLinear` can always defer them.
+3. Parameters get memory, in this rank's shapes, as `layout.placements` says. This comes last, so
+   that nothing is allocated for a module that is then replaced.
 
-A style of size 1 is not applied: nothing is inserted.
+A style whose axis has size 1 is not applied: it inserts nothing.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""By axis that divides parameters: the function that returns a rank's share of a module's."""
+"""For each axis that divides parameters: the function that returns a rank's slices of them."""
 
 
 class ParallelStyle(Protocol):
     """The extension point for parallelism: a style replaces modules of a model.
 
-    The new modules are subclasses of those they replace, constructed from the same configuration:
-    parameters keep their names, hooks and `isinstance` work as before, and nothing is assigned to a
-    module from outside.
+    A new module is of a subclass of the replaced module's class and is constructed from the same
+    configuration: parameters keep their names, hooks and `isinstance` work as before, and nothing
+    is assigned to a module from outside.
     """
 
     def apply(self, model: Transformer) -> None:
-        """Replace modules of `model`, which is on the meta device, with `register_module`."""
+        """Replace modules of `model` by calling `register_module` on their parents.
+
+        `model` is on the meta device.
+        """
 
 
 def build_model(
@@ -83,7 +87,7 @@ def _styles(
 def make_layout(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> Layout:
-    """Return the layout of the rank at `coordinate` for this number of microbatches a step."""
+    """Return the layout of the rank at `coordinate`, with `num_microbatches` in a step."""
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
     layout = Layout(

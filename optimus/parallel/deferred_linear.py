@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient can be deferred, for schedules with I and W."""
+"""Linear layers that can defer their weight gradient from the action I to W of a schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class DeferredLinears:
 
 
 class DeferredLinear(nn.Linear):
-    """nn.Linear that can defer its weight gradient. The bias's is cheap and is computed at once."""
+    """nn.Linear that can defer its weight gradient. The gradient of the bias is cheap and is not
+    deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
@@ -39,8 +40,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        # The leaf itself, since its gradient is put there: where tensors are packed for
-        # recomputation, saved ones come back as others over the same memory.
+        # Kept outside save_for_backward, because a deferred gradient is written to this tensor's
+        # `.grad`: if hooks pack saved tensors, saved_tensors has another tensor over its memory.
         ctx.weight = weight
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Timing of the dispatchers of expert parallelism, on all ranks at once.
+"""Timing of the dispatchers of expert parallelism, on all ranks at the same time.
 
 Dims: T tokens of a microbatch, D hidden, K experts a token.
 """
@@ -30,19 +30,19 @@ def time_dispatchers(
 ) -> dict[str, float]:
     """Time one layer's experts, forward and backward, with each dispatcher.
 
-    The dispatchers take turns; the time of a round is that of its slowest rank. Gradients of
-    parameters and the dispatcher in use are left as they were. A collective of `everyone`.
+    In each round every dispatcher runs once, and the slowest rank's time counts. Gradients of
+    parameters and the dispatcher in use do not change. All ranks of `everyone` must call this.
 
     Args:
         model: this rank's model; a pipeline stage without experts takes part without timing.
-        shape: [T, D] of a random x, each token of which goes to random experts.
+        shape: [T, D], of a random input x; each of its tokens goes to random experts.
         top_k: K.
-        dtype: that of activations.
+        dtype: of activations.
         everyone: all ranks.
-        seed: for x and the experts; ranks of one tp group give the same.
+        seed: of x and of the choice of experts; the ranks of a tp group must pass the same seed.
 
     Returns:
-        Median over rounds in seconds, by the name of the dispatcher; the same on every rank.
+        Median time of a round in seconds, by the name of the dispatcher; the same on every rank.
     """
     device = next(model.parameters()).device
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]
@@ -68,7 +68,7 @@ def _time_pass(
     dtype: torch.dtype,
     seed: int,
 ) -> float:
-    """Return the seconds of a forward and a backward pass, sums over tp included."""
+    """Return the seconds of one forward and backward pass, including the all-reduces over tp."""
     experts = layer.experts
     assert isinstance(experts, DispatchedExperts)
     device = experts.down.device

@@ -1,4 +1,7 @@
-"""Check that the sizes of the mesh divide the model. Needs no torch, so launchers can check too."""
+"""Check that the sizes of the mesh divide the model.
+
+The module needs no torch, so that launchers can run the check too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     """Check the sizes of the mesh against the model.
 
     Raises:
-        ConfigError: a size does not divide the model (the message has the nearest legal one), or
-            parallel.sequence_parallel has no ranks to divide the sequence over.
+        ConfigError: the size of an axis does not divide the model (the message has the nearest size
+            that does), or parallel.sequence_parallel is set and parallel.tp is 1.
     """
     in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
@@ -47,7 +50,10 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the values of a setting over the layers of the model, except those without it."""
+    """Return the distinct values of a setting over the model's layers.
+
+    The 0 of layers that have no experts is left out, unless no layer has any.
+    """
     section, name = key.split(".")
     if section != "model":
         return [getattr(getattr(config, section), name)]

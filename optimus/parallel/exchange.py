@@ -1,4 +1,4 @@
-"""Differentiable collectives. A name gives the operation of forward, then that of backward.
+"""Differentiable collectives, named by the operation of forward and then that of backward.
 
 Dims: T tokens, S sequence, B batch, D hidden; n ranks of the group.
 """
@@ -27,7 +27,7 @@ def identity_then_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_then_identity(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' x; the gradient of x is that of the sum."""
+    """Return the sum of all ranks' x; the gradient of x is the gradient of the sum."""
     return _Exchange.apply(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
@@ -40,8 +40,12 @@ def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return all ranks' x, concatenated along `dim`, of which all ranks then compute the same; the
-    gradient of x is that of its slice, without a sum."""
+    """Return all ranks' x, concatenated along `dim`; the gradient of x is this rank's slice of the
+    result's gradient.
+
+    All ranks must compute the same from the result: its gradient is then complete on every rank and
+    needs no sum.
+    """
 
     def slice_grad(grad: Tensor) -> Tensor:
         return grad.chunk(group.size, dim)[group.rank].contiguous()
@@ -77,7 +81,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group)
 
 
 class _Exchange(torch.autograd.Function):
-    """`exchange` of x, and `exchange_back` of its gradient."""
+    """Function that applies `exchange` to x in forward and `exchange_back` to the gradient."""
 
     @staticmethod
     def forward(
@@ -102,8 +106,10 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Gather along `dim`, which is moved to the front and back, since collectives concatenate along
-    the first dim."""
+    """Return all ranks' x, concatenated along `dim`.
+
+    `dim` is moved to the front and back again, since collectives concatenate along the first dim.
+    """
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
     all_gather(out, front, group)

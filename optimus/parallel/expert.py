@@ -1,17 +1,19 @@
-"""Expert parallelism: experts divided over ep ranks, which see different tokens.
+"""Expert parallelism: the experts are divided over ep ranks, each of which has other tokens.
 
-A dispatcher exchanges tokens around `Experts`, which skip rows of experts that other ranks have.
+A dispatcher brings tokens to the ranks that have their experts, runs `Experts` there and brings the
+results back. `Experts` skips rows of experts that are on other ranks.
 
-Bytes that reach a rank from others in one layer, forward and backward of one microbatch, with b
-bytes an element of activations and 8 an index:
+Bytes that a rank receives from other ranks in one layer, in forward and backward of one microbatch;
+an element of activations has b bytes, an index 8:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-M rows come from other ranks and R are sent to them, where a token counts once for each rank that
-has some of its experts, however many: with random routing R is near (n-1)*T*(1 - p), where p =
-C(E-E/n, K) / C(E, K) is the chance that a rank has none. So alltoall moves less, the more so the
-larger n is compared with K, but waits for its counts and sums results token by token.
+The rank receives M rows from other ranks and sends R rows to them. A token is one row for each rank
+that has some of its experts, however many. With random routing R is about (n-1)*T*(1 - p), where p
+= C(E-E/n, K) / C(E, K) is the probability that a rank has none of a token's experts. So alltoall
+moves fewer bytes than allgather, and the ratio falls as n/K grows. But alltoall waits for the
+numbers of rows on the host and adds the results token by token.
 
 Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts a token, n ranks.
 """
@@ -36,7 +38,7 @@ from optimus.parallel.exchange import (
 from optimus.parallel.placement import Intervals, share
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The results of this rank's experts: x [N, D], weights [N, K], chosen int64 [N, K] -> [N, D]."""
+"""Function that runs a rank's experts: x [N, D], weights [N, K], chosen int64 [N, K] -> [N, D]."""
 
 
 class ExpertParallel:
@@ -44,7 +46,8 @@ class ExpertParallel:
 
     Args:
         group: the ep ranks.
-        dispatcher: a name in DISPATCHERS, or "auto": "allgather" until `use_dispatcher` is called.
+        dispatcher: a name in DISPATCHERS; or "auto", which uses "allgather" until `use_dispatcher`
+            is called.
     """
 
     def __init__(self, group: Group, dispatcher: str) -> None:
@@ -59,8 +62,8 @@ class ExpertParallel:
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return how ep divides the parameters of a module, as `tensor.slices` does: some experts,
-    whole."""
+    """Return a rank's slices of the parameters of a module, in the form of `tensor.slices`: some of
+    the experts, each of them whole."""
     if isinstance(module, Experts):
         experts = (share(module.gate_up.shape[0], index, size),)
         yield ("gate_up", 0, experts)
@@ -68,18 +71,18 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def use_dispatcher(model: nn.Module, name: str) -> None:
-    """Let all experts of a divided model use this dispatcher of DISPATCHERS from now on."""
+    """Set the dispatcher of all divided experts of a model, by its name in DISPATCHERS."""
     for experts in dispatched_experts(model):
         experts.use_dispatcher(name)
 
 
 def dispatched_experts(model: nn.Module) -> list[DispatchedExperts]:
-    """Return the divided experts of a model, by layer."""
+    """Return the divided experts of a model, in the order of layers."""
     return [module for module in model.modules() if isinstance(module, DispatchedExperts)]
 
 
 class DispatchedExperts(Experts):
-    """Some experts of a layer: tokens of all ep ranks come to them through a dispatcher."""
+    """Experts of a layer that are on this rank. A dispatcher brings them tokens of all ep ranks."""
 
     def __init__(self, config: ModelConfig, group: Group, dispatcher: str) -> None:
         super().__init__(config)
@@ -88,7 +91,7 @@ class DispatchedExperts(Experts):
         self.use_dispatcher(dispatcher)
 
     def use_dispatcher(self, name: str) -> None:
-        """Use this dispatcher of DISPATCHERS from the next forward pass on."""
+        """Set the dispatcher, by its name in DISPATCHERS, from the next forward pass on."""
         self.dispatcher = name
         self._dispatcher = DISPATCHERS[name](self._group, self.num_experts)
 
@@ -104,20 +107,22 @@ class Dispatcher:
 
     Args:
         group: the ep ranks.
-        num_experts: E, of all ranks.
+        num_experts: E, the number of experts on all ranks together.
     """
 
     def __init__(self, group: Group, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sum of all experts' results for this rank's tokens. A collective of the ranks.
+        """Return the sum of each token's expert results, for the tokens of this rank.
+
+        All ranks of the group must call this.
 
         Args:
-            compute: the experts of this rank.
+            compute: runs the experts of this rank.
             x: [T, D].
             weights: routing weights [T, K].
-            chosen: number of the expert for each of them, int64 [T, K].
+            chosen: the number of the expert of each routing weight, int64 [T, K].
 
         Returns:
             [T, D].
@@ -126,8 +131,9 @@ class Dispatcher:
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Algorithm 1 of the Optimus paper: every rank gathers all tokens and computes the results of
-    its experts for each; the results are summed on the rank of the token."""
+    """Dispatcher by Algorithm 1 of the Optimus paper: every rank gathers the tokens of all ranks
+    and computes the results of its experts for them; a reduce-scatter then sums a token's results
+    on the rank of the token."""
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         all_x = gather_then_scatter_sum(x, self._group)
@@ -138,8 +144,11 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """A token goes once to each rank that has some of its experts, with all its choices; the
-    results come back and are summed. Waits for the counts on the host."""
+    """Dispatcher that sends a token, with all its K choices, once to each rank that has some of its
+    experts; the results come back and are summed.
+
+    The host waits for the number of rows that each rank sends.
+    """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         group = self._group
@@ -153,8 +162,11 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens to send, int64, by rank and then by number, and how many go to each
-        rank, int64 [n]."""
+        """Return the numbers of the tokens to send, int64, and the number of tokens for each rank,
+        int64 [n].
+
+        The tokens are ordered by destination rank, then by number.
+        """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")
         needed = torch.zeros(size, len(chosen), dtype=torch.bool, device=chosen.device)
@@ -166,4 +178,4 @@ DISPATCHERS: Mapping[str, type[Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }
-"""By the names of `parallel.ep_dispatch`."""
+"""Dispatchers by the names that `parallel.ep_dispatch` takes."""

@@ -9,7 +9,7 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""By name of a further use of a tied parameter: the parameter."""
+"""For each further use of a tied parameter, by name: the parameter. The head uses embed.weight."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Layout:
     coordinate: Coordinate
     schedule: Schedule
     layers: tuple[range, ...]
-    """The layers of each stage of the run."""
+    """The layers of each stage of the whole run."""
     placements: dict[str, Placement]
-    """By name, for the parameters on this rank."""
+    """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of tp ranks over which the sequence is divided between blocks."""
+    """The number of tp ranks that share the sequence of the residual stream; 1 without sequence
+    parallelism."""
 
     @property
     def stages(self) -> range:
@@ -40,14 +41,14 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def owner_of(self, name: str) -> str:
-        """Return the parameter on this rank that `name` is, or is a further use of; "" for another
-        name."""
+        """Return `name` if it is a parameter on this rank, or the parameter on this rank of which
+        `name` is a further use; else ""."""
         owner = name if name in self.placements else FURTHER_USES.get(name, "")
         return owner if owner in self.placements else ""
 
     def is_far_copy(self, name: str) -> bool:
-        """Return whether a parameter is on this rank for a further use only; the stage of its first
-        use updates and saves it."""
+        """Return whether this rank has a parameter for its further use only. Another stage, that of
+        its first use, updates and saves it."""
         return name in FURTHER_USES.values() and not self.has_first
 
     def stage_of(self, name: str) -> int:

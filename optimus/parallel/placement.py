@@ -1,7 +1,8 @@
-"""Placements: the slices of parameters on a rank, computed from shapes and the rank's coordinates.
+"""Placements: the slices of parameters on a rank, computed from shapes and the rank's coordinate.
 
-The model is built whole on the meta device; each parameter then gets the intervals of each dim that
-this rank keeps. Initial weights, checkpoints and the planner all read this one description.
+A placement is computed from the undivided model on the meta device; it has, for each dim of a
+parameter, the intervals that this rank keeps. Initial weights, checkpoints and the planner all use
+placements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of one dim; on the rank their elements follow each other in this order."""
+"""Ranges [start, stop) of one dim; the rank's slice concatenates them in this order."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Placement:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a whole parameter; a view where it has one interval a dim."""
+        """Return this rank's slice of a whole parameter; a view if each dim has one interval."""
         for dim, intervals in enumerate(self.intervals):
             ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
             whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
@@ -52,13 +53,14 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return the range [start, stop) of `size` elements for share `index` of `count`; shares differ
-    by one element at most."""
+    """Return the range [start, stop) of share `index` if `size` elements are divided into `count`
+    shares, whose sizes differ by one element at most."""
     return size * index // count, size * (index + 1) // count
 
 
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
-    """Replace the meta parameters of a model by empty ones of this rank's shapes."""
+    """Replace the meta parameters of a model by empty parameters on `device`, in the shapes of this
+    rank's slices."""
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name

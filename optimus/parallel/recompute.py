@@ -1,11 +1,15 @@
-"""Selective activation checkpointing: parts of a block that backward computes again.
+"""Selective activation checkpointing: backward computes chosen modules of each block again.
 
-Chosen for every block: `attention` and `moe` keep only their input, `experts` keeps its input and
-no pre-activation, `norm` keeps none of its output, `block` keeps only its input; `moe` includes
-`experts`, and `block` includes all others. A norm next to a chosen module is computed again
-together with it. Communication inside a chosen module is repeated with it, in the same order on all
-ranks. Nothing here draws random numbers, and the same operations on the same values give the same
-bits, so gradients do not change by a bit.
+Forward keeps less for each module that `recompute.modules` chooses:
+
+- `attention`, `moe` and `block`: only the input; `moe` includes `experts`, `block` all others
+- `experts`: the input, but not the pre-activation
+- `norm`: not the output
+
+If a norm and the module after it are both chosen, they are computed again together. Backward
+repeats the communication inside a chosen module, in the same order on all ranks. Nothing here draws
+random numbers, and the same operations on the same values give the same bits, so gradients do not
+change by a bit.
 
 Dims: B batch, S sequence (a tensor-parallel rank's share of it), D hidden.
 """
@@ -59,8 +63,9 @@ class RecomputeBlock(Block):
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
         self.observers: list[Callable[[Tensor], None]] = []
-        """Called with each tensor kept for backward that hooks of this class hide from hooks
-        around the block."""
+        """Functions that are called with each tensor that this class's saved-tensor hooks keep for
+        backward. Torch calls only the innermost hooks, so hooks around the block do not see them.
+        """
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -77,7 +82,7 @@ class RecomputeBlock(Block):
         return self._run_half(self.mlp_norm, self.mlp, self._moe, x, *save_input_only)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Recompute, or keep everything, as a plain block does."""
+        """Turn recomputation on, or off: the block then keeps everything, as a plain block does."""
         self._enabled = enabled
 
     def _recomputes(self) -> bool:
@@ -86,7 +91,7 @@ class RecomputeBlock(Block):
     def _run_half(
         self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest)."""
+        """Return module(norm(x), *rest). `module_again`: compute the module again in backward."""
         if not self._recomputes():
             return module(norm(x), *rest)
         if self._norm and module_again:
@@ -100,7 +105,7 @@ class RecomputeBlock(Block):
     def _run_without_norm_output(
         self, norm: nn.Module, module: nn.Module, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest); of norm(x) only the way to compute it is kept."""
+        """Return module(norm(x), *rest). Backward computes norm(x) again instead of keeping it."""
         normed = _checkpoint(norm, x)
         output = _NormOutput(norm, x, normed, self.observers)
         with saved_tensors_hooks(output.pack, _unpack):
@@ -112,8 +117,8 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """A norm's output that nobody keeps. It is computed again once for all tensors and views saved
-    of it."""
+    """A norm's output that is not kept for backward. Backward computes it again once, for all saved
+    tensors that are views of it."""
 
     def __init__(
         self,
@@ -150,7 +155,7 @@ def _unpack(packed: Any) -> Tensor:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Let the blocks of a model, or a block, keep everything within this context."""
+    """Turn recomputation off within this context, for all blocks of `model` (or for a block)."""
     blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
     for block in blocks:
         block.set_enabled(False)
@@ -163,13 +168,13 @@ def recompute_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Measured cost of one microbatch through the blocks of this rank, without recomputation and
-    with it."""
+    """Measured cost of one microbatch in the blocks of this rank. The first value of each pair is
+    without recomputation, the second with it."""
 
     kept_bytes: tuple[int, int]
-    """Between forward and backward."""
+    """Bytes kept between forward and backward."""
     seconds: tuple[float, float]
-    """Forward and backward."""
+    """Duration of forward and backward."""
 
     def __str__(self) -> str:
         (before, after), (fast, slow) = self.kept_bytes, self.seconds
@@ -187,13 +192,13 @@ def measure_recompute(
     """Measure the bytes that recomputation saves and the seconds that it takes.
 
     The blocks run one by one, so that no more than one block's tensors are kept. Gradients of
-    parameters do not change. A collective of the ranks that share blocks, over ep and tp.
+    parameters do not change. All ep and tp ranks that share a block must call this.
 
     Args:
         model: this rank's model.
-        shape: [B, S, D] of a random input.
-        dtype: that of activations.
-        seed: for the input; ranks of one tp group give the same.
+        shape: [B, S, D], of a random input.
+        dtype: of activations.
+        seed: of the input; the ranks of a tp group must pass the same seed.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +210,7 @@ def measure_recompute(
             kept[0] += _kept_bytes(block, x, rope)
         kept[1] += _kept_bytes(block, x, rope)
         if number == 0:
-            _time_pass(block, x, rope)  # first calls are slow
+            _time_pass(block, x, rope)  # not counted: the first call is slow
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_TIMED):
             with recompute_disabled(block):
@@ -222,7 +227,7 @@ def _kept_bytes(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> int
 
 
 def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
-    """Return the seconds of a forward and a backward pass."""
+    """Return the seconds of one forward and backward pass."""
     platform.synchronize(x.device)
     start = time.perf_counter()
     out, routing = block(x, rope)
@@ -235,17 +240,19 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 
 
 class KeptBytes:
-    """Counter of the bytes that forward passes of a model keep for backward, each storage once.
+    """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    A context manager. Parameters do not count, nor do indices that autograd does not keep.
+    Each storage counts once. Parameters do not count; neither do indices that a function keeps
+    outside autograd's saved tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # By storage, since its memory may come only when the parameters are needed.
+        # Storages are compared, not addresses: a storage may have no memory until its parameters
+        # are needed.
         self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no memory is counted under a second owner
+        self._alive: list[Tensor] = []  # so that no later tensor gets the address of a counted one
         self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved)
 
     def __enter__(self) -> KeptBytes:

@@ -1,9 +1,10 @@
 """Tensor parallelism: heads, intermediate sizes and the vocabulary divided over tp ranks.
 
-Megatron's scheme (arXiv 1909.08053): the first linear layers of a block are divided by columns, the
-last one by rows, so that a block needs one sum of its outputs and one of its inputs' gradients.
-With sequence parallelism (arXiv 2205.05198) the residual stream between blocks is divided along the
-sequence, and the sums become reduce-scatters and all-gathers.
+Megatron's scheme (arXiv 1909.08053): in attention and in the feed-forward network, the first linear
+layers are divided by columns (output features), the last one by rows (input features). Each of the
+two then needs one all-reduce of its outputs in forward and one of its input's gradients in
+backward. With sequence parallelism (arXiv 2205.05198) the residual stream between them is divided
+along the sequence, and reduce-scatters and all-gathers replace the all-reduces.
 
 Dims: B batch, S sequence, D hidden, T tokens, K experts a token, N targets, V vocabulary of this
 rank.
@@ -45,7 +46,7 @@ class TensorParallel:
 
     Args:
         group: the tp ranks.
-        sequence_parallel: divide the residual stream along the sequence.
+        sequence_parallel: also divide the residual stream along the sequence.
     """
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
@@ -70,21 +71,22 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the whole x [B, S, D], of whose gradient every rank has a summand."""
+        """Return the input [B, S, D] of divided layers, with the whole sequence. Backward sums its
+        gradient over ranks, each of which has computed a summand."""
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
         return identity_then_sum(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the residual stream, given each rank's summand of it [B, S, D]."""
+        """Return the sum over ranks of x [B, S, D]; with sequence parallelism, only this rank's
+        share of the sequence."""
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
         return sum_then_identity(x, self.group)
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return how tp divides the parameters of a module: columns of the first linear layers of a
-    block, rows of the last.
+    """Return a rank's slices of the parameters of a module that tp divides.
 
     Args:
         module: a module of the whole model.
@@ -129,9 +131,12 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether, under sequence parallelism, the parameter sees only a share of the tokens on
-    each tp rank: norms of the residual stream and biases added after a reduction do, the router
-    sees all tokens."""
+    """Return whether, under sequence parallelism, each tp rank applies a parameter to its share of
+    the tokens only.
+
+    This is so for norms of the residual stream and for biases that are added after a
+    reduce-scatter. The router sees all tokens.
+    """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
     norm = last in ("attention_norm", "mlp_norm", "final_norm")
@@ -139,8 +144,8 @@ def sees_share_of_sequence(name: str) -> bool:
 
 
 class RowParallelLinear(DeferredLinear):
-    """A linear layer that holds some columns of the weight and receives those of the input; the
-    bias is added once, after the sum."""
+    """Linear layer with a share of the input features: the ranks' outputs are summed, and the bias
+    is added once, after the sum."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, style: TensorParallel) -> None:
         super().__init__(in_size, out_size, bias)
@@ -152,7 +157,7 @@ class RowParallelLinear(DeferredLinear):
 
 
 class TensorParallelAttention(Attention):
-    """Attention over some of the heads."""
+    """Attention with this rank's share of the heads."""
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
         super().__init__(config)
@@ -170,7 +175,7 @@ class TensorParallelAttention(Attention):
 
 
 class TensorParallelMLP(MLP):
-    """A feed-forward network over some of the intermediate size."""
+    """Feed-forward network with this rank's share of the intermediate size."""
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
         super().__init__(config)
@@ -184,10 +189,12 @@ class TensorParallelMLP(MLP):
 
 
 class TensorParallelMoE(FastSparseMoE):
-    """A mixture whose experts have some of their intermediate size; every rank routes all tokens.
+    """Mixture of experts with this rank's share of their intermediate size; every rank routes all
+    tokens.
 
-    The gradients of the experts' inputs and of the routing weights are partial and summed here, so
-    that the router's gradient is complete on every rank (CONTRACT.md, "Ranks").
+    Each rank computes a summand of the gradients of the experts' input and of the routing weights.
+    The class sums them over ranks, so that the router's gradient is complete on every rank
+    (CONTRACT.md, "Ranks").
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -211,8 +218,8 @@ class TensorParallelMoE(FastSparseMoE):
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """Looks up the tokens from `first` on whose rows are on this rank; the sum over ranks adds the
-    others."""
+    """Embedding with the rows of some tokens on this rank, beginning with token `first`. Other
+    tokens give zeros here; the sum over ranks adds their rows."""
 
     def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:
         super().__init__(config)
@@ -226,7 +233,7 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin of the norm before the head, which is divided by columns."""
+    """Mixin for the norm before a head whose vocabulary is divided; makes the input of the head."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)
@@ -237,15 +244,15 @@ class _FinalNorm(nn.Module):
 
 
 class FinalRMSNorm(_FinalNorm, RMSNorm):
-    """RMSNorm before a head divided by columns."""
+    """RMSNorm before a head whose vocabulary is divided."""
 
 
 class FinalLayerNorm(_FinalNorm, LayerNorm):
-    """LayerNorm before a head divided by columns."""
+    """LayerNorm before a head whose vocabulary is divided."""
 
 
 class DividedSequenceRotary(Rotary):
-    """Rotary embedding of the whole sequence, given the length of a share of it."""
+    """Rotary embedding of the whole sequence; `forward` receives the length of one rank's share."""
 
     def __init__(self, config: ModelConfig, shares: int) -> None:
         super().__init__(config)
@@ -256,7 +263,7 @@ class DividedSequenceRotary(Rotary):
 
 
 class DividedRMSNorm(RMSNorm):
-    """An RMSNorm over all heads of which each rank holds some: the sum of squares is summed."""
+    """RMSNorm over all heads, of which each rank has some: the sums of squares are all-reduced."""
 
     def __init__(self, size: int, eps: float, group: Group) -> None:
         super().__init__(size, eps)
@@ -267,7 +274,7 @@ class DividedRMSNorm(RMSNorm):
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """The formula of RMSNorm, with the two sums over a row summed over ranks."""
+    """RMSNorm whose two sums over a row, one in forward and one in backward, are all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
@@ -297,8 +304,8 @@ class _DividedRMSNorm(torch.autograd.Function):
 class VocabularyParallelLoss(CrossEntropy):
     """Cross-entropy over a divided vocabulary; every rank returns the same sum.
 
-    logits [N, V] are those of the tokens from `first` on, targets [N] numbers of the whole
-    vocabulary. Three numbers of a row travel, never logits.
+    logits [N, V] are for this rank's tokens, beginning with token `first`; targets [N] are token
+    ids of the whole vocabulary. The ranks exchange three numbers per row, never the logits.
     """
 
     def __init__(self, group: Group, first: int) -> None:

@@ -1,8 +1,8 @@
 """A pipeline schedule as a value: the actions of each rank, in order.
 
 Stages are numbered along the model, 0 to p*v - 1 with p pipeline ranks of v stages each; stage s is
-on rank s mod p. The executor runs these lists, `simulate` times them, the tests prove them; a
-schedule has no other description.
+on rank s mod p. The executor runs these lists of actions, `simulate` times them and the tests check
+them; a schedule has no other description.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """The kind of an action, which is for one microbatch on one stage except where noted."""
+    """The kind of an action. An action is for one microbatch on one stage, except where noted."""
 
     F = 0
     """Forward."""
@@ -24,15 +24,16 @@ class Kind(IntEnum):
     W = 3
     """The half of backward that computes the gradients of weights; after I."""
     SEND_ACTIVATION = 4
-    """Send the output to stage + 1, without waiting."""
+    """Send the stage's output to stage + 1, without waiting."""
     RECV_ACTIVATION = 5
     """Post the receive of the output of stage - 1; the forward waits for it."""
     SEND_GRADIENT = 6
-    """Send the gradient of the input to stage - 1, without waiting."""
+    """Send the gradient of the stage's input to stage - 1, without waiting."""
     RECV_GRADIENT = 7
     """Post the receive of the output's gradient from stage + 1; the backward waits for it."""
     REDUCE_GRAD = 8
-    """Reduce the stage's gradients over its data ranks; the microbatch is the newest in them."""
+    """Reduce the stage's gradients over its data ranks. The action's microbatch is the last one
+    whose gradients were added."""
     OPT_STEP = 9
     """Update the weights of all stages of the rank; the last action of a step."""
 
@@ -54,8 +55,8 @@ class Action(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A connection from one rank to another, for activations or for gradients. Each has a separate
-    communicator, in which messages complete in the order in which they were posted."""
+    """A connection from one rank to another, for activations or for gradients. Each channel has a
+    separate communicator, in which messages complete in the order in which they were posted."""
 
     sends: Kind
     source: int
@@ -76,7 +77,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     """The actions of each pipeline rank."""
     reduce_each: bool = False
-    """Reduce after each microbatch of a stage, rather than once after the last."""
+    """Reduce a stage's gradients after each microbatch, rather than once after the last."""
 
     @property
     def num_stages(self) -> int:

@@ -1,4 +1,4 @@
-"""Completion of compute actions with transfers between ranks, reductions and the update."""
+"""Functions that add transfers between ranks, reductions and the update to compute actions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
 class _Traffic:
-    """The receives of each channel, in the order of their sends."""
+    """The receives of each channel, in the order in which the data is sent."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
         self.queues: dict[Channel, list[Action]] = defaultdict(list)
@@ -32,21 +32,22 @@ def add_transfers(
     """Return the compute actions of each rank with the sends and receives between them.
 
     A send follows the action whose result it sends. Receives of one channel are posted in the order
-    of their sends, as backends without tags need, and one compute action before their use, so that
-    data travels while that action is computed. Stages on one rank send nothing.
+    of their sends, since some backends match messages by order and not by tag. A receive is posted
+    one compute action before the action that uses it, so that the data travels while the former is
+    computed. Neighbour stages on the same rank need no transfer.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
 
 
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
-    """Return a rank's actions with its reductions, each after the last gradient that it adds, and
-    its update."""
+    """Return a rank's actions with its reductions and its update. A reduction follows the last
+    action that adds to the reduced gradients."""
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
     ready: list[Action] = []
     for action in actions:
-        if ready and action.kind is not Kind.SEND_GRADIENT:  # sends first: another rank waits
+        if ready and action.kind is not Kind.SEND_GRADIENT:  # send first, as another rank waits
             out.append(ready.pop())
         out.append(action)
         adds = action.kind in WEIGHT_GRADIENT

@@ -25,32 +25,33 @@ Microbatch = tuple[Tensor, Tensor | None]
 """Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
 
 FEW_TOKENS = 256
-"""With fewer tokens attention is slower through oneDNN, up to six times where every length is new
-to it."""
+"""Sequences with fewer tokens do not use oneDNN: it would make attention slower, up to six times if
+it has not seen their lengths before."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
-"""`last_backward(stage, deferred)` is entered around the stage's last B, or its last W, after which
-no gradient of the stage changes. For a W, `deferred` is the weights whose gradients it computes;
-for a B it is None."""
+"""`last_backward(stage, deferred)` returns a context for the stage's last B, or its last W, after
+which no gradient of the stage changes. For a W, `deferred` is the weights whose gradients the W
+computes; for a B it is None."""
 
 
 class _Saved(NamedTuple):
-    """Tensors of a microbatch on a stage between its forward and its backward."""
+    """Tensors that a stage keeps for a microbatch between forward and backward."""
 
     x: Tensor | None
     output: Output
 
 
 class Executor:
-    """One rank of the pipeline, for all steps of a run.
+    """Executor of one pipeline rank's actions, for all steps of a run.
 
     Args:
         schedule: the actions of all ranks for one step.
         stages: this rank's stages, by number.
         channels: to and from the neighbour ranks.
-        boundary_shape: function from tokens [B, S] to the shape that travels between stages.
-        dtype: that of activations.
-        recorder: receives the actions.
+        boundary_shape: function from tokens [B, S] to the shape of the activations that a stage
+            sends to the next.
+        dtype: of activations.
+        recorder: receives an event for each action.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Executor:
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._last = {
             (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
-        }  # the last of a kind and stage replaces earlier ones
+        }  # the last action of each kind and stage, since it replaces earlier ones
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -105,9 +106,9 @@ class Executor:
         """Run one step.
 
         Args:
-            microbatches: of this data rank, in order.
-            reduce_grad: function of (stage, microbatch) that does REDUCE_GRAD.
-            opt_step: does OPT_STEP.
+            microbatches: the microbatches of this data rank, in order.
+            reduce_grad: called with (stage, microbatch) for REDUCE_GRAD.
+            opt_step: called for OPT_STEP.
             before_backward: called with the stage before each action that adds to gradients.
             last_backward: see LastBackward.
 
@@ -115,7 +116,7 @@ class Executor:
             The terms of this rank's stages, by (stage, microbatch).
 
         Raises:
-            LostPeerError: a peer was lost; the message has the action that waited.
+            LostPeerError: a peer was lost; the message has the action at which this rank was.
         """
         assert len(microbatches) == self._schedule.num_microbatches
         self._last_backward = last_backward
@@ -128,14 +129,14 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
-        """Run only forwards, of any number of microbatches; return the terms of this rank's stages,
-        by (stage, microbatch)."""
+        """Run only the forward passes of any number of microbatches; return the terms of this
+        rank's stages, by (stage, microbatch)."""
         return self._play(self._forwards(len(microbatches)), microbatches, self._table)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, position: int) -> Tensor | None:
-        """Run only the forward of tokens [B, S]; return the logits at `position`, as `Stage.infer`
-        does, on the rank of the last stage and None on others."""
+        """Run only the forward pass of tokens [B, S]. Return, on the rank of the last stage, the
+        logits at `position` as `Stage.infer` does; on other ranks None."""
         logits: list[Tensor] = []
 
         def infer(action: Action) -> None:
@@ -199,8 +200,11 @@ class Executor:
         return run_and_record
 
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
-        """Choose the library of matrix products: oneDNN compiles each shape, of which batches have
-        few and documents have many."""
+        """Return a context that chooses the library for matrix products.
+
+        oneDNN compiles a kernel for each new shape. That pays for batches, which have few shapes,
+        but not for documents, which have many lengths.
+        """
         if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
             return nullcontext()
         return fastest_library(tokens.new_empty(0, dtype=self._dtype))
@@ -219,13 +223,14 @@ class Executor:
             self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the input of a forward pass from the previous stage; None on the first stage."""
+        """Return the output of the previous stage, the input of a forward pass; None on the first
+        stage."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """Run B, or I, which defers the gradients of weights."""
+        """Run B or I; an I defers the gradients of weights to the W of its microbatch."""
         stage = self._stages[action.stage]
         saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
@@ -256,7 +261,8 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Keep a result for the send that follows, or for the neighbour stage on this rank."""
+        """Keep a result for the send that follows or, if the neighbour stage is on this rank, for
+        that stage."""
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
         if self._schedule.rank_of(neighbour) != self._rank:
@@ -266,7 +272,7 @@ class Executor:
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 
     def _take(self, receive_action: Action) -> Tensor:
-        """Return the tensor of a receive, after waiting for it if needed."""
+        """Return the tensor of a receive; wait for the transfer if it is not complete."""
         arrived = self._arrived.pop(receive_action)
         if not isinstance(arrived, Transfer):
             return arrived
@@ -289,7 +295,7 @@ class Executor:
 
 
 def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
-    """Return a function that runs an action in a profiler range of its name."""
+    """Return a function that runs an action in a profiler range named after the action."""
 
     def named(action: Action) -> None:
         with torch.profiler.record_function(str(action)):

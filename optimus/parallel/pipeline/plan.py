@@ -1,4 +1,7 @@
-"""Stages and schedule of a configuration. Needs no torch, so a launcher can check them too."""
+"""Stages and schedule of a configuration.
+
+The module needs no torch, so that a launcher can check them too.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ def assign_layers(
 ) -> tuple[range, ...]:
     """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
 
-    Of equally good assignments the one with the latest layers is returned, since early stages keep
-    more microbatches alive.
+    Of equally good assignments, the one with the fewest layers on early stages is returned, since
+    early stages keep more microbatches alive.
 
     Args:
-        layer_costs: of each layer, in any unit.
+        layer_costs: the cost of each layer, in any unit.
         num_stages: the number of stages.
         last_cost: added to the last stage (head and loss), in the same unit.
 
@@ -52,14 +55,14 @@ def assign_layers(
             f"{num_layers}; a stage holds at least one layer, use at most "
             f"{counted(num_layers, 'stage')}"
         )
-    if num_stages == 1:  # the search below takes time by the square of the layers
+    if num_stages == 1:  # skip the search, whose time grows with the square of num_layers
         return (range(num_layers),)
     sums = list(accumulate(layer_costs, initial=0.0))
 
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: cost of the most expensive stage from `stage` on, if they begin with layer n.
+    # best[n]: cost of the most expensive of the later stages, if layer n is the first of them.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []
@@ -68,7 +71,7 @@ def assign_layers(
         for start in range(num_layers):
             for stop in range(start + 1, num_layers + 1):
                 if sums[stop] - sums[start] > row[start]:
-                    break  # more layers make this stage only more expensive
+                    break  # with more layers this stage is only more expensive
                 worst = max(cost_of(stage, start, stop), best[stop])
                 if worst < row[start]:
                     row[start], choice[start] = worst, stop
@@ -97,7 +100,8 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 
 
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
-    """Return the schedule of a configuration; for a single stage all are the same."""
+    """Return the schedule of a configuration. With a single stage all schedules are the same, and
+    1f1b is returned."""
     parallel = config.parallel
     several = mesh.pp * parallel.virtual_stages > 1
     return make_schedule(

@@ -1,8 +1,8 @@
 """Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
-Every stage does its backward passes (and its W) in microbatch order, which bit-identical sums of
-gradients need (CONTRACT.md, "Deterministic mode"). Communication, reduction and the update are
-added by one pass over any of them (`communicate`).
+Every stage runs its backward passes (and its W) in microbatch order, since bit-identical sums of
+gradients need one order (CONTRACT.md, "Deterministic mode"). The functions of `communicate` then
+add communication, reductions and the update to the passes of any schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Lists = list[list[Action]]
 
 
 def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """All forwards, then all backwards: the most activations, the simplest order."""
+    """Return all forwards, then all backwards: the simplest order, but it keeps most activations."""
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * virtual_stages, num_ranks)
@@ -32,9 +32,9 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Forwards until the first backward is possible, then one of each in turn: rank r keeps at
-    most p - r microbatches alive (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, figure
-    4)."""
+    """Return forwards until the first backward is possible, then one backward and one forward in
+    turn: rank r keeps at most p - r microbatches alive (PipeDream-Flush; Narayanan et al. 2021,
+    arXiv 2104.04473, figure 4)."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -45,11 +45,12 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """1F1B over v stages a rank: rounds of about p microbatches pass through one stage of each rank
-    after the other, which divides the bubble by v (arXiv 2104.04473, section 2.2).
+    """Return 1F1B over v stages a rank. A round of about p microbatches passes through the first
+    stage of each rank, then through the second, and so on, which divides the bubble by v (arXiv
+    2104.04473, section 2.2).
 
-    Where p does not divide m, rounds are as equal as possible, none smaller than p unless there are
-    fewer than p microbatches.
+    If p does not divide m, the rounds are as equal as possible. None is smaller than p, unless
+    there are fewer than p microbatches.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -64,9 +65,11 @@ def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 
 
 def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, W deferred into
-    time that is idle otherwise: by r microbatches on rank r, so that every rank keeps at most p
-    alive, as the first rank does in 1F1B."""
+    """Return ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, I and W.
+
+    Rank r runs W r microbatches later than I, in time that is idle in 1F1B. So every rank keeps at
+    most p microbatches alive, as the first rank does in 1F1B.
+    """
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -88,7 +91,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""By the names of `parallel.schedule`."""
+"""Schedules by the names that `parallel.schedule` takes."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -99,18 +102,18 @@ def make_schedule(
     num_microbatches: int,
     reduce_each: bool = False,
 ) -> Schedule:
-    """Return the schedule of one step, communication included.
+    """Return the schedule of one step, with communication, reductions and the update.
 
     Args:
         name: a key of GENERATORS.
         num_ranks: p, the number of pipeline ranks.
         virtual_stages: v, the number of stages of a rank.
-        num_microbatches: m, of one data rank.
-        reduce_each: reduce after every microbatch of a stage (deterministic mode), rather than
-            after its last.
+        num_microbatches: m, the number of microbatches of one data rank.
+        reduce_each: reduce a stage's gradients after each microbatch (as deterministic mode needs),
+            rather than once after the last.
 
     Raises:
-        ConfigError: the schedule cannot have this number of stages on a rank.
+        ConfigError: the schedule has one stage a rank, and `virtual_stages` is larger.
     """
     assert num_ranks >= 1 and num_microbatches >= 1
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
@@ -125,8 +128,8 @@ def make_schedule(
 
 
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards, for an evaluation: in rounds of about p microbatches, as in
-    `interleaved`, so that every rank computes while the results of others travel."""
+    """Return a schedule of forwards only, for an evaluation. They run in rounds of about p
+    microbatches, as in `interleaved`, so that every rank computes while results travel."""
     rounds = _rounds(num_microbatches, num_ranks)
     lists = [
         [

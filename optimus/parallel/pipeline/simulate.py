@@ -1,4 +1,4 @@
-"""Simulation of a schedule: the time of each action, given the costs of actions."""
+"""Simulation of a schedule: the start and end of each action, given the costs of actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Sche
 from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
 
 Cost = Callable[[Action], float]
-"""Seconds (or any unit) of an action: computing, or travelling for a send."""
+"""Function that returns the seconds (or any unit) that an action takes; for a send, the time until
+its data has arrived."""
 
 
 class Span(NamedTuple):
@@ -32,25 +33,32 @@ class Timeline:
         return max(spans[-1].end for spans in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """Return the time in which a rank computes."""
+        """Return the total time in which a rank computes."""
         return sum(s.end - s.start for s in self.ranks[rank] if s.action.kind in COMPUTE)
 
     @property
     def bubble_ratio(self) -> float:
-        """Return idle time divided by useful time, mean over ranks; (p-1)/(m*v) for even 1F1B."""
+        """Return the idle time of all ranks divided by their compute time.
+
+        For 1F1B with equal stages this is (p-1)/(m*v), with p ranks of v stages each and m
+        microbatches.
+        """
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """Return costs by which a forward takes 1/v, a backward twice that, each half of a backward as
-    long as a forward, and everything else no time."""
+    """Return costs with which the forward of a stage takes 1/v, its backward twice as long, each
+    half of its backward as long as its forward, and all other actions no time."""
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Time a schedule that can run. Sends travel while ranks compute."""
+    """Return the times of a schedule's actions. Data travels while ranks compute.
+
+    The schedule must be free of deadlocks.
+    """
     clock = [0.0] * schedule.num_ranks
     next_action = [0] * schedule.num_ranks
     arrives: dict[Action, float] = {}

@@ -1,4 +1,5 @@
-"""One pipeline stage: some of the model's blocks, with the embedding or the loss at the ends.
+"""One pipeline stage: some of the model's blocks; the first stage has the embedding, the last the
+loss.
 
 Dims: B batch, S sequence, D hidden, E experts.
 """
@@ -20,17 +21,17 @@ class Objective:
     """Coefficients of the terms of a microbatch in the objective (CONTRACT.md, "Ranks")."""
 
     num_targets: int
-    """Targets of the global batch."""
+    """The number of targets of the global batch."""
     num_microbatches: int
-    """k * w, over all data ranks."""
+    """The number of microbatches of the global batch, over all data ranks (k * w)."""
     num_layers: int
-    """Layers with experts in the whole model."""
+    """The number of layers with experts in the whole model."""
     aux_coef: float
     z_coef: float
 
 
 class Terms(NamedTuple):
-    """Terms that a stage adds to the losses of one microbatch, without gradient."""
+    """Terms that a stage adds to the losses of one microbatch, detached from autograd."""
 
     ce_sum: Tensor | None
     """fp32 scalar in nats on the last stage, None on others."""
@@ -48,7 +49,7 @@ class Output(NamedTuple):
     x: Tensor | None
     """[B, S, D]; None on the last stage."""
     objective: Tensor | None
-    """Scalar; None where this stage adds nothing to the objective."""
+    """Scalar; None if this stage adds nothing to the objective."""
     terms: Terms
 
 
@@ -73,7 +74,7 @@ class Stage:
         """Run the stage for one microbatch.
 
         Args:
-            x: [B, S, D] from the previous stage; None on the first.
+            x: [B, S, D], the output of the previous stage; None on the first stage.
             tokens: int64 [B, S] on the device.
             document_ids: [B, S] on the host, or None.
         """
@@ -94,8 +95,8 @@ class Stage:
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
 
     def infer(self, x: Tensor | None, tokens: Tensor, position: int) -> Tensor:
-        """Run the stage without losses; return x [B, S, D] for the next stage or, on the last
-        stage, the logits at `position` [B, V], V being this rank's share of the vocabulary."""
+        """Run the stage without losses. Return the next stage's input [B, S, D] or, on the last
+        stage, the logits [B, V] at `position`, where V is this rank's share of the vocabulary."""
         x, _ = self._run_blocks(x, tokens, None)
         return self.model.logits_at(x, position) if self.is_last else x
 
@@ -109,10 +110,12 @@ class Stage:
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
-    """Add the gradients of a stage. A first stage of frozen parameters has none.
+    """Add to the gradients of a stage's parameters and of its input.
+
+    Does nothing for a first stage whose parameters are all frozen.
 
     Args:
-        output: of the forward pass.
+        output: the result of the stage's forward pass.
         grad: gradient of output.x from the next stage, with the loss scale; None on the last stage.
         loss_scale: factor on the stage's objective.
     """
