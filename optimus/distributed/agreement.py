@@ -1,12 +1,14 @@
 """Agreement of the ranks of a run on the Outcome that ends it, through the store where they met.
 
 A rank that fails publishes its Outcome and gives the others a short time to publish theirs. The
-first rank to decide then writes the decision, which all others adopt: a cause before the loss of a
-peer, which follows from one; of causes that of rank 0, since it prints what all ranks found; else
-the first published. The rank whose Outcome was chosen prints it.
+first rank to decide then writes the decision, which all others adopt. It chooses a cause rather
+than the loss of a peer, since a loss follows from a cause. Of several causes it chooses rank 0's,
+since rank 0 prints an error that all ranks found, else the first that was published. The rank
+whose Outcome was chosen prints it.
 
-A few operations of the store per rank whatever their number; each wait has a limit, also where the
-store does not answer since rank 0, which has it, is stopped. Imports no torch.
+Each rank does a few operations of the store, however many ranks there are. Each wait has a limit:
+the store does not answer while rank 0, whose process contains it, is stopped. The module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -32,20 +34,21 @@ _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0",
 """Keys of published Outcomes, in the order in which they are chosen."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""How long a rank that failed waits for the Outcomes of others, and for the line to be printed."""
+"""Time that a rank that failed waits for the Outcomes of others, and for the line to be printed."""
 _STORE_S = 2.0
-"""How long the store may take to answer, beyond the waits that it is asked for."""
+"""Time that the store may take to answer, in addition to the time for which a call waits."""
 _LEAVE_S = 5.0
-"""How long rank 0, which may have the store, waits for other ranks that ended."""
+"""Time that rank 0, which may have the store, waits until all other ranks have left."""
 
 
 class RunEnded(OptimusError):
     """The end of a run, raised in place of a rank's error once the ranks have agreed.
 
     Attributes:
-        outcome: The same on all ranks, unless they could not agree.
-        prints: True on the rank that prints it.
-        is_shared: True if all ranks ended by themselves: no rank waits for another.
+        outcome: The agreed Outcome; the same on all ranks, unless they could not agree.
+        prints: True on the rank that prints the Outcome.
+        is_shared: True if all ranks have agreed and none lost a peer, so that none waits for
+            another.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """The line that the rank with `prints` prints; it names a rank other than 0, and its host
-        where the run has several machines."""
+        """The line that the rank with `prints` prints. It names the rank unless that is rank 0, and
+        the rank's host if the run has several machines."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -75,24 +78,24 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """End this rank's part in the agreement, after it has printed the line if it does.
+        """Leave the agreement. The rank with `prints` must have printed the line before.
 
-        The others wait until the line is printed: launchers end all ranks when the first one ends.
-        Rank 0, which may have the store, leaves last.
+        The other ranks wait until the line is printed, since launchers end all ranks when the first
+        one ends. Rank 0, which may have the store, leaves last.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
         elif not self.prints:
-            # Another rank prints the line, and launchers end it when this one ends. Without a store
-            # this rank cannot know when the line is printed.
+            # Another rank prints the line, and the launcher would end that rank when this one ends.
+            # Without a store this rank cannot know when the line is printed, so it waits.
             time.sleep(_OTHERS_S)
 
 
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the end of a rank that has no store through which to agree with others.
 
-    All ranks of a machine find the same fault in a launcher's environment: its first rank prints
-    it. Any other error is printed.
+    All ranks of a machine find the same fault in a launcher's environment, so only the machine's
+    first rank prints a LaunchError. Every rank prints any other error.
     """
     if isinstance(error, RunEnded):
         return error
@@ -103,15 +106,15 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the end of a rank whose store is gone, cannot be reached or does not answer.
 
-    As a rule that is because rank 0, which has it, is lost: rank 1 prints that, and the first rank
-    of every other machine. Any other Outcome is printed.
+    Usually rank 0, whose process contains the store, is lost. Rank 1 and the first rank of every
+    machine print that loss. Every rank prints any other Outcome.
     """
     prints = launch.rank == 1 or launch.local_rank == 0
     return RunEnded(outcome, prints or outcome.kind is not OutcomeKind.LOST_PEER)
 
 
 def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> Outcome:
-    """Return the Outcome of this rank, which `error` ends."""
+    """Return the Outcome of this rank, which ends because of `error`."""
     return Outcome(error.kind, str(error), rank, socket.gethostname(), step, phase)
 
 
@@ -119,7 +122,7 @@ class Agreement:
     """One rank's side of the agreement.
 
     Args:
-        store: Where the ranks met.
+        store: The store where the ranks met.
         launch: This rank and the number of ranks.
     """
 
@@ -129,15 +132,15 @@ class Agreement:
         self._round = ""
 
     def start(self, failure: Outcome | None, absence: Outcome, limit_s: float) -> None:
-        """Return once all ranks are here and none has a failure.
+        """Wait until all ranks have called this; return if all of them can start.
 
         Args:
-            failure: This rank's, None if it can start.
-            absence: Its Outcome if it can start and others are not here in time.
-            limit_s: How long to wait for the others.
+            failure: The Outcome of this rank if it cannot start; None if it can.
+            absence: The Outcome of this rank if it can start and others are not here in time.
+            limit_s: Seconds to wait for the others.
 
         Raises:
-            RunEnded: On every rank that is here, otherwise.
+            RunEnded: A rank cannot start or is absent; raised on every rank that is here.
         """
 
         def ask() -> RunEnded | None:
@@ -156,7 +159,7 @@ class Agreement:
             raise ended
 
     def end(self, outcome: Outcome) -> RunEnded:
-        """Return the end that the ranks agree on, of which this rank found `outcome`."""
+        """Return the end that the ranks agree on. This rank ends because of `outcome`."""
 
         def ask() -> RunEnded:
             if not self._has(_DECISION):
@@ -166,11 +169,12 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome that this rank prints by itself, for ranks that end because of it."""
+        """Publish an Outcome that this rank prints without agreement, so that ranks that end
+        because of it adopt it."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """Follow `RunEnded.leave`."""
+        """Leave the agreement, as `RunEnded.leave` says."""
 
         def ask() -> None:
             if has_printed:
@@ -191,8 +195,8 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have come to this round, or one has decided without them; return
-        whether all have come."""
+        """Wait until all ranks have come to this round, or one has decided without waiting longer;
+        return whether all have come."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.set(all_here, "all")
@@ -204,7 +208,7 @@ class Agreement:
         key = next(filter(self._has, _CAUSES))
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
         wake = f"optimus/all-at-{self._round}"
-        if not self._has(wake):  # ranks that wait for all
+        if not self._has(wake):  # wake the ranks that still wait for all
             self._store.set(wake, "decided")
         outcome = Outcome.from_json(text)
         is_shared = all_are_here and not any(map(self._has, _CAUSES[2:]))
@@ -214,18 +218,21 @@ class Agreement:
         return self._store.check([key])
 
     def _wait(self, key: str, limit_s: float) -> None:
-        with suppress(RuntimeError):  # the time is up; if the store is gone, the next call raises
+        with suppress(RuntimeError):  # at the limit; if the store is gone, the next call raises
             self._store.wait([key], timedelta(seconds=limit_s))
 
     def _within(
         self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
     ) -> Answer:
-        """Return `ask()`, or `otherwise()` if the store is gone or does not answer in time: torch
-        waits without a limit for a store whose process is stopped."""
+        """Return `ask()`, or `otherwise()` if the store is gone or does not answer in time.
+
+        `ask` runs in a thread, since torch waits without a limit for a store whose process is
+        stopped.
+        """
         answers: list[Answer] = []
 
         def run() -> None:
-            with suppress(RuntimeError, ValueError):  # the second for what no rank published
+            with suppress(RuntimeError, ValueError):  # ValueError: a text that is no Outcome
                 answers.append(ask())
 
         thread = threading.Thread(target=run, daemon=True)

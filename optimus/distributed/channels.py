@@ -1,10 +1,10 @@
 """Channels between neighbouring pipeline ranks, each a separate communicator for one direction.
 
 NCCL and XCCL complete the messages of a communicator in the order in which they were posted, and a
-send only after its receive is posted. In a communicator for both directions a gradient requested
-early would block the activation after it, on which that gradient depends; in one communicator for
-the whole ring of stages all ranks' sends could wait for each other. tests/helpers/schedule_proof.py
-proves that schedules complete with a communicator per direction.
+send only after its receive is posted. In a communicator for both directions, a receive of a
+gradient that is posted early would block the send of the activation on which that gradient depends.
+In one communicator for the whole ring of stages, the sends of all ranks could wait for each other.
+tests/helpers/schedule_proof.py proves that schedules complete with a communicator per direction.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from optimus.observe.events import NO_RECORDER, Recorder
 class Channels:
     """Channels of a pipeline rank to and from its neighbours.
 
-    The first rank follows the last one if ranks have several stages; if they have one, the last
-    rank has no next rank.
+    If ranks have several stages, the first rank is the next rank of the last one. If they have one
+    stage, the last rank has no next rank.
 
     Attributes:
-        rank: Rank along pp.
+        rank: This rank's index along pp.
         activations_out: To the next rank.
         activations_in: From the previous rank.
         gradients_out: To the previous rank.
@@ -52,24 +52,24 @@ def open_channels(
     make: Callable[[tuple[int, ...]], weakref.ref],
     recorder: Recorder = NO_RECORDER,
 ) -> Channels:
-    """Open this rank's channels to its neighbours along pp. A collective of the ranks of `line`.
+    """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
 
-    Sends a message through each channel: communicators that connect at their first use would do so
-    during a step, where one rank may reach that use only after the other.
+    Sends a message through each channel, because some communicators connect at their first use, for
+    which both ranks must be there: during a step, they may reach it at different times.
 
     Args:
-        line: Global ranks along pp, which have made equally many groups so far.
+        line: Global ranks along pp. All must have made the same number of groups before.
         is_ring: True if ranks have several stages.
         world: The world of this rank.
-        make: Makes the process group of some ranks.
-        recorder: Receives the messages.
+        make: Function that makes the process group of the given global ranks.
+        recorder: Receives an event for each message.
     """
     rank = line.index(world.rank)
     channels: dict[str, Group] = {}
     for edges in _rounds(len(line), is_ring):
         edge = next((edge for edge in edges if rank in edge), None)
         for name, source in (("activations", 0), ("gradients", 1)):
-            if edge is None:  # to make as many groups as the others
+            if edge is None:  # this rank must make as many groups as the others
                 make((world.rank,))
                 continue
             ranks = tuple(sorted(line[end] for end in edge))
@@ -82,8 +82,11 @@ def open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a line or ring, in rounds that have each rank once: all
-    channels of a round open at the same time, and no two ranks wait for each other."""
+    """Return the pairs of neighbours in a line or ring, in rounds.
+
+    No rank is in two pairs of a round, so all channels of a round open at the same time and ranks
+    cannot wait for each other in a cycle.
+    """
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]
     if is_ring and size > 1:

@@ -1,9 +1,9 @@
-"""Collectives over a `Group`. In a group of a single rank they cost and change nothing.
+"""Collectives over a `Group`. In a group of a single rank they do not communicate.
 
-Only SUM and MAX are used: callers scale averages in advance, since not every backend has AVG. The
-death of a peer or the end of a time limit raises LostPeerError with the operation and the axis;
-other errors are raised unchanged, with a note of the operation. The group's recorder receives the
-payload of each collective of tensors.
+Only SUM and MAX are used, since not every backend has AVG: for an average, callers scale the terms
+before the sum. If a peer ends or a time limit is reached, a collective raises LostPeerError with
+the operation and the axes. Other errors are raised unchanged, with a note of the operation. The
+group's recorder receives the number of bytes of each collective of tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
-"""Limit of a message between ranks; the index of a checkpoint of 10^7 pieces has a third of it."""
+"""Limit of a message between ranks; the index of a checkpoint of 10^7 pieces needs a third of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Group:
     Attributes:
         size: Number of ranks.
         rank: This rank within the group.
-        handle: torch's process group. Only torch keeps it alive, until `end_world`: its threads
-            must end before the interpreter does, even if this Group is still referenced then.
+        handle: Weak reference to torch's process group. Only torch keeps the process group alive,
+            until `end_world`: the threads of a process group must end before the interpreter does,
+            even if this Group is still referenced then.
         axes: Axes along which the ranks differ, for messages and recorders.
-        recorder: Receives the collectives of this group.
+        recorder: Receives an event for each collective of this group.
     """
 
     size: int
@@ -78,8 +80,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which `observe` gets each tensor that this rank contributes to a
-    collective, before it is sent; not the messages between stages."""
+    """Return a context in which `observe` is called with each tensor that this rank contributes to
+    a collective, before it is sent; broadcasts and messages between stages are left out."""
     _observers.append(observe)
     try:
         yield
@@ -90,8 +92,8 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Pass a collective to the group's recorder, and this rank's `contribution` to observers;
-    None if that is the `payload`."""
+    """Pass a collective to the group's recorder, and this rank's `contribution` to observers; if
+    it is None, `payload` is the contribution."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -106,12 +108,13 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL, oneCCL and the store; none has an exception type for it."""
+"""Messages of gloo, NCCL, oneCCL and the store for a lost peer; none has an exception type for it.
+"""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return why a collective with other ranks failed; "" for an error of another kind, such as
-    memory, shapes or devices."""
+    """Return the reason for which another rank made a collective fail; "" for an error of another
+    kind, such as memory, shapes or devices."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -123,8 +126,8 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that raises LostPeerError for errors by which a rank of the group is gone or
-    does not answer."""
+    """Return a context that raises LostPeerError in place of an error that says that a rank of the
+    group is gone or does not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -148,14 +151,14 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Transfer:
-    """A message or a collective in progress. It keeps its tensors alive.
+    """A message or a collective in progress, which keeps its tensors alive.
 
     Args:
         tensor: The result, or the tensor that is sent.
         work: torch's handle; None if there is nothing to wait for.
         group: The ranks that take part.
-        operation: Its name, for messages.
-        inputs: Other tensors that it reads.
+        operation: The name of the operation, for error messages.
+        inputs: Other tensors that the operation reads.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
 
 @_collective
 def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_reduce_sum`. All ranks of a group start collectives in one order."""
+    """Start `all_reduce_sum`. All ranks of a group must start collectives in the same order."""
     work = _all_reduce_sum(tensor, group, async_op=True) if group.size > 1 else None
     return Transfer(tensor, work, group, "all_reduce_sum")
 
@@ -206,7 +209,8 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
-    """Return the greatest of all ranks' integers; `device` is that of the group's collectives."""
+    """Return the greatest `value` of all ranks; `device` is the one on which the group's backend
+    computes."""
     flag = torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
@@ -220,7 +224,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
 
 @_collective
 def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_gather`. All ranks of a group start collectives in one order."""
+    """Start `all_gather`. All ranks of a group must start collectives in the same order."""
     return Transfer(out, _all_gather(out, shard, group, async_op=True), group, "all_gather", shard)
 
 
@@ -242,7 +246,8 @@ def _gather_into(
 
 @_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    """Equal pieces: piece r of `out` is piece `rank` of rank r's `sent` (both 1-D, size * n)."""
+    """Exchange pieces of n elements: piece r of `out` becomes piece `rank` of rank r's `sent`. Both
+    tensors are 1-D, of size * n elements."""
     if group.size == 1:
         out.copy_(sent)
         return
@@ -254,8 +259,9 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
 def all_to_all_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: Group
 ) -> torch.Tensor:
-    """Unequal pieces: the first sent[0] rows [sum(sent), ...] go to rank 0 and so on; returns
-    [sum(received), ...], by rank."""
+    """Exchange any numbers of rows: of `rows` [sum(sent), ...] the first sent[0] go to rank 0, the
+    next sent[1] to rank 1, and so on. Return the received rows [sum(received), ...], in the order
+    of the ranks that sent them."""
     if group.size == 1:
         return rows.clone()
     _record("all_to_all", group, rows)
@@ -273,7 +279,7 @@ def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> 
 
 @_collective
 def begin_reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> Transfer:
-    """Start `reduce_scatter_sum`. All ranks of a group start collectives in one order."""
+    """Start `reduce_scatter_sum`. All ranks of a group must start collectives in the same order."""
     work = _reduce_scatter_sum(out, whole, group, async_op=True)
     return Transfer(out, work, group, "reduce_scatter_sum", whole)
 
@@ -295,7 +301,7 @@ def _reduce_scatter_sum(
 
 @_collective
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
-    """Replace `tensor` on every rank by that of the group's rank `source`."""
+    """Replace `tensor` on every rank by the tensor of the group's rank `source`."""
     if group.size > 1:
         _record("broadcast", group, tensor)
         origin = distributed.get_global_rank(group.process_group, source)
@@ -309,7 +315,7 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the first rank's `data` on every rank; that of other ranks does not count."""
+    """Return the first rank's `data` on every rank; the `data` of other ranks is ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -327,8 +333,8 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Return every rank's `data` in rank order on the group's first rank, an empty list on others.
 
-    Ranks should have about equally many bytes: the first one receives as many of each as the
-    longest has."""
+    All ranks should have data of about the same length: the first rank receives the data of each
+    rank padded to the longest."""
     if group.size == 1:
         return [data]
     process_group = group.process_group
@@ -343,12 +349,12 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Return the first rank's `value` on every rank, as a value of the type `kind`; those of other
-    ranks do not count.
+    """Return the first rank's `value`, of the type `kind`, on every rank; the values of other ranks
+    are ignored.
 
-    Values are None, bool, int, float, str, Path and, of such, lists, tuples, mappings with strings
-    as keys, NamedTuples and dataclasses. They travel as JSON: nothing that a rank receives is run.
-    Raises ConfigError for what is no `kind`.
+    A value is None, a bool, int, float, str or Path; or a list, tuple, mapping with strings as
+    keys, NamedTuple or dataclass of values. Values are sent as JSON, so that no rank runs code that
+    it receives. Raises ConfigError if the received value is not of the type `kind`.
     """
     if group.size == 1:
         return value
@@ -371,14 +377,14 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Return the JSON of a value, in which NaN and the infinities are constants."""
+    """Return the JSON of a value, with NaN and the infinities as the constants of Python's json."""
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="replace")  # names of files need not be UTF-8
+    return text.encode(errors="replace")  # a file name need not be valid UTF-8
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Return the value of type `kind` that `encode_object` made `data` of. Raises ValueError for
-    another one: no type is converted, and none but `kind` is made."""
+    """Return the value of type `kind` that `encode_object` has encoded as `data`. Raises ValueError
+    if the value has another type: none is converted."""
     return _adapter(kind).validate_json(data, strict=True)
 
 
@@ -388,7 +394,7 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has of a value that it does not know."""
+    """Return a value that JSON can encode, in place of one of a type that it cannot."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -413,7 +419,7 @@ def _device_of(process_group: distributed.ProcessGroup) -> torch.device:
 
 
 def _all_sizes(data: bytes, group: Group) -> list[int]:
-    """Return how many bytes each rank has."""
+    """Return the number of bytes in each rank's `data`."""
     size = torch.tensor([len(data)], device=_device_of(group.process_group))
     sizes = size.new_empty(group.size)
     _gather_into(sizes, size, group)
@@ -422,8 +428,8 @@ def _all_sizes(data: bytes, group: Group) -> list[int]:
 
 
 def _check_sizes(sizes: Sequence[int], group: Group) -> None:
-    """Raise ConfigError where a rank announces more bytes than any rank of this version sends: they
-    would be allocated."""
+    """Raise ConfigError if a rank announces more bytes than any rank of this version sends, before
+    memory for them is allocated."""
     for rank, size in enumerate(sizes):
         if not 0 <= size <= _MOST_BYTES:
             raise ConfigError(
@@ -445,14 +451,14 @@ def _unpadded(rows: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[bytes]
 
 @_collective
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of the group has called this."""
     if group.size > 1:
         distributed.barrier(group=group.process_group)
 
 
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
-    """Begin to send to the group's rank `to`; messages between two ranks arrive in order."""
+    """Start to send `tensor` to the group's rank `to`. Two ranks' messages arrive in order."""
     _record("send", group, tensor)
     peer = distributed.get_global_rank(group.process_group, to)
     return Transfer(tensor, distributed.isend(tensor, peer, group.process_group), group, "send")
@@ -460,6 +466,6 @@ def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
 
 @_collective
 def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
-    """Begin to receive into `tensor` from the group's rank `source`."""
+    """Start to receive into `tensor` from the group's rank `source`."""
     peer = distributed.get_global_rank(group.process_group, source)
     return Transfer(tensor, distributed.irecv(tensor, peer, group.process_group), group, "receive")

@@ -17,7 +17,7 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups, by True if they carry gradients and parameters, and by their ranks."""
+"""Process groups. A key has True if the group carries gradients and parameters, and its ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Groups:
     Attributes:
         mesh: Sizes of the axes.
         coordinate: Indices of this rank along the axes.
-        everyone: All ranks of the world.
-        along: The groups of `Mesh.groups_of`.
-        channels: To and from the neighbours along pp.
+        everyone: The group of all ranks of the world.
+        along: The group along each key of `Mesh.groups_of`.
+        channels: Channels to and from the neighbours along pp.
     """
 
     mesh: Mesh
@@ -44,13 +44,13 @@ class Groups:
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return the group along an axis, or along several as `optimus.distributed.rules` gives
-        them."""
+        """Return the group along an axis, or along several axes in the order in which the functions
+        of `optimus.distributed.rules` return them; without axes, the group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
     def data(self) -> Group:
-        """Ranks that see different data, dp x ep; the rank within is the data rank."""
+        """The ranks that see different data, dp x ep; a rank's index in it is its data rank."""
         return self.along[DATA]
 
     @property
@@ -60,24 +60,24 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's losses count: those of the first of the ranks with the same data."""
+        """True if this rank's losses count: it is the first of the ranks with the same data."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
 def join_groups(
     mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
 ) -> Groups:
-    """Make the groups of this rank and its channels along pp. A collective of all ranks.
+    """Make the groups of this rank and its channels along pp. All ranks must call this.
 
     Each rank makes only the groups that it belongs to, so the cost does not grow with the world.
     torch names a group by its ranks and by the number of groups that this rank has made before, so
-    all ranks make equally many.
+    all ranks make the same number of groups.
 
     Args:
         mesh: Sizes of the axes.
         world: The world of this rank.
         virtual_stages: Pipeline stages of each rank.
-        recorder: Receives the collectives and messages over the groups.
+        recorder: Receives an event for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
     channels = open_channels(
@@ -90,19 +90,19 @@ def join_groups(
     handles: Handles = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
-    for axes, ranks in members.items():  # in one order on all ranks
+    for axes, ranks in members.items():  # in the same order on all ranks
         key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(axes, mesh))
-        elif axes == ENDS and mesh.pp > 2:  # a middle stage, to make as many groups as the ends
+        elif axes == ENDS and mesh.pp > 2:  # a middle stage makes as many groups as the ends
             _make(ranks, world, _label(axes, mesh))
     everyone = replace(world.everyone, recorder=recorder)
     return _gather(mesh, world.rank, everyone, handles, channels)
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """Return the groups of a rank without process groups, for plans, which need only sizes and
-    ranks."""
+    """Return the groups of a rank without torch's process groups, for plans, which need only sizes
+    and ranks."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
@@ -124,8 +124,9 @@ def _gather(
 def _carries_states(axes: Axes) -> bool:
     """Return whether gradients and parameters are sent over these axes while the model computes.
 
-    They share no process group with other axes that have the same ranks: operations of those would
-    wait for theirs, and all would have to start in one order.
+    Such axes do not share a process group with other axes that have the same ranks. If they did,
+    operations over the others would wait for gradients and parameters, and all ranks would have to
+    start both in the same order.
     """
     return "dp" in axes
 

@@ -21,7 +21,7 @@ _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""The axes of every group that a run makes, in order."""
+"""The axes of every group that a run makes, in the order in which the groups are made."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from the table
 
@@ -71,7 +71,7 @@ class Mesh(_Sizes):
         return number
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinates of a global rank along each axis."""
+        """Return the coordinate of a global rank."""
         assert 0 <= rank < self.world_size, (rank, self)
         indices = []
         for size in reversed(self):
@@ -80,13 +80,14 @@ class Mesh(_Sizes):
         return Coordinate(*reversed(indices))
 
     def rank_at(self, coordinate: Coordinate) -> int:
-        """Return the global rank at the coordinates."""
+        """Return the global rank at `coordinate`."""
         return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Return the global ranks, ascending, that differ from `rank` along the given axes alone.
+        """Return the global ranks, ascending, that have the same indices as `rank` along all axes
+        except the given ones; they include `rank`.
 
-        A rank's number within such a group is `number_of`: over ("dp", "ep") the data rank.
+        `number_of` returns a rank's index within such a group: over ("dp", "ep"), its data rank.
         """
         assert set(axes) <= set(AXES), axes
         ranks, stride = [rank], 1
@@ -99,7 +100,7 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return the global ranks of each group of a rank, by its axes or ENDS."""
+        """Return the global ranks of each group that a rank is in, by the group's axes or ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -110,12 +111,12 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     """Return the mesh of a world.
 
     Args:
-        parallel: Sizes of the axes; dp = 0 takes the ranks that the other axes leave.
-        world_size: Number of ranks; None for as many as the sizes give.
+        parallel: Sizes of the axes; with dp = 0, dp becomes `world_size` over the other sizes.
+        world_size: Number of ranks; None for the product of the sizes.
 
     Raises:
-        ConfigError: The product of the sizes cannot be the number of ranks; names the nearest
-            legal sizes.
+        ConfigError: The product of the sizes cannot be the number of ranks; the message has the
+            nearest legal number or size.
     """
     mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
     model_ranks, dp = mesh.size_of(MODEL), parallel.dp

@@ -1,5 +1,6 @@
-"""Checks of the address where ranks meet, before they wait there. Imports no torch, which takes
-seconds to import.
+"""Checks of the address where ranks meet, before they wait there.
+
+The module does not import torch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from optimus.launch.environment import LaunchEnv
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
-    """Raise LaunchError for a MASTER_ADDR where ranks would wait in vain: torch looks up an unknown
-    name until the time limit, and rank 0 can only listen on its own machine."""
+    """Raise LaunchError if ranks cannot meet at MASTER_ADDR: its name is unknown (torch would look
+    it up until the time limit), or rank 0 cannot listen there since it is another machine's address
+    or the port is taken."""
     if not launch.init_method.startswith("tcp://"):
         return  # torchrun's own store may be elsewhere
     where = urlsplit(launch.init_method)
@@ -26,12 +28,16 @@ def check_meeting_point(launch: LaunchEnv) -> None:
 
 
 def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | None:
-    """Return the file descriptor of a socket that listens at the meeting address alone.
+    """Return the file descriptor of a socket that listens only at the meeting address, or None if
+    the store must listen on all addresses.
 
-    None where the store must listen on all addresses: the name server does not answer, or
-    MASTER_ADDR means the loopback interface on this machine alone. Debian's /etc/hosts maps a
-    machine's name to it; some launchers of several machines (not `single_machine`) give rank 0
-    localhost and the others its name. Raises LaunchError.
+    The latter is so if the name server does not answer, or if MASTER_ADDR is a loopback address on
+    this machine and another address on other machines: Debian's /etc/hosts maps a machine's name to
+    a loopback address, and some launchers of several machines (not `single_machine`) pass localhost
+    to rank 0 and its machine's name to the others.
+
+    Raises:
+        LaunchError: This machine cannot listen at the address.
     """
     addresses = _addresses(where)
     if not addresses:
@@ -42,7 +48,7 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
         listener.close()
         return None
     try:
-        listener.listen(socket.SOMAXCONN)  # another process may have bound the port, too
+        listener.listen(socket.SOMAXCONN)  # fails if another process has bound the port, too
     except OSError as error:
         listener.close()
         raise _no_listener(error, where) from None
@@ -50,7 +56,7 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host`, an IP address or localhost, means this machine on every machine."""
+    """Return whether `host` is "localhost" or an IP address by which each machine means itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,12 +64,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Return what MASTER_ADDR resolves to here, loopback addresses last; nothing where the name
-    server does not answer. Raises LaunchError for an unknown name."""
+    """Return the addresses of MASTER_ADDR's name on this machine, loopback addresses last; none if
+    the name server does not answer. Raises LaunchError for an unknown name."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:  # a name server that is slow, not one that says no
+        if error.errno == socket.EAI_AGAIN:  # the name server has not answered; others deny a name
             return []
         raise LaunchError(
             f"MASTER_ADDR: {where.hostname} is no host that this machine knows "
@@ -86,7 +92,7 @@ def _bind(
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             return bound
-        except OSError as error:  # IPv6 may be switched off
+        except OSError as error:  # try the next address: IPv6 may be switched off
             if bound is not None:
                 bound.close()
             problem = error if problem is None or error.errno == errno.EADDRINUSE else problem

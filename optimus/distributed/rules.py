@@ -1,7 +1,7 @@
 """Axes of a parameter's shard, reduce and replica groups (CONTRACT.md, "Ranks").
 
-Pure values: `Mesh.group_of(rank, axes)` turns them into ranks. The only source of these groups for
-the optimizer, the reduction of gradients, the norm and checkpoints.
+The functions return pure values, which `Mesh.group_of(rank, axes)` turns into ranks. The optimizer,
+the reduction of gradients, the norm and checkpoints all get these groups from here only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ class ParameterKind:
     """Distribution of a parameter over the mesh, apart from its pipeline stage.
 
     Attributes:
-        divided: Axes along which each rank has another slice, whose gradient is complete on that
-            rank: ep for experts, which compute the rows of all ep ranks, tp for slices.
-        partial: Axes along which ranks have the whole parameter and see the same data, and the
-            backward of each gives a partial gradient: tp for norms under sequence parallelism.
+        divided: Axes along which each rank has another slice of the parameter. The gradient of a
+            slice is complete on its rank: ep for experts, which compute the rows of all ep ranks;
+            tp for the slices of tensor parallelism.
+        partial: Axes along which each rank has the whole parameter and sees the same data, but its
+            backward gives only a summand of the gradient: tp for norms under sequence parallelism.
     """
 
     divided: Axes = ()
@@ -42,8 +43,8 @@ def sum_axes(kind: ParameterKind) -> Axes:
 
 
 def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
-    """Return the axes along which ranks have the same shard of optimizer states that are divided
-    over `sharding`: the first of such ranks counts in the norm."""
+    """Return the axes along which ranks have the same shard of the optimizer states, which are
+    divided over the axes `sharding`. Of such ranks, only the first counts in the norm."""
     return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
 
 

@@ -40,23 +40,23 @@ from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
 _FAILED_WAIT_S = 120.0
-"""How long a rank that cannot start waits for the others before it ends by itself."""
+"""Time that a rank that cannot start waits for the others before it ends without them."""
 _joined: list[str] = []
 """The backend of each world that this process has joined."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the run, seen from this one."""
+    """All ranks of the run, seen from this rank."""
 
     launch: LaunchEnv
     device: torch.device
     backend: str
     everyone: Group
     timeout_s: float = 600.0
-    """Limit of every wait for another rank."""
+    """Limit of every wait for another rank, in seconds."""
     agreement: Agreement | None = None
-    """Through which the ranks agree on the end of the run; None in a world of one rank."""
+    """Agreement of the ranks on the end of the run; None in a world of one rank."""
 
     @property
     def rank(self) -> int:
@@ -77,26 +77,26 @@ def start_world(
     device: str = "auto",
     failure: OptimusError | None = None,
 ) -> World:
-    """Take this rank's device and, if there are others, join them in one process group.
+    """Pick this rank's device and, if there are other ranks, join them in one process group.
 
     Args:
-        launch_env: This rank; by default what the environment says.
+        launch_env: This rank; by default as the environment says.
         timeout_s: Limit of the meeting and of every collective, in seconds.
         device: As `train.device`.
-        failure: Why this rank cannot start, if so.
+        failure: The error because of which this rank cannot start; None if it can.
 
     Returns:
         The world. A single rank has no process group.
 
     Raises:
-        OptimusError: `failure`, or the missing device, of a single rank; LaunchError where ranks
-            cannot meet.
-        RunEnded: On every rank of several if one of them cannot start.
+        OptimusError: `failure` or an error of the device, in a world of one rank. With several
+            ranks: LaunchError if rank 0 cannot listen at the address where they meet.
+        RunEnded: One of several ranks cannot start; raised on every rank.
     """
     launch = launch_env or read_launch_env(os.environ)
     picked = None
     try:
-        import_ipex()  # before any device is touched: it registers operators for them
+        import_ipex()  # before any device is used, since it registers operators for devices
         picked = pick_device(launch.local_rank, device)
     except OptimusError as error:
         failure = failure or error
@@ -129,18 +129,18 @@ def end_run(
 ) -> RunEnded:
     """Return the end that the ranks of a run agree on, after `error` on this rank.
 
-    Leaves the process group where no rank waits for another. The other ranks end because of a bug,
-    too, which this rank shows with its stack.
+    Leaves the process group if no rank waits for another. A bug is published, so that the other
+    ranks end because of it, and raised again, so that this rank shows it with its stack.
 
     Args:
         error: The error that ended this rank.
         launch: This rank.
-        agreement: That of its world; None for a single rank and before ranks met.
-        phase: What the rank was doing.
-        step: The update that it was doing; 0 before the first.
+        agreement: The agreement of its world; None for a single rank and before the ranks met.
+        phase: The phase in which the error was raised.
+        step: The update in which the error was raised; 0 before the first.
 
     Raises:
-        Exception: `error` if it is a bug.
+        Exception: `error`, if it is a bug.
     """
     failure = as_optimus_error(error)
     if failure is None:
@@ -154,7 +154,7 @@ def end_run(
         return end_alone(failure, phase)
     ended = agreement.end(outcome_of(failure, launch.rank, phase, step))
     if ended.is_shared:
-        with contextlib.suppress(RuntimeError):  # the agreed Outcome is what counts
+        with contextlib.suppress(RuntimeError):  # no error here may replace the agreed Outcome
             end_world()
     return ended
 
@@ -184,23 +184,23 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeout_s),
-                # No device_id: with one, nccl splits every later group from this one, which all
-                # ranks of the world would have to join in; ours are made by their own ranks alone.
+                # No device_id: with one, NCCL splits every later group from this one, for which it
+                # needs all ranks of the world; here only the members of a group make it.
             )
     except RuntimeError as error:
         raise _unconnected(error, backend, time.monotonic() - started) from error
     _joined.append(backend)
     assert distributed.group.WORLD is not None
     everyone = group_of(distributed.group.WORLD)
-    barrier(everyone)  # a rank that ended now would break the start of slower ones
+    barrier(everyone)  # a rank that ends before this would break the start of slower ranks
     return everyone
 
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context in which standard output is standard error: gloo (in torch 2.8) prints
-    there which ranks are connected, between lines that a command prints for programs."""
-    if sys.stdout is None or sys.stderr is None:  # closed, and 1 or 2 may be any file
+    """Return a context in which standard output goes to standard error: gloo (in torch 2.8) prints
+    the connected ranks to standard output, between the lines that a command prints for programs."""
+    if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return
     sys.stdout.flush()
@@ -214,15 +214,15 @@ def silent_libraries() -> Iterator[None]:
 
 
 def _meet(launch: LaunchEnv, timeout_s: float, failure: OptimusError | None) -> distributed.Store:
-    """Return the store through which ranks find each other; others may not be there yet.
+    """Return the store through which ranks find each other; other ranks may not be there yet.
 
-    Raises RunEnded, with this rank's `failure` if it has one, if the store cannot be reached.
+    Raises RunEnded if the store cannot be reached; its Outcome is of `failure`, if there is one.
     """
     limit = timedelta(seconds=_limit_s(timeout_s, failure))
     try:
         store = _open_store(launch, limit)
         store.set_timeout(limit)
-    except RuntimeError as error:  # torch's DistError, and plain ones of gloo
+    except RuntimeError as error:  # torch's DistError, and plain RuntimeErrors of gloo
         unmet = _unmet(launch, timeout_s, f" ({one_line(error)[:200]})")
         outcome = outcome_of(failure or unmet, launch.rank, "meeting")
         raise end_without_store(outcome, launch) from error
@@ -236,7 +236,7 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
             launch.init_method, launch.rank, launch.world_size, timeout=limit
         )
         return next(meeting)[0]
-    # As torch's own rendezvous, which waits for all ranks and listens on all addresses.
+    # In place of torch's rendezvous, which waits for all ranks and listens on all addresses.
     assert where.hostname is not None and where.port is not None, launch.init_method
     return distributed.TCPStore(
         where.hostname,
@@ -252,8 +252,8 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
 
 
 def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Let gloo listen on the loopback interface alone where ranks meet on it, unless the user has
-    set GLOO_SOCKET_IFNAME."""
+    """Make gloo listen only on the loopback interface if ranks meet there, unless the user has set
+    GLOO_SOCKET_IFNAME."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
@@ -269,7 +269,7 @@ def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerErr
 
 
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
-    """Return the error of ranks that met at the store and could not make a process group."""
+    """Return the error for ranks that met at the store but could not make a process group."""
     text = one_line(error)
     interface = re.search(r"Unable to find address for: (\S+)", text)  # gloo's
     if interface is not None:
@@ -287,10 +287,10 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
 def leaves_at_once() -> bool:
     """Return whether this process must end by os._exit instead of the interpreter's shutdown.
 
-    In a world that it has not left, the shutdown would wait for collectives in progress, until
-    parallel.timeout_s. A group that a library keeps after `end_world`, as FSDP2 does in a
-    benchmark, has threads of gloo that could abort the shutdown. Other backends need it: oneCCL
-    finalizes MPI, whose launchers report a rank that did not as lost.
+    If the process has not left its world, the shutdown would wait for collectives in progress,
+    until parallel.timeout_s. If a library keeps a process group after `end_world`, as FSDP2 does in
+    a benchmark, threads of gloo could abort the shutdown. Other backends need the shutdown: oneCCL
+    then finalizes MPI, and MPI's launchers report a rank that did not finalize it as lost.
     """
     return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
@@ -298,9 +298,10 @@ def leaves_at_once() -> bool:
 def end_world() -> None:
     """Leave the process group, if there is one, and end its threads.
 
-    A thread of gloo releases an operation's tensors after the wait for it, and needs the
-    interpreter for that; during the interpreter's shutdown C++ would abort the process. torch has
-    the only references to process groups (`Group.handle`), so they end here.
+    A thread of gloo may release an operation's tensors only after the wait for the operation has
+    returned, and needs the interpreter to do so; during the interpreter's shutdown C++ would abort
+    the process. torch has the only strong references to process groups (`Group.handle` is weak), so
+    they end here.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
