@@ -51,6 +51,11 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
         other = read_manifest(held_out)
         if other.tokenizer_sha256 != manifest.tokenizer_sha256:
             raise DataError(f"{held_out} was made by another tokenizer than {dataset}")
+        if other.vocab_size > manifest.vocab_size:
+            raise DataError(
+                f"{held_out} has {other.vocab_size} ids, more than the {manifest.vocab_size} of "
+                f"{dataset} with the same tokenizer; make one of them again"
+            )
     counts, pairs = _count(dataset, manifest, with_pairs=other is not None)
     result["unigram_entropy"] = _entropy(counts)
     if held_out is not None and other is not None:

@@ -21,6 +21,7 @@ from data_prep.permutation import Permutation
 from data_prep.report import for_training
 from data_prep.stats import _count, stats
 from optimus.errors import ConfigError, DamageError, DataError
+from optimus.io.files import checked_json, parse_checked_json
 from tests.data_prep.corpus import CONTEXT, documents, run_arguments, shards, train_arguments
 from tests.helpers.damage import flip
 from tests.helpers.programs import python
@@ -178,6 +179,17 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
     assert main(run_arguments(made.text, tmp_path / "t.json", tmp_path / "data")) == 0
     with pytest.raises(DataError, match="another tokenizer"):
         stats(made.data, tmp_path / "data")
+
+
+def test_stats_refuse_a_held_out_part_with_more_ids(made, tmp_path):
+    """Its ids would be beyond the counted pairs."""
+    shutil.copytree(made.data / "eval", tmp_path / "eval")
+    path = tmp_path / "eval" / "manifest.json"
+    manifest = parse_checked_json(path.read_bytes())
+    manifest.pop("self_xxh3")
+    path.write_bytes(checked_json(manifest | {"vocab_size": manifest["vocab_size"] + 1}))
+    with pytest.raises(DataError, match="ids, more than the .* make one of them again"):
+        stats(made.data, tmp_path / "eval")
 
 
 def test_inspect_beyond_the_end_names_epoch_and_place(made, capsys):
