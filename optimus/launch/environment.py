@@ -1,4 +1,7 @@
-"""Rank and world of this process from the variables of its launcher. Imports nothing heavy."""
+"""Rank and world of this process from the environment variables of its launcher.
+
+Importing this module takes little time: it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from optimus.errors import LaunchError, counted
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """This process among all processes of the run.
+    """The rank of this process in its run, and the address at which the ranks meet.
 
     Attributes:
         rank: From 0 to `world_size` - 1.
         world_size: Number of processes of the run.
-        local_rank: Rank among the processes of this machine, which picks the device.
+        local_rank: Rank among the run's processes on this machine; it selects the device.
         local_world_size: Number of processes of the run on this machine.
         init_method: Address for `torch.distributed.init_process_group`: `env://`,
             `tcp://HOST:PORT` or `file://...`.
@@ -62,20 +65,21 @@ RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's variables; of several names, the first that is set counts."""
+    """Names of a launcher's environment variables. If a field has several names, the first variable
+    that is set is read."""
 
     rank: str
     worlds: tuple[str, ...]
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """True if SLURM_STEP_* describe this launch: those of an mpiexec may differ by node."""
+    """True if SLURM_STEP_* describe this launch. Under mpiexec they may differ between nodes."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 
 _LAUNCHERS = (
-    _BY_HAND,  # torchrun, the spawner of --nproc, and users who set them
+    _BY_HAND,  # torchrun, the spawner of --nproc, and users who set these variables
     _Launcher(  # Open MPI
         "OMPI_COMM_WORLD_RANK",
         ("OMPI_COMM_WORLD_SIZE",),
@@ -112,14 +116,15 @@ _LAUNCHERS = (
 """In order of precedence: a launcher may run within a process of another one."""
 
 STARTED = time.monotonic()
-"""About the start of this process, before imports that take long; of the monotonic clock."""
+"""`time.monotonic()` about when this process started, before imports that take long."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Variable set by the spawner of `--nproc`: its `STARTED`."""
+"""Variable in which the spawner of `--nproc` passes its `STARTED` to the ranks."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable that torchrun sets to True if its agent has the store at MASTER_ADDR, MASTER_PORT."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
-"""Range of a job's port: below the ports that systems give to connections."""
+"""Ports from which a job's port is chosen: below those that systems assign to outgoing
+connections."""
 _DEFAULT_PORT = 29500
 
 
@@ -127,9 +132,9 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Return the rank that torchrun, `--nproc`, mpiexec or srun gives this process; SINGLE without
     a launcher.
 
-    Ranks meet at MASTER_ADDR and MASTER_PORT; where these are not set, on the first machine that
-    Slurm or PBS names, or on this one if it has all ranks, at a port made from the job's number.
-    The jobs of an array are separate runs.
+    Ranks meet at MASTER_ADDR and MASTER_PORT. Without MASTER_ADDR they meet on this machine if it
+    has all ranks, else on the first machine that Slurm or PBS names. Without MASTER_PORT the port
+    is derived from the job's id. The jobs of an array are separate runs.
 
     Args:
         environ: Environment variables.
@@ -169,8 +174,7 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process has the first rank of its machine, or an unknown local rank.
-    Never raises."""
+    """Return whether this process has local rank 0, or an unknown local rank. Never raises."""
     launcher = _launcher_of(environ)
     names = launcher.local_ranks if launcher else ()
     text = next((environ[name] for name in names if name in environ), "0")
@@ -178,20 +182,21 @@ def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether variables of a launcher are set, right or wrong."""
+    """Return whether variables of a launcher are set, with valid values or not."""
     return _launcher_of(environ) is not None
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return the rank that a launcher and a job array give together; ALONE without either.
+    """Return this process's rank among all processes of a launcher and a job array; ALONE without
+    either.
 
-    An array of n jobs with w processes each is a world of n * w. Slurm sets SLURM_PROCID in a batch
-    script too, outside any step: it counts only if SLURM_STEP_ID is set. PBS does not give the
-    size of an array: OPTIMUS_ARRAY_SIZE does.
+    An array of n jobs with w processes each is a world of n * w. Slurm also sets SLURM_PROCID in a
+    batch script outside any step, so that variable counts only if SLURM_STEP_ID is set. PBS does
+    not give the size of an array; users export it as OPTIMUS_ARRAY_SIZE.
 
     Args:
         environ: Environment variables.
-        world: Number of processes, for launchers that give only a rank.
+        world: Number of processes, for launchers and arrays that give only a rank.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.
@@ -249,7 +254,7 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
 
 
 def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
-    """Return rank and number of ranks on this machine, each None if it is unknown."""
+    """Return the local rank and the number of ranks on this machine, each None if unknown."""
     ranks = [name for name in launcher.local_ranks if name in environ]
     worlds = [name for name in launcher.local_worlds if name in environ]
     rank = _integer(environ, ranks[0]) if ranks else None
@@ -289,11 +294,11 @@ def _init_method(
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Return the host of rank 0 by the scheduler's list; "" if there is none."""
+    """Return the first host in the scheduler's list, which has rank 0; "" without a list."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)
-    try:  # on nodes other than the first PBS may not have put this file
+    try:  # PBS may have written this file on the first node only
         return Path(environ.get("PBS_NODEFILE", "")).read_text().split()[0]
     except (OSError, IndexError):
         return ""

@@ -1,6 +1,6 @@
-"""Signals that stop a run, before its first update. Imports no torch.
+"""Handling of signals that stop a run, before its first update. Imports no torch.
 
-Until the first update a request ends the process at once, because there is nothing to save.
+Until the first update such a signal ends the process at once, because there is nothing to save.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_label(number: int) -> str:
-    """Return the name of a signal in messages: the key that sends it, or the signal's name."""
+    """Return the name of a signal for messages: Ctrl-C for SIGINT, else the signal's name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -34,11 +34,12 @@ def report_early_stop(number: int) -> int:
 
 
 def exit_on_stop_signals() -> None:
-    """Let a signal end this process with one line until a `StopRequest` exists, if it is the only
-    process of its run.
+    """Install handlers with which a stop signal ends this process with one line, if it is the only
+    process of its run. A `StopRequest` replaces them.
 
-    An exception does not end it: torch's imports swallow some, and others end in a traceback. A
-    rank of several keeps the default action, which also works inside a wait for other ranks.
+    A handler that raised an exception would not do: torch's imports swallow some exceptions, and
+    others end in a traceback. If the run has several ranks, each keeps the signals' default action,
+    which also works while the rank waits for others.
     """
 
     def end(number: int, frame: object) -> NoReturn:

@@ -1,4 +1,7 @@
-"""`--nproc N`: local ranks as child processes, watched until all have ended. Needs no torch."""
+"""`--nproc N`: start local ranks as child processes and watch them until all have ended.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,23 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""How long ranks may take to end by themselves after the first that failed."""
+"""Seconds in which the other ranks may end by themselves after the first one has failed."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""In order of precedence. The loss of a peer comes last: it follows from another rank's end."""
+"""Causes of a run's end in order of precedence. LOST_PEER comes after all of them, since a rank
+loses a peer because that peer has ended."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
     """Run `optimus ARGUMENTS` as local ranks until all have ended.
 
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on, so that ranks finish their step and save; a
-    second Ctrl-C kills. Ranks that have not started their first step end at once. When a rank ends
-    in error the others are ended too; a rank killed by a signal counts as lost.
+    second Ctrl-C kills the ranks. Ranks that have not started their first step end at once. If a
+    rank fails, the others are killed at most _GRACE_S seconds later; a rank killed by a signal
+    counts as a lost peer.
 
     Args:
-        arguments: Of the command `optimus`.
+        arguments: Arguments of the command `optimus`.
         nproc: Number of ranks.
         stdout: File descriptor of the ranks' standard output; by default that of this process.
 
@@ -51,7 +56,7 @@ def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None)
     ):
         for rank in range(nproc):
             ranks.append(_start(arguments, rank, nproc, Path(directory), stdout))
-        if passed:  # while ranks were started
+        if passed:  # a signal arrived while ranks were being started
             _send(ranks, signal.SIGTERM)
         code = _watch(ranks, passed)
         return report_early_stop(passed[0]) if passed and _ended_early(ranks) else code
@@ -71,9 +76,9 @@ def _start(
         RENDEZVOUS: f"file://{directory}/rendezvous",
         COMMAND_STARTED: str(STARTED),
     }
-    # -P: modules in the working directory, which others may own, do not come before ours.
+    # -P: the working directory, which another user may own, is not searched for modules.
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
-    # In a separate session Ctrl-C does not reach ranks directly, in the middle of a step.
+    # In a separate session, the terminal's Ctrl-C reaches only the spawner, not a rank in a step.
     return subprocess.Popen(
         command,
         env=environ,
@@ -84,27 +89,28 @@ def _start(
 
 
 def _prepare_rank(spawner: int) -> None:
-    # Until the rank installs its handlers, SIGTERM ends it and the others do nothing: Python prints
-    # a traceback for SIGINT.
+    # Until the rank installs its handlers, SIGTERM ends it and the other signals are ignored: for
+    # SIGINT, Python would print a traceback.
     for number in STOP_SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != spawner:  # it ended before that
+        if os.getppid() != spawner:  # the spawner ended before prctl was called
             os._exit(1)
 
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Pass signals on to the ranks; yield the list of those passed so far."""
+    """Return a context that passes stop signals on to the ranks. It yields the list of the signals
+    passed so far."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         again = passed.count(signal.SIGINT) > 1
-        # The signal itself names the reason in the ranks' message; SIGTERM ends a rank that has not
-        # started its first step, and is ignored after another signal.
+        # The ranks' message names the signal as the reason. SIGTERM then ends a rank that has not
+        # started its first step; other ranks ignore SIGTERM after the first signal.
         for sent in (signal.SIGKILL,) if again else (number, signal.SIGTERM):
             _send(ranks, sent)
 
@@ -126,7 +132,7 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return whether a rank ended by SIGTERM, as only those do that have not started training."""
+    """Return whether SIGTERM ended a rank, as it ends only ranks before their first step."""
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 
@@ -135,10 +141,10 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     while any(rank.poll() is None for rank in ranks):
         if failed_at is None and any(rank.returncode for rank in ranks):
             failed_at = time.monotonic()
-        # No other rank has a better cause.
+        # After a usage error there is no need to wait for another rank's cause.
         refused = any(rank.returncode == OutcomeKind.USAGE.exit_status for rank in ranks)
         if passed and _ended_early(ranks):
-            break  # the others would wait for it in vain
+            break  # the other ranks would wait in vain for that rank
         if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
             break
         time.sleep(_POLL_S)
@@ -154,7 +160,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
 
 
 def _run_status(statuses: list[int]) -> int:
-    """Return the exit status of a run whose ranks had these."""
+    """Return the exit status of a run from the exit statuses of its ranks."""
     for cause in _CAUSES:
         if cause.exit_status in statuses:
             return cause.exit_status

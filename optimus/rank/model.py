@@ -33,9 +33,9 @@ from optimus_kernels import WeightGrads
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
-    """Return a context in which compiled blocks run without their compiled code: updates repeat one
-    shape, while the last batch of an evaluation and a growing sample would be compiled again for
-    each shape."""
+    """Return a context in which compiled blocks run eagerly; it changes nothing if the blocks are
+    not compiled. All updates have the same shape. The last batch of an evaluation and each token of
+    a generated sample have others, and torch would compile the blocks again for each shape."""
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
@@ -43,10 +43,10 @@ class RankModel:
     """One rank's model, its layout and its executor.
 
     Args:
-        config: the run's.
-        groups: of this rank.
-        plan: the division of the global batch.
-        device: for parameters and activations.
+        config: The run's configuration.
+        groups: This rank's groups.
+        plan: The division of the global batch.
+        device: Device of parameters and activations.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RankModel:
         views of chunks. A collective of all ranks.
 
         Args:
-            poison: as in Residency.
+            poison: As in Residency; for tests.
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(
@@ -112,16 +112,17 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Let gradients that are added after a microbatch's last action be of that microbatch only,
-        where its backward is divided into I and W (deterministic mode)."""
+        """Defer all weight gradients to W if the schedule divides backward into I and W, so that
+        the gradients added after a microbatch's last action are of that microbatch only, as
+        deterministic mode requires."""
         if self.layout.schedule.splits_backward:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
-        """Let experts and embeddings add their weights' gradients to the chunks from now on,
-        without a buffer and a pass to add it. This cannot be undone, and `torch.autograd.grad`, by
-        which layers are timed, then returns no gradient for them."""
+        """Make experts and embeddings add their weight gradients directly to the chunks from now
+        on, which saves a buffer and a pass over it. This cannot be undone. Layers must be timed
+        before it, since `torch.autograd.grad` then returns no gradient for these weights."""
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.write_gradients_to(partial(_chunk_gradients, states, name))
@@ -129,13 +130,14 @@ class RankModel:
                 module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Copy tokens to the device; document ids stay on the host, which computes lengths."""
+        """Return the microbatches with their tokens on the device. Document ids stay on the host,
+        which computes the lengths of documents from them."""
         return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Run only forwards; return the sum of cross-entropies of each microbatch in nats on the
-        last stage, [] on other stages and on tp ranks other than the first. A collective of the
-        ranks of one model."""
+        """Run only forward passes. Return each microbatch's sum of cross-entropies (fp32 scalar,
+        nats) on the last stage; [] on other stages and on tp ranks other than the first. A
+        collective of the ranks of one model."""
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
             return []
@@ -145,7 +147,8 @@ class RankModel:
         """Return the logits fp32 [1, 1, V] of the next token after tokens int64 [1, S] on the last
         stage, None on other stages. A collective of the ranks of one model."""
         length = tokens.shape[1]
-        # Sequence parallelism divides S evenly. Appended tokens change nothing for earlier ones.
+        # Sequence parallelism must divide S evenly. Attention is causal, so the appended tokens do
+        # not change the logits of earlier ones.
         padded = F.pad(tokens, (0, -length % self.layout.sequence_shares))
         logits = self.executor.logits(padded, length - 1)
         if logits is None:
@@ -159,6 +162,6 @@ class RankModel:
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Return the memory in which the gradients of the experts of this name add up."""
+    """Return the memory in the chunks to which the experts module `name` adds weight gradients."""
     gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
     return WeightGrads(gate_up, down, add=True)

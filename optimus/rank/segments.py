@@ -17,17 +17,17 @@ class Segment(NamedTuple):
     """Modules whose parameters are needed together."""
 
     module: nn.Module
-    """The first of them, before which the parameters must be there."""
+    """The first of these modules; the segment's parameters must be whole before it runs."""
     unit: Unit
-    """The names of the parameters, and the hooks before its passes."""
+    """The names of the segment's parameters, and its hooks before forward and before backward."""
 
 
 def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
     """Return the segments of a rank's model in order of first use: the embedding, each block, final
     norm and head.
 
-    A tied head is a further use of the embedding by the name `head.weight`; on another stage than
-    the embedding's it also has the embedding's parameter.
+    A tied head uses the embedding's parameter again, under the name `head.weight`. On a rank that
+    does not have the first stage, the head's segment also has the parameter `embed.weight`.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:
@@ -54,7 +54,8 @@ def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple
 
 
 def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
-    """Watch from the final norm, whose weights belong to the head, to the logits."""
+    """Register the hooks of the head's segment: `before_forward` runs before the final norm, whose
+    weights belong to the segment; `before_backward` runs before the gradients of the logits."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
     model.cross_entropy.register_forward_pre_hook(
         lambda module, inputs: on_gradient(inputs[0], before_backward)

@@ -1,7 +1,7 @@
 """Model states of a rank, for training on its device and for plans on the meta device.
 
-Both use one description: a plan makes the engine of the run from tensors without memory and counts
-their bytes.
+Training and plans use the same code: a plan makes the run's engine from tensors on the meta device,
+which have no memory, and counts their bytes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def make_states(
     views of chunks.
 
     Args:
-        config: the run's.
-        layout: of the rank.
-        groups: of the rank.
-        model: from `build_model`.
-        poison: as in Residency.
+        optim, train: Sections of the run's configuration.
+        layout: The rank's layout.
+        groups: The rank's groups.
+        model: The rank's model, from `build_model`.
+        poison: As in Residency; for tests.
     """
     engine = ChunkEngine(
         dict(model.named_parameters()),
@@ -84,7 +84,7 @@ def make_states(
 def states_of_rank(
     model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
-    """Return the description of this rank's states that checkpoints use."""
+    """Return this rank's states in the form that checkpoints save and load."""
     tied = model.tie_embeddings and groups.mesh.pp > 1
     return RankStates(
         groups,
@@ -96,8 +96,8 @@ def states_of_rank(
 
 
 def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
-    """Return the groups that reduce and shard a parameter, or a further use of one; None for other
-    names."""
+    """Return the groups that reduce and shard the parameter `name`, which may also be the name of a
+    further use of a parameter (a tied head). None if this rank has no such parameter."""
     owner = layout.owner_of(name)
     if not owner:
         return None
@@ -124,14 +124,14 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
     """Check the patterns of `[optim]`.
 
     Raises:
-        ConfigError: a pattern matches no parameter of the model.
+        ConfigError: A pattern matches no parameter of the model.
     """
     if optim.groups or optim.frozen:
         check_patterns(optim, dict(whole_model(model).named_parameters()))
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that the cache of parameters has room for all chunks of any segment of any rank.
+    """Check that the cache of parameters has slots for all chunks of any segment of any rank.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.
@@ -170,23 +170,25 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Return a rank of each kind. Ranks that differ along dp or ep have states of the same size:
-    shards have one length, and ep divides experts evenly."""
+    """Yield the coordinate of one rank for each size of model states. Ranks that differ only along
+    dp or ep have states of the same size: all shards of a chunk have the same length, and ep
+    divides experts evenly."""
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Plan the model states of one rank of each kind.
+    """Plan the model states of one rank at each coordinate along the axes of UNEQUAL.
 
     Returns:
-        Coordinates and bytes by use. "total" includes "cache", the chunks of parameters that are
-        whole at a time under optim.resident = "cache". "staging" is host memory for
-        checkpoint.async_save, not in the total; along dp and ep it differs by padding, and with
-        checkpoint.scatter = "paper" only ranks that write have it.
+        Pairs of a coordinate and the rank's bytes by use. "total" includes "cache", the chunks of
+        parameters that are whole at the same time under optim.resident = "cache". "staging", the
+        host memory for checkpoint.async_save, is not in the total. Ranks that differ along dp or ep
+        have other padding in "staging"; with checkpoint.scatter = "paper" only the ranks that write
+        have it.
 
     Raises:
-        ConfigError: the mesh does not divide the model, a pattern matches no parameter, or the
+        ConfigError: The mesh does not divide the model, a pattern matches no parameter, or the
             cache is too small.
     """
     check_divisible(config, mesh)

@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 def is_finite(flat: Tensor) -> bool:
     """Return whether all values of a large buffer are finite.
 
-    A fast fp32 sum decides the common case; where it overflows, each element is checked.
+    A finite fp32 sum, which is fast, proves that all are. Otherwise, since the sum of finite values
+    may overflow, each element is checked.
     """
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the first name whose tensor has a NaN or an infinity; None if all are finite."""
+    """Return the first name whose tensor has a NaN or an infinity; None if all tensors are
+    finite."""
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
@@ -34,17 +36,19 @@ class ForwardWatch:
     """Finds the module in which a forward pass of this rank first computes a non-finite value from
     finite inputs.
 
-    Ranks that share layers run the same modules and collectives in the same order, and a collective
-    spreads the values of each rank: the rank with the least `when` computed the first.
+    Collectives spread a rank's non-finite value to other ranks. Ranks that share layers run the
+    same modules and collectives in the same order, so the rank with the smallest `when` computed
+    the first non-finite value.
     """
 
     def __init__(self) -> None:
         self.module = ""
-        """The innermost such module; "" if there is none."""
+        """Name of the innermost such module; "" if there is none."""
         self.when = 0
-        """Number of ends of modules and collectives on this rank until then."""
+        """Number of values checked on this rank (outputs of modules, contributions to collectives)
+        up to the first non-finite one."""
         self._events = 0
-        self._running: list[tuple[str, bool]] = []  # modules, and whether their inputs are finite
+        self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
@@ -78,15 +82,16 @@ class ForwardWatch:
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
-    """Write a durable JSON file by which a restart can be decided; warn if the disk fails.
+    """Write a durable JSON file about a non-finite value, for decisions on a restart. Log a warning
+    if the disk fails.
 
     Args:
         log_dir: Directory of the file `nonfinite-rank{rank}.json`.
         rank: The rank that computed the value.
-        step: The update.
+        step: Number of the update.
         text: Description of the value.
         host: The machine of the rank.
-        more: Further keys.
+        more: Further keys of the file, with their values.
     """
     path = log_dir / f"nonfinite-rank{rank}.json"
     try:

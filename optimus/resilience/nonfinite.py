@@ -28,27 +28,28 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Learning rates and elements of masters from this on can overflow fp32 in an update; squares of
-gradients with a norm up to this cannot."""
+"""An update can overflow fp32 if the learning rate or an element of a master is at least this
+large. The squares of gradients cannot overflow if the gradients' norm is at most this large."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of the optimizer states, moments first, since updates bring their NaN to the master."""
+"""Labels of the optimizer states in messages. Moments come first, since a NaN in a moment is the
+cause of one in the master, to which the next update copies it."""
 
 
 class BadState(NamedTuple):
     """The first non-finite value of an optimizer state in this rank's shard.
 
     Attributes:
-        state: Key of _LABELS.
+        state: The state, a key of _LABELS.
         parameter: Name of the parameter.
         element: Index of the value in this rank's slice of the parameter.
         value: Text of the value.
         largest: Greatest magnitude of the finite values of the state in this shard.
-        rank: The rank.
-        host: Its machine.
+        rank: This rank.
+        host: The machine of this rank.
     """
 
     state: str
@@ -84,13 +85,13 @@ def refuse_bad_states(
     step: int,
     updated: int,
 ) -> None:
-    """Raise the same NonFiniteError on all ranks if an optimizer state of one is not finite.
+    """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not finite.
 
-    That rank writes a marker file. A collective of all ranks.
+    The rank that the message names also writes a marker file. A collective of all ranks.
 
     Args:
-        train: For the run directory and the dtype.
-        optim: For the advice.
+        train: `[train]`; gives the run directory and the dtype.
+        optim: `[optim]`; determines the advice in the message.
         states: This rank's states.
         everyone: All ranks.
         step: The step that the message names.
@@ -117,7 +118,7 @@ def refuse_bad_states(
 
 
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
-    """Return a description of the value, and what the user can do."""
+    """Return a description of the bad value, and advice for the user."""
     is_wide = dtype == "fp32" or setting_of(bad.parameter, optim).frozen
     label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
     text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
@@ -139,18 +140,20 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
 
 
 class Finding(NamedTuple):
-    """A non-finite value that a rank found; the least of all ranks' findings is nearest to the
-    cause.
+    """A non-finite value that a rank found. Findings compare as tuples: the least of all ranks'
+    findings is nearest to the cause.
 
     Attributes:
-        distance: 0 a parameter, 1 an output computed from finite inputs, 2 a gradient, 3 no value
-            that can be computed again.
-        stage: Pipeline rank, counted in the direction in which the value spreads.
-        when: Number of the module or collective; ranks of a stage run them in the same order.
-        layer: Of a gradient, the number of layers nearer to the loss.
-        rank: The rank.
+        distance: Kind of the value. 0: a parameter; 1: an output computed from finite inputs; 2: a
+            gradient; 3: a value that is finite when it is computed again.
+        stage: Pipeline rank; negative for a gradient, since gradients spread towards the first
+            stage.
+        when: Number of the module or collective that first had the value. All ranks of a stage run
+            modules and collectives in the same order.
+        layer: For a gradient, its index in the buffer, counted from the loss; else 0.
+        rank: The rank that found the value.
         text: Description for the message.
-        host: The machine of the rank.
+        host: The machine of that rank.
     """
 
     distance: int
@@ -163,7 +166,8 @@ class Finding(NamedTuple):
 
 
 class Watch:
-    """Checks one rank's gradients as they become ready; all ranks agree before the update.
+    """Checks one rank's gradients as they become ready, and its losses. Before the update all ranks
+    agree whether any of them has a non-finite value.
 
     A rank with a non-finite value continues its schedule, since other ranks wait for its messages.
     """
@@ -182,22 +186,24 @@ class Watch:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Begin with an update."""
+        """Discard what was found in the last update, and start with update `step`."""
         self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at(self, buffer: Buffer) -> None:
-        """Check gradients before a sum over ranks; gradients of the last layers come first."""
+        """Check the gradients in `buffer` before they are reduced over ranks. Buffers with
+        gradients of the last layers come first."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return whether a rank has a non-finite loss or gradient, the same on all ranks."""
+        """Return whether any rank has a non-finite loss or gradient. A collective of all ranks."""
         return bool(greatest(int(self._is_nonfinite()), self._groups.everyone, self._device))
 
     def refuse_bad_states(self) -> None:
-        """Raise the same NonFiniteError on all ranks if an optimizer state is not finite."""
+        """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not
+        finite. A collective of all ranks."""
         everyone = self._groups.everyone
         refuse_bad_states(
             self._train, self._optim, self._states, everyone, self._step, self._step - 1
@@ -207,10 +213,15 @@ class Watch:
         return bool(self._bad_gradient) or not self._losses_are_finite()
 
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
-        """Raise the same NonFiniteError on all ranks if `any_rank_is_nonfinite`.
+        """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
 
-        A bad optimizer state is the cause of the rest. If all are finite, all ranks run forward
-        passes of the step's microbatches again.
+        Called on all ranks if `any_rank_is_nonfinite` returned True. A non-finite optimizer state
+        is the cause of all other non-finite values. If all states are finite, all ranks run the
+        forward passes of the step's microbatches again and, if these are finite, backward.
+
+        Args:
+            microbatches: This rank's microbatches of the step.
+            circumstance: Text at the end of the message.
         """
         everyone = self._groups.everyone
         self.refuse_bad_states()
@@ -251,7 +262,8 @@ class Watch:
         return Finding(distance, stage, when, layer, rank, text, host)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Return the first non-finite parameter or output of this rank's forward passes."""
+        """Return a finding for this rank's first non-finite parameter or, in forward passes, module
+        output; None if all are finite."""
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         observing = observing_contributions(watch.look)
@@ -267,13 +279,14 @@ class Watch:
     def _find_in_backward(
         self, microbatches: list[Microbatch], is_nonfinite: bool
     ) -> Finding | None:
-        """Return this rank's non-finite gradient, if forward passes of all ranks are finite.
+        """Return a finding for this rank's non-finite gradient; None without one. Called if the
+        forward passes of all ranks are finite.
 
-        A gradient that tp or ep has spread was computed on the rank that contributed it to a
-        collective first: backward runs again to find that rank.
+        Collectives of tp and ep spread a non-finite gradient to other ranks. The rank that first
+        contributed one to a collective computed it; backward runs again to find that rank.
         """
         states, sent = self._states, []
-        states.gradients.finish()  # reductions in progress
+        states.gradients.finish()  # wait for reductions in progress
         states.gradients.start()
         observing = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
         with uncompiled(self._train.compile), observing:
