@@ -22,23 +22,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # If Intel's extension is installed, its import takes 8 s on each rank (docs/intel.md).
 # tests/test_ipex.py sets the variable to import it.
 os.environ.setdefault("OPTIMUS_IPEX", "0")
-# The user's runs should not use a peak that was measured while tests ran.
+# The user's runs should not use a peak FLOP/s that was measured while tests ran.
 if "OPTIMUS_PEAK_CACHE" not in os.environ:
     os.environ["OPTIMUS_PEAK_CACHE"] = tempfile.mkdtemp(prefix="optimus-peaks-")
     atexit.register(shutil.rmtree, os.environ["OPTIMUS_PEAK_CACHE"], ignore_errors=True)
-# Shells ignore these signals in background processes, and child processes inherit this.
+# A shell makes its background processes ignore these signals, and child processes inherit this.
+# Tests send the signals, so restore their handlers.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-set_up_logging()  # as a process of a command does; tests read the lines on standard error
+set_up_logging()  # as commands do; tests read the lines on stderr
 
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """The server that forks ranks; it starts with the first job."""
+    """Return the server that forks ranks. It starts with the first job."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
@@ -46,14 +47,14 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(rank_pool: RankPool) -> Callable:
-    """A function that runs another one on forked ranks and returns the results by rank:
+    """Return a function that runs another function on forked ranks and returns the results by rank:
     `ranks(n, function, *arguments, timeout_s=60)`. See RankPool.run."""
     return rank_pool.run
 
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment as in a container: no HOME, and a user id without an account."""
+    """Run with the environment of a container: no HOME, and a user id without an account."""
     for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -65,5 +66,6 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny data set, made once per session; tests must not change it."""
+    """Return the directory of a tiny data set, which is made once per session. Tests must not
+    change it."""
     return make_tiny_data(tmp_path_factory.mktemp("tiny"))

@@ -38,7 +38,7 @@ def test_help_imports_no_torch():
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser and those of all its commands."""
+    """Yield `parser` and the parsers of all its commands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -90,7 +90,8 @@ def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
 
 
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
-    """Start `optimus ARGUMENTS` whose `main` is the expression `main`."""
+    """Start the command `optimus ARGUMENTS`, where its function `main` only evaluates the
+    expression `main`."""
     code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
@@ -169,7 +170,8 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
-    """A pipe whose reader only stopped fills up; what does not fit is dropped and counted."""
+    """If the reader of a pipe stops but does not close it, the pipe fills up. Lines that do not fit
+    are dropped and counted."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
@@ -177,7 +179,7 @@ def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
         error, start = optimus.cli._Stderr(stream), time.monotonic()
         for _ in range(100):
             print("x" * (size // 8), file=error, flush=flush)
-        assert time.monotonic() - start < 10 * optimus.cli._STALL_S  # one wait, not one for a line
+        assert time.monotonic() - start < 10 * optimus.cli._STALL_S  # one wait for all lines
         shown = other.read(size).count(b"\n")
         print("again", file=error)
         dropped = f"optimus: nobody read the output, and {100 - shown} lines were dropped here"
@@ -190,7 +192,7 @@ def test_note_about_a_single_dropped_line_starts_a_line(monkeypatch):
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
         size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
         error = optimus.cli._Stderr(stream)
-        print("x" * (size + 100), file=error)  # the pipe takes its first bytes
+        print("x" * (size + 100), file=error)  # the first part fits
         assert other.read(size) == b"x" * size
         print("next", file=error)
         note = "optimus: nobody read the output, and 1 line was dropped here"
@@ -202,7 +204,7 @@ def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0):
         size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-        os.write(writer, b"x" * size)  # full
+        os.write(writer, b"x" * size)  # now it is full
         error, handled = optimus.cli._Stderr(stream), []
 
         def handle(number: int, frame: object) -> None:
@@ -220,7 +222,8 @@ def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
 
 @pytest.mark.parametrize(("variables", "spin_count"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, variables, spin_count):
-    """OpenMP reads this as it is loaded; GNU's prints it where OMP_DISPLAY_ENV asks."""
+    """OpenMP reads its variables when it is loaded. With OMP_DISPLAY_ENV, GNU's OpenMP then prints
+    them."""
     torch_directory = Path(importlib.util.find_spec("torch").origin).parent
     library = next(torch_directory.glob("lib/libgomp*"), None)
     if library is None:

@@ -1,4 +1,5 @@
-"""Statements of the pages are true: commands, options, settings, files, links, the map."""
+"""The commands, options, settings, files and links that the pages name exist, and README's map of
+the folders is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _SEPARATORS = {"&&", "||", "|", ";", "&", ">"}
 
 
 def shell_commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in the page's sh blocks, comments and assignments left out."""
+    """Yield the words of every command in the sh blocks of a page, without comments and
+    assignments."""
     for language, block in _FENCE.findall(text):
         if language != "sh":
             continue
@@ -82,7 +84,7 @@ def test_make_targets_exist(words):
 def test_commands_and_options_exist(words):
     program, *rest = words
     subcommand = rest[0] if rest and not rest[0].startswith("-") else ""
-    if subcommand == "bench":  # it has parts with options of their own
+    if subcommand == "bench":  # it has subcommands with other options
         subcommand = " ".join(rest[:2])
     text = help_text(program, subcommand)
     for word in rest:
@@ -120,13 +122,14 @@ def test_links_lead_somewhere(page):
 
 
 def headings(text: str) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Return the anchors that GitHub makes from the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 def mapped_folders(text: str) -> list[str]:
-    """Folders that README's map names, as paths; two spaces of indentation are one level."""
+    """Return the paths of the folders in README's map, in which two spaces of indentation are one
+    level."""
     block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
     folders, above = [], []
     for line in block.splitlines()[1:]:

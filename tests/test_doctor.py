@@ -72,7 +72,7 @@ def test_unknown_choice_is_reported(monkeypatch, capsys):
     message = "OPTIMUS_KERNELS='fast': it is one of auto"
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
-    assert main(["doctor"]) == 0  # it reports the error
+    assert main(["doctor"]) == 0  # doctor reports the error and continues
     assert message in capsys.readouterr().out
 
 

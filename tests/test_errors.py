@@ -17,18 +17,18 @@ COUNTED = (
     "shards|stages|steps|threads|units|updates|workers"
 )
 ALWAYS_SEVERAL = {
-    "{size} ranks",  # of an axis above 1
-    "{result['world']} ranks",  # where an axis is above 1
+    "{size} ranks",  # the size of an axis, which is above 1 here
+    "{result['world']} ranks",  # printed only if an axis is above 1
     "{stages} pipeline stages",  # above 1
-    "{short(value['documents'])} documents",  # estimates, such as 1.2k
+    "{short(value['documents'])} documents",  # an estimate, such as 1.2k
     "{short(value['instances'])} instances",
-    "{piece_rows} rows",  # a fraction
-    "{ending} files",  # no number
+    "{piece_rows} rows",  # not an integer
+    "{ending} files",  # a name, not a number
     "{_MAX_FILES} files",
-    "{_HISTORY} updates",  # constants of 20 and 10
+    "{_HISTORY} updates",  # constants: 20, and 10 below
     "{_UPDATES} updates",
     "{_MOST_RANKS} ranks",
-    "{self._model.experts_by_layer[layer]} experts",  # a single one cannot be unbalanced
+    "{self._model.experts_by_layer[layer]} experts",  # a single expert is never unbalanced
     "{mesh.num_data_ranks} data ranks",  # above 1
     "{mesh.pp * parallel.virtual_stages} stages",  # above 1
     "{MIN_HELD_OUT_DOCUMENTS} documents",
@@ -36,7 +36,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield the expressions of messages in which a plural noun follows a number."""
+    """Yield each f-string expression that a plural noun follows, with the noun. Such messages
+    should use `counted`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
@@ -62,7 +63,7 @@ def test_counted(arguments, text):
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
 def test_messages_count_with_the_helper(package):
-    """No message says `1 ranks`."""
+    """Every message uses the helper `counted`, so that none says `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
     by_expression = {

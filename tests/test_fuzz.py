@@ -1,4 +1,4 @@
-"""A minute of the drill of random runs, and the reduction of a failing case to a simpler one."""
+"""The drill of random runs for one minute, and the reduction of a failing case to a simpler one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_case_of_the_command_line_is_run():
 
 
 def test_failing_case_is_reduced_to_the_simplest():
-    """No choice of the reduced case can be simpler if it is still to fail."""
+    """If any choice of the reduced case were simpler, the case would not fail."""
 
     def judge(case):
         failed = case["second.pp"] > 1 and case["second.async_save"]

@@ -51,30 +51,32 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "dense-bf16-tp": (2, [*ALONE, "parallel.dp=2", "optim.sharding=so"], False),
     "dense-fp32-pp-tied": (1, ALONE, True),
 }
-"""Ranks and settings with which a run is also continued, and whether CONTRACT.md promises the same
-bits for them (other dp and pp, in deterministic mode)."""
+"""For each run another layout with which it is continued: the number of ranks, the settings, and
+whether CONTRACT.md promises the same bits as before (it does in deterministic mode if only dp and
+pp change)."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions after which the order of sums was changed on purpose."""
+"""Versions after which the order of additions was changed on purpose, so that bits differ."""
 
-# Tolerances for processors and layouts whose matrix products add in another order. That of fp32 is
-# the one of CONTRACT.md for tp and ep.
+# Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
+# fp32 is that of CONTRACT.md for tp and ep.
 LOSS_WITHIN = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 NORM_WITHIN = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative tolerances."""
+"""Relative tolerances of gradient norms."""
 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory) -> Path:
-    """Return a copy of the whole corpus, which tests only read."""
+    """Return a copy of the whole corpus. Tests must not change it."""
     return Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "all"))
 
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return `corpus(version, *changed)`. It makes a copy the working directory, because files
-    refer to each other by relative paths, and returns its expected.json. Only the paths `changed`
-    may be written to."""
+    """Return `corpus(version, *changed)`. This function makes a copy of the version's files the
+    working directory, because files refer to each other by relative paths, and returns the content
+    of expected.json. Tests may write only to the paths `changed`; the others are links to files
+    that tests share."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -87,7 +89,7 @@ def corpus(copies, tmp_path, monkeypatch):
 
 
 def link_missing(source: Path, folder: Path) -> None:
-    """Complete a partial copy of `source` with links to the other files."""
+    """Complete `folder`, a partial copy of `source`, with links to the files that it lacks."""
     for path in source.iterdir():
         target = folder / path.name
         if not target.exists():
@@ -97,7 +99,7 @@ def link_missing(source: Path, folder: Path) -> None:
 
 
 def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
-    """Continue a run; return the hash of each loaded state on the first rank."""
+    """Continue a run; return on the first rank the hash of each state as it was loaded."""
     hashes: dict[str, str] = {}
     go = loop.Run.go
 
@@ -114,13 +116,13 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 
 def same_bits(version: str) -> bool:
-    """Return whether this machine and version add numbers in the same order as those that wrote the
-    corpus."""
+    """Return whether this machine and this version of Optimus add numbers in the same order as the
+    machine and version that wrote the corpus."""
     return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
 def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> None:
-    """Compare lines of metrics whose sums were added in another order."""
+    """Compare lines of metrics of runs that add numbers in another order, within the tolerances."""
     for line, expected in zip(lines, expected_lines, strict=True):
         assert line.keys() >= expected.keys()
         exact = ("step", "lr", "tokens", "loss_scale", "skipped_steps")
@@ -131,7 +133,8 @@ def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> No
 
 
 def assert_same(lines: list[dict], expected: list[dict]) -> None:
-    """Compare lines of metrics to the bit; a later version may have added keys."""
+    """Compare the values in lines of metrics to the bit. Keys that only `lines` has, of a later
+    version, are ignored."""
     known = [{key: line[key] for key in old} for line, old in zip(lines, expected, strict=True)]
     assert known == expected
 
@@ -147,9 +150,9 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize(("version", "name"), RUNS)
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
-    """States are loaded to the bit on any layout. Updates equal those of the old version to the
-    bit where that is promised and on the same kind of machine; otherwise they are within the
-    tolerance."""
+    """States are loaded to the bit on any layout. Later updates equal those of the old version to
+    the bit if the layout promises that and the machine is of the same kind; otherwise they are
+    within the tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -266,18 +269,17 @@ def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
-    """Return the hashes of token arrays, documents, ids and shards, which must never change. JSON
-    may gain keys."""
+    """Return only the hashes of .npy files: token arrays, documents, ids and shards, which must
+    never change. Files of JSON may gain keys."""
     return {name: value for name, value in hashes.items() if name.endswith(".npy")}
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
 def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
-    """The same command changes nothing in a complete data set, and writes an equal one
-    elsewhere."""
-    facts = corpus(version, "data")["data"][
-        name
-    ]  # the whole folder: paths are compared without links
+    """The command that made a data set changes nothing if the data set is complete, and after its
+    removal makes an equal one."""
+    # All of `data` is copied, because commands compare paths with links resolved.
+    facts = corpus(version, "data")["data"][name]
     folder = Path("data", name)
     shard_again = ["shard", str(folder), "--workers", "1"]
     assert optimus_data(facts["command"]) == 0
@@ -295,8 +297,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """Neither a finished unit nor documents in the checkpoints of an unfinished one are encoded
-    again."""
+    """The documents of a finished unit are not encoded again, and neither are those that a
+    checkpoint of an unfinished unit has."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
@@ -323,5 +325,5 @@ def texts_of(folder: Path, unit: int) -> list[str]:
 
 
 def test_corpus_was_not_changed(copies):
-    """The last test of this file: no test wrote to files that other tests read."""
+    """As the last test of this file, check that no test wrote to files that other tests read."""
     assert golden.hash_files(copies) == golden.hash_files(GOLDEN)

@@ -1,4 +1,5 @@
-"""100 cases of the drill of mutated files, and planted faults that the drill must find."""
+"""The drill of mutated files: 100 of its cases, and readers with planted faults, which it must
+find."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
 
 
 def test_mutated_files_are_refused_or_read_with_the_same_result():
-    """All formats, some more often by their weights; 20 s on two slow cores. For more cases:
-    scripts/drills/hostile_files.py --cases N."""
+    """Mutate files of all formats, those with higher weights more often. This takes 20 s on two
+    slow cores. For more cases run scripts/drills/hostile_files.py --cases N."""
     drill = [sys.executable, str(DRILL), "--cases", "100", "--seed", "5"]
     done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -79,7 +80,8 @@ def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
     assert sealed == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
 
 
-# Readers of a JSON object. Each except the first has a fault that a command might have.
+# Functions that read a JSON object, as a command would. Each except the first has a fault that a
+# command might have.
 
 
 def _read(words: Sequence[str]) -> int:
@@ -118,7 +120,7 @@ def _writes_outside(words: Sequence[str]) -> int:
 
 
 def _writes_unaudited(words: Sequence[str]) -> int:
-    """Write as a library in C does, which raises no audit event."""
+    """Write to a file as a C library does, without an audit event of Python."""
     libc = ctypes.CDLL(None)
     os.close(libc.open(b"../outside/new", os.O_WRONLY | os.O_CREAT, 0o600))
     return _read(words)
@@ -213,7 +215,8 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """An arena with one sample. All readers are correct while it is prepared, faulty afterwards."""
+    """Return an arena with one sample. All readers are correct while the arena is prepared, and
+    faulty afterwards."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -239,7 +242,8 @@ def test_planted_fault_is_a_finding(arena, name):
 
 
 def test_correct_reader_has_no_finding(arena):
-    """Without a hash, a mutated file may be read as another value: outcome "other"."""
+    """The sample has no hash, so a mutated file may be read as another value, which is the outcome
+    "other"."""
     correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
     cases = [
@@ -251,7 +255,7 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
-    """A reader fails only in a process that has read several files."""
+    """The reader fails only in a process that has already read other files."""
     calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:
@@ -266,6 +270,6 @@ def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
 
 
 def test_limits_of_the_drill_are_those_of_the_docs():
-    """The docs promise these limits for any file."""
+    """The docs promise that reading any file stays within these limits."""
     limits = hostile.Limits()
     assert (limits.cpu_s, limits.idle_s, limits.memory_bytes) == (5.0, 5.0, 256 << 20)

@@ -1,4 +1,5 @@
-"""Imports run one way: only those of the table, no cycle, no heavy library where none is needed."""
+"""Imports go in one direction: packages import only what the table allows, without cycles, and
+commands that need no heavy library import none."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ BASE = "errors io.files launch observe.events observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
-# Package: the packages it may import, which are above it in the table, so that imports run one way.
+# For each package the packages that it may import. They are above it in the table, so imports go in
+# one direction.
 ALLOWED = {
     # The base layer, without torch.
     "errors": "",
@@ -57,8 +59,10 @@ ALLOWED = {
     "optimus": ALL,
 }
 ENTRY_POINTS = ("cli", "__main__", "optimus")
-"""They import a package only inside the function that needs it, so `optimus --help` is fast."""
-# Package: libraries it may not import (DESIGN idea 4: model code knows no process group).
+"""Modules that import a package only inside the function that needs it, so that `optimus --help` is
+fast."""
+# For each package the libraries that it may not import (DESIGN idea 4: model code knows no process
+# group).
 BANNED = {
     **dict.fromkeys(
         ("errors", "io.files", "launch", "observe.events", "observe.log", "config", "data_prep"),
@@ -68,7 +72,7 @@ BANNED = {
 }
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
-"""Code that imports the packages and that they may not import."""
+"""Folders whose code imports the packages, but which the packages may not import."""
 
 MODULES = find_modules(ROOT)
 IMPORTS = read_imports(MODULES)
@@ -224,7 +228,7 @@ def test_dependencies_are_those_that_are_imported():
     optional = {"oneccl_bindings_for_pytorch", "intel_extension_for_pytorch"}
     optional |= {"transformers", "liger_kernel", "scattermoe"}  # `optimus bench moe`'s peers
     optional |= {"deepspeed"}  # `optimus bench optimizer`'s peer
-    optional |= {"setuptools"}  # runs the SYCL build where torch has xpu; declared for building
+    optional |= {"setuptools"}  # for the SYCL build; a build requirement
     extra = {re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"]["data"]}
     optional |= extra
     tops = {statement.imported.split(".")[0] for statement in IMPORTS}
@@ -250,7 +254,8 @@ def test_requirements_are_pinned():
 
 
 def test_pins_except_torch_have_hashes():
-    """Set-up installs from these on Linux x86-64; scripts/lock.sh writes them."""
+    """On Linux x86-64 the set-up installs from constraints-hashes.txt, which scripts/lock.sh
+    writes."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
     matches = [
         re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines

@@ -1,4 +1,4 @@
-"""The language check of `make lint` finds each kind of text and name that it is for."""
+"""The language check of `make lint` finds every kind of text and name that it forbids."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The peak of MFU: measured reliably or not cached, cached once, unchanged on resume, never
-exceeded."""
+"""The peak FLOP/s that MFU is relative to: cached only if the measurement is reliable, measured
+once, unchanged on resume, and never exceeded."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Replace the measurement: each gives 1 TFLOP/s more than the one before. Return the measured
-    peaks."""
+    """Replace the measurement: each one gives 1 TFLOP/s more than the one before. Return the list
+    to which each is appended."""
     peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
@@ -68,7 +68,8 @@ def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
 
 
 def test_time_of_other_programs_does_not_count(monkeypatch):
-    """The wall clock shows ten times as much, as if other programs had the processor meanwhile."""
+    """The wall clock runs ten times as fast, as if other programs had used the processor most of
+    the time."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
@@ -77,7 +78,8 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """Several threads are timed by the wall clock, and only while they have the processor."""
+    """Several threads are timed by the wall clock, but only in intervals in which none is
+    interrupted. Here no interval is."""
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)
@@ -85,7 +87,7 @@ def test_interrupted_threads_do_not_count(monkeypatch):
 
 
 def test_peak_is_measured_once_for_each_setup(measured, cache):
-    before = os.umask(0o002)  # the group may write new files, but not a cached peak
+    before = os.umask(0o002)  # new files are group-writable; a peak must not be
     try:
         first = find_peak(*FP32, unexpected)
     finally:
@@ -115,7 +117,7 @@ def spoil(path: Path) -> None:
 
 
 def rewrite(path: Path, **fields: Any) -> None:
-    """Replace fields of a file, and update its hash."""
+    """Replace fields of a cached peak, and update the hash in the file."""
     tree = json.loads(path.read_bytes())
     del tree["self_xxh3"]
     setup = tree["setup"] | fields.pop("setup", {})

@@ -1,4 +1,5 @@
-"""The table of planted faults fits the code; scripts/drills/planted.py runs it."""
+"""The table of planted faults matches the code and the tests. scripts/drills/planted.py plants the
+faults."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ KEYS = {"name", "package", "file", "old", "new", "tests", "why"}
 
 @cache
 def functions(path: str) -> set[str]:
-    """Return the names of the functions at the top of a test module."""
+    """Return the names of the functions at the top level of a test module."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 

@@ -55,10 +55,10 @@ def test_backend_of_torch_comes_first(oneccl, monkeypatch):
 
 def test_legacy_ccl_where_only_its_bindings_are(oneccl, monkeypatch):
     without_xccl(monkeypatch)
-    monkeypatch.setattr(distributed.Backend, "CCL", None, raising=False)  # restored afterwards
+    monkeypatch.setattr(distributed.Backend, "CCL", None, raising=False)  # restored by monkeypatch
     oneccl(CCL_MODULE)
     assert collective_backend(XPU) == "ccl"
-    assert "oneccl_bindings_for_pytorch" in sys.modules  # its import registers the backend
+    assert "oneccl_bindings_for_pytorch" in sys.modules  # importing it registers the backend
     assert "ccl" in distributed.Backend.backend_list
 
 
@@ -77,7 +77,7 @@ def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
 def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
-    """Its layer_norm has no gradient in compiled code (tests/test_ipex.py shows it)."""
+    """In compiled code the layer_norm of IPEX has no gradient (tests/test_ipex.py shows this)."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -128,14 +128,14 @@ def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, 
 
     first = cache()
     assert first == cache() and first.stat().st_mode & 0o777 == 0o700
-    first.chmod(0o777)  # as made by somebody else
+    first.chmod(0o777)  # other users may write to it
     other = cache()
     assert other != first and other.stat().st_mode & 0o777 == 0o700
     tmp_path.chmod(0o1777)
     assert cache().parent == tmp_path
     tmp_path.chmod(0o777)
     (tmp_path / "mine").mkdir(mode=0o700)
-    for folder in (tmp_path, tmp_path / "mine"):  # those above it count too
+    for folder in (tmp_path, tmp_path / "mine"):  # folders above it are checked too
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with pytest.raises(ConfigError, match="other users can replace folders in .*; set TMPDIR"):
             use_private_compile_cache()

@@ -1,5 +1,5 @@
-"""Names of torch.cuda and torch.xpu in the code exist: most of that code never runs on a machine
-without such a device, and a wrong name would be found only by a user who has one."""
+"""The names of torch.cuda and torch.xpu that the code uses exist. Most of that code does not run on
+a machine without such a device, so only a user with one would find a wrong name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions from the type check of `make lint` are few, and each gives its reason."""
+"""Lines that the type check of `make lint` ignores are few, and each gives the reason."""
 
 from __future__ import annotations
 

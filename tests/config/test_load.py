@@ -215,7 +215,8 @@ def test_synonyms_belong_to_keys_and_lead_to_them():
 
 
 def test_error_names_the_file_or_the_command_line_that_set_the_value(tmp_path, model_file):
-    """A value of the command line is reported as such, also if a file has the key."""
+    """An error in a value of the command line names the command line, even if a file has the key
+    too."""
     run = tmp_path / "run.toml"
     run.write_text(f'base = "{model_file.name}"\n[optim]\nlr = -1.0\nlrr = 2.0\n')
     for overrides, message in (
@@ -328,5 +329,5 @@ def test_fields_of_all_sections_have_docstrings():
     [(12, 5, 4), (12, 7, 6), (12, 40, 12), (7, 3, 1), (2**63 - 1, 4, 1), (2**63 - 1, 2**62, 1)],
 )
 def test_the_nearest_divisor_of_any_number_takes_no_time(number, near, nearest):
-    """A search of every number up to 2^63 - 1 would not end."""
+    """Trying every number up to 2^63 - 1 would not end."""
     assert nearest_divisor(number, near) == nearest

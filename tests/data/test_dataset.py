@@ -124,7 +124,8 @@ def test_missing_unfinished_and_damaged_data_sets_are_refused(tiny_data, tmp_pat
 
 
 def test_data_set_without_instances_is_refused(tiny_data, tmp_path):
-    """Held-out data may be too small for an instance: verify accepts it, reading does not."""
+    """The held-out documents may be too few for one instance. `optimus-data verify` accepts that,
+    but opening the data set does not."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
     reshuffled(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""The loader: instances on any number of ranks, reads in advance, errors and closing."""
+"""The loader: instances on any number of ranks, reading ahead, errors and closing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dataset(tiny_data):
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
 def test_ranks_of_any_layout_together_read_the_instances_of_a_step(dataset, size, ranks):
-    """Reads up to a step that contains the end of the first epoch."""
+    """The steps include the one in which the first epoch ends."""
     per_step = 12
     wrap = dataset.num_instances // per_step + 1
     assert dataset.num_instances % per_step, "an epoch must end within a step"
@@ -88,7 +88,8 @@ def test_groups_of_updates_are_limited_in_bytes(dataset, monkeypatch):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, document_mask):
-    """Every ninth batch is kept, as a slice of its tokens; the memory of all others is reused."""
+    """Of every ninth batch the test keeps a slice of the tokens. Only the memory of the other
+    batches may be reused."""
     monkeypatch.setattr("optimus.data.loader._GROUP_BYTES", 2 * 4 * dataset.context * 8)
     kept, addresses = {}, set()
     with Loader(dataset, 4, 2, 0, 1, document_mask) as loader:
@@ -108,11 +109,12 @@ def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, docume
 
 
 def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
-    """Updates before the damaged instance are read; the update that has it raises each time."""
+    """Updates before the damaged instance are read. The update that contains it raises each time it
+    is requested."""
     data = tmp_path / "data"
     shutil.copytree(many_shards, data)
     intact, dataset = TokenDataset(many_shards), TokenDataset(data)
-    shard = data / "shards" / "shard-00002.npy"  # instances 6, 7, 8
+    shard = data / "shards" / "shard-00002.npy"  # has instances 6, 7 and 8
     shard.write_bytes(shard.read_bytes()[:-1])
     with Loader(dataset, 2, 1, 0, 1) as loader:
         for step in (1, 2, 3):
@@ -129,7 +131,7 @@ def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
 def test_close_ends_a_waiting_thread(dataset):
     loader = Loader(dataset, 4, 2, 0, 1)
     loader.microbatches(1)
-    time.sleep(0.05)  # the thread waits for a ticket now
+    time.sleep(0.05)  # enough is read: the thread waits
     start = time.monotonic()
     loader.close()
     loader.close()
@@ -137,7 +139,7 @@ def test_close_ends_a_waiting_thread(dataset):
 
 
 def test_document_ids_count_the_documents_that_end_before_a_token():
-    """An EOS is the last token of its document."""
+    """An EOS token is the last token of its document, so the id increases after it."""
     tokens = np.array([[5, 0, 6, 7, 0], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]])
     ids = document_ids(tokens, 0)
     assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]

@@ -17,7 +17,8 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture
 def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
-    """A data set, the same documents in another order, and a data set that repeats soon."""
+    """Return three data sets: one, the same documents in another order, and a small one that
+    repeats soon."""
     return [TokenDataset(path) for path in (tiny_data, many_shards, few_instances)]
 
 
@@ -28,7 +29,7 @@ def test_share_and_order_of_each_source_are_exact(sources):
     assert count // 2 > sources[2].num_instances, "the small source must repeat"
     tokens = mix.read(0, count)
     assert tokens.dtype == np.int64 and tokens.shape == (count, CONTEXT)
-    picks = np.array([2, 0, 2, 0, 1, 2, 0, 2] * 40)  # by hand: docs/formats/dataset.md, "Mixing"
+    picks = np.array([2, 0, 2, 0, 1, 2, 0, 2] * 40)  # by hand, see docs/formats/dataset.md
     for index, (source, weight) in enumerate(zip(sources, (3, 1, 4), strict=True)):
         assert np.array_equal(tokens[picks == index], source.read(0, 40 * weight))
 
@@ -89,7 +90,8 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
-    """The same rule as in `optimus-data blend`; the rule of a blend is that of its sources."""
+    """`optimus-data blend` refuses such sources, too. A blend counts with the held-out fraction of
+    its own sources."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

@@ -31,7 +31,7 @@ ABSENCE = Outcome(OutcomeKind.LOST_PEER, "not all ranks are here", phase="meetin
 
 @pytest.fixture(params=["file", "tcp"])
 def open_store(request, tmp_path) -> Callable[[], Any]:
-    """Return a function that opens one more connection to one store."""
+    """Return a function that opens another connection to the same store."""
     if request.param == "file":
         return lambda: distributed.FileStore(str(tmp_path / "store"))
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -71,7 +71,8 @@ def agreement_of(rank: int, size: int, store: Any, local_size: int | None = None
 
 
 def ended_with(open_store, errors: dict[int, OptimusError], size: int = 3) -> list[RunEnded]:
-    """Return the ends of the ranks in `errors`; the others are lost."""
+    """End the ranks in `errors`, each with its error, and return their RunEnded. The other ranks
+    are lost."""
 
     def end(rank: int) -> RunEnded:
         outcome = outcome_of(errors[rank], rank, "training", step=7)
@@ -148,7 +149,7 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
-    """Open MPI ends all ranks when the first one has ended."""
+    """Open MPI ends all other ranks when the first rank has exited."""
     times: dict[int, float] = {}
 
     def end(rank: int) -> None:

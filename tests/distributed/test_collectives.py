@@ -79,7 +79,8 @@ REPORT = Report(
 
 
 def exchange() -> tuple:
-    """Ranks send values of unequal lengths."""
+    """Broadcast and gather values and bytes, of which each rank has another length; return all
+    results."""
     group = everyone()
     mine = replace(REPORT, entries=REPORT.entries * group.rank)
     first = collectives.broadcast_object(REPORT if group.rank == 0 else None, group, Report)
@@ -139,7 +140,8 @@ def test_only_plain_values_are_encoded():
 
 
 def announce_too_much(size: int) -> str:
-    """Send a length that no rank has; return the error of the first rank."""
+    """Let rank 1 announce a message of `size` bytes, which it does not have; return the error of
+    rank 0."""
     group = everyone()
     if group.rank == 1:
         length = torch.tensor([size])
@@ -230,7 +232,7 @@ def test_a_dead_peer_is_a_lost_peer(ranks, is_async, operation):
 
 
 def call_wrongly(mistake: str) -> str:
-    """Make a wrong call on all ranks, none of which is lost; return its error."""
+    """Make the same wrong call on all ranks, so that no rank is lost; return the error."""
     group = everyone()
     try:
         if mistake == "shape":

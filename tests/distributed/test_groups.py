@@ -17,7 +17,8 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """Return the ranks of each group, as a collective sees them."""
+    """Return the ranks of each group of this rank, as an all-gather over the group collects
+    them."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -40,7 +41,8 @@ def make_world(timeout_s: float) -> World:
 
 
 def stay_away(when: str) -> str:
-    """Let rank 3 of dp 2 x tp 2 be absent before or after groups are made; return the error."""
+    """Let rank 3 of dp 2 x tp 2 be absent before or after the groups are made; return the error of
+    this rank."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)
@@ -75,7 +77,8 @@ def test_groups_have_the_ranks_of_their_axes(ranks):
 
 
 def pass_along() -> list[float]:
-    """Send two messages to the next rank at the same time; return those received."""
+    """Start to send two messages to the next rank; return the two received from the previous
+    rank."""
     group = everyone()
     rank, size = group.rank, group.size
     previous, following = (rank - 1) % size, (rank + 1) % size
@@ -94,7 +97,8 @@ def test_messages_arrive_in_order(ranks):
 
 
 def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
-    """Return the value received through each channel; all receives are posted before a send."""
+    """Return the value received through each pipeline channel. All receives are posted before the
+    first send."""
     world = make_world(timeout_s=600.0)
     channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
     directions = {
@@ -142,7 +146,8 @@ def sums_twice(sizes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
 def test_groups_may_be_made_again(ranks, sizes):
-    """torch names groups by the number that a rank has made, which must not depend on its stage."""
+    """torch names a group by the number of groups that the rank has made, so all ranks must make
+    equally many, whatever their stage."""
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 

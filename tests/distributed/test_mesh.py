@@ -64,11 +64,12 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""Axes along which two ranks of a group do not differ, by group."""
+"""For each group, the axes along which all its ranks have the same index."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Return the members of each rank's groups: ranks whose indices along the axes are equal."""
+    """Return the members of each group by the group's name and the rank: the ranks whose indices
+    along the axes of `APART` are equal."""
     counts = itertools.product(*(range(size) for size in mesh))
     coordinates = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: the address, and what ends a run that cannot start."""
+"""Rendezvous of ranks: the address, and the errors with which a run that cannot start ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_good_meeting_point_passes():
 def test_a_bad_meeting_point_is_refused_before_any_wait():
     with pytest.raises(LaunchError, match=r"nowhere\.invalid is no host"):
         check_meeting_point(at("tcp://nowhere.invalid:29500"))
-    elsewhere = "tcp://192.0.2.1:29500"  # an address kept for documentation: no machine has it
+    elsewhere = "tcp://192.0.2.1:29500"  # reserved for documentation
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not the machine of rank 0"):
         check_meeting_point(at(elsewhere))
     check_meeting_point(at(elsewhere, replace(FIRST, rank=1)))
@@ -60,7 +60,8 @@ def listening_sockets() -> set[str]:
 
 
 def meet_on_loopback(port: int) -> tuple:
-    """Listening sockets at `port` and new ones elsewhere, and the interface of gloo."""
+    """Start a world at `port` of the loopback address; return the listening sockets that this
+    opened, and the network interface of gloo."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     before, rank = listening_sockets(), int(os.environ["RANK"])
     world = start_world(at(f"tcp://127.0.0.1:{port}", LaunchEnv(rank, 2, rank, 2, "")), 30.0, "cpu")
@@ -72,7 +73,7 @@ def meet_on_loopback(port: int) -> tuple:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
 def test_a_world_on_loopback_listens_nowhere_else(ranks):
-    """Neither the store nor gloo."""
+    """Neither the store nor gloo listens at another address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for new, interface in ranks(2, meet_on_loopback, port, start_world=False):
@@ -95,9 +96,10 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
     assert listen("127.0.0.2") == "127.0.0.2"
     assert listen("localhost") in ("127.0.0.1", "::1")
     assert listen("localhost", "127.0.0.1") == "127.0.0.1"
-    # A launcher gave rank 0 localhost, and other machines its name.
+    # The launcher set MASTER_ADDR to localhost for rank 0 and to the machine's name for other
+    # machines.
     assert listen("localhost", "127.0.0.1", is_local=False) is None
-    # Debian maps a machine's name to 127.0.1.1, where other machines do not find it.
+    # Debian resolves a machine's own name to 127.0.1.1, which other machines cannot reach.
     assert listen("node0", "127.0.1.1") is None
     assert listen("node0", "127.0.1.1", "0.0.0.0") == "0.0.0.0"
     assert listen("0.0.0.0", "192.0.2.1", "0.0.0.0") == "0.0.0.0"
@@ -113,7 +115,8 @@ def test_a_port_that_another_program_takes_is_named():
 
 
 def start(failing: tuple[int, ...], missing: tuple[int, ...] = ()) -> RunEnded | None:
-    """Return how the start of the world ended on this rank; None if it started."""
+    """Return the RunEnded that starting the world raises on this rank; None if the world
+    started."""
     rank = int(os.environ["RANK"])
     if rank in missing:
         time.sleep(4.0)
@@ -147,7 +150,8 @@ def test_missing_ranks_are_printed_once(ranks, missing):
 
 
 def start_over(interface: str) -> RunEnded | None:
-    """Start a world where gloo is to use `interface`; return how that ended on this rank."""
+    """Start a world whose gloo shall use `interface`; return the RunEnded that this raises on this
+    rank, or None."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         start_world(device="cpu", timeout_s=60.0)
@@ -157,7 +161,8 @@ def start_over(interface: str) -> RunEnded | None:
 
 
 def test_an_absent_network_interface_is_printed_once(ranks):
-    """Also where the loopback interface is down: ranks that meet at a file need none."""
+    """The ranks meet at a file, so this also works on a machine whose loopback interface is
+    down."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
         assert str(ended).startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")
@@ -171,7 +176,8 @@ def test_a_failure_is_printed_although_others_are_missing(ranks):
 
 
 def test_output_of_libraries_while_ranks_connect_goes_to_standard_error(capfd):
-    """gloo of torch 2.8 prints, which would precede the JSON of a command on several ranks."""
+    """gloo of torch 2.8 prints to standard output, where its line would precede the JSON of a
+    command on several ranks."""
     with silent_libraries():
         os.write(1, b"connected to 1 peer\n")
     os.write(1, b"{}\n")

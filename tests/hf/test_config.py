@@ -60,7 +60,7 @@ def test_round_trip_through_transformers_keeps_the_config(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(OURS[name], "bfloat16")))
     hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert str(hf_config.dtype) == "torch.bfloat16"
-    hf_config.save_pretrained(tmp_path / "again")  # in version 5's spelling
+    hf_config.save_pretrained(tmp_path / "again")  # version 5's names
     assert "rope_parameters" in json.loads((tmp_path / "again" / "config.json").read_text())
     assert read_hf_config(tmp_path / "again") == OURS[name]
     assert is_hf_directory(tmp_path) and not is_hf_directory(tmp_path / "nowhere")
@@ -68,7 +68,7 @@ def test_round_trip_through_transformers_keeps_the_config(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["olmo", "olmoe"])
 def test_absent_fields_have_transformers_defaults(kind):
-    """An almost empty config.json has the same meaning for transformers and for us."""
+    """For a config.json without fields, transformers and Optimus assume the same values."""
     sparse = {"OlmoConfig": "olmo", "OlmoeConfig": "olmoe"}
     name = next(key for key, value in sparse.items() if value == kind)
     hf_config = getattr(transformers, name)()
@@ -84,7 +84,7 @@ def test_version_4_spelling_of_scaling(spelling):
     olmo = {"model_type": "olmo"}
     assert config_from_hf({**olmo, **old}) == config_from_hf({**olmo, **new})
     both = {**olmo, **old, "rope_parameters": {"rope_type": "default", "rope_theta": 1.5}}
-    assert config_from_hf(both).rope_scaling.factor == 2.0  # as transformers 5 decides
+    assert config_from_hf(both).rope_scaling.factor == 2.0  # as in transformers 5
 
 
 def test_absent_original_context_is_the_longest_context():
@@ -137,7 +137,7 @@ def test_unsupported_field_is_refused_by_name_in_a_single_line(key):
     message = str(error.value)
     assert message.startswith("DIR/config.json: ") and "\n" not in message
     assert key.removeprefix("rope_") in message and mentioned in message
-    if key in FIELDS_OF_OTHER_MODELS:  # no other value would give the same model
+    if key in FIELDS_OF_OTHER_MODELS:  # every value is refused
         assert message.endswith("convert a model without it")
 
 

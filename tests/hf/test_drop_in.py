@@ -1,7 +1,8 @@
 """`optimus.hf.use_fast_moe` on real transformers models, in the layout of the installed version.
 
-Version 5 has merged experts and more families; version 4 has one module per expert, and only OLMoE
-is supported. Tests of the other layout are skipped. Both have been run: 4.57.6 and 5.23.0.
+In version 5 the experts of a layer are one module with merged weights, and several model families
+are supported. In version 4 each expert is a module, and only OLMoE is supported. Tests of the
+layout that is not installed are skipped. All were run with 4.57.6 and 5.23.0.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Return gradients by the names of the state dict, for either layout of the parameters."""
+    """Return the gradients by the names of the state dict, which are the same for both layouts of
+    the parameters."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
@@ -94,8 +96,8 @@ def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padde
 
 
 def test_bf16_blocks_equal_those_of_transformers():
-    """Compare block by block: in a whole model a near-tie in routing would dominate the
-    difference."""
+    """Compare block by block: in a whole model, a token whose two best experts are almost tied may
+    be routed to another one, which would dominate the difference."""
     theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     for layer in range(2):
@@ -234,7 +236,7 @@ class Expert(nn.Module):
 
 
 class OlmoeSparseMoeBlock(nn.Module):
-    """A block in the layout of transformers 4, for any installed version."""
+    """A block in the layout of transformers 4, which tests use with any installed version."""
 
     num_experts, top_k, norm_topk_prob = 3, 2, False
 

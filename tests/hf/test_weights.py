@@ -56,7 +56,8 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """Load a model in `dtype`, or each parameter in its stored dtype."""
+    """Return the model with its weights in `dtype`; with None each parameter has the dtype in the
+    file."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
@@ -134,8 +135,8 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """Slices of random lengths, written last first, in several dtypes, give the bytes of the
-    safetensors library."""
+    """Slices of random lengths and several dtypes, written in reverse order, give the same bytes as
+    the safetensors library."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -189,7 +190,8 @@ def test_damaged_tensor_is_named(damage, tmp_path):
 
 
 def test_unused_tensors_are_ignored(tmp_path):
-    """Rotary angles that old versions saved, and a head of a model with tied embeddings."""
+    """The unused tensors are rotary angles, which old versions of transformers saved, and the head
+    of a model with tied embeddings."""
     hf_model = save_with_transformers(tmp_path, "olmo", tie_word_embeddings=True)
     angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
     head = {"lm_head.weight": hf_model.state_dict()["lm_head.weight"].clone()}
@@ -280,7 +282,8 @@ def test_weights_of_another_model_are_refused_with_the_field(tmp_path):
     for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
         with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
             load_weights(small_model(**{key: value}), tmp_path / "out")
-    # Fields may differ that do not change logits, or that spell the same value differently.
+    # Fields may differ if they do not change logits, or if they spell the same value in another
+    # way.
     load_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
 
 

@@ -28,7 +28,8 @@ def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
 
 
 def test_write_syncs_content_then_renames_then_syncs_the_directory(tmp_path, monkeypatch):
-    """A power cut between any two of these steps leaves the complete old or new file."""
+    """With this order, a power cut at any time leaves either the complete old file or the complete
+    new one."""
     order: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -80,7 +81,7 @@ def test_sync_to_disk_without_posix_fadvise_succeeds(tmp_path, monkeypatch):
 
 
 def test_a_name_that_no_file_can_have_is_an_os_error():
-    """JSON can hold a lone surrogate, which no file name can be encoded from."""
+    """A string of JSON can contain a lone surrogate, which cannot be encoded in a file name."""
     with pytest.raises(OSError) as refused:
         files.open_regular("\ud800.safetensors")
     assert refused.value.errno == errno.EILSEQ

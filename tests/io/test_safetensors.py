@@ -1,4 +1,5 @@
-"""Headers and indexes of safetensors files from any source are read or refused in one line."""
+"""Headers and indexes of safetensors files from any source: each is read, or refused with an error
+of one line."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tiny_data, tmp_path):
     assert len(ranks) == 2
     first.kill()
     first.wait()
-    assert_gone(ranks)  # else they could write into the next run
+    assert_gone(ranks)  # a rank that survives could write into the next run
     second = start(config, "--nproc", "2")
     _, errors = second.communicate(timeout=120)
     assert second.returncode == 0, errors
@@ -114,7 +114,8 @@ def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
 
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
 def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, nproc):
-    """As `| head -1` does, also with TensorBoard's threads."""
+    """Nobody reads the output after its first line, as with `| head -1`. TensorBoard's threads must
+    not fail either."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=8, observe__tensorboard=True)
     tree["observe"]["log_interval"] = 1
     config = write_config(tmp_path / "run.toml", tree)
@@ -128,7 +129,7 @@ def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, 
 
 
 def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
-    """No file of the run gets descriptor 1 or 2, to which libraries print."""
+    """A file of the run must not get descriptor 1 or 2, since libraries would print into it."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     config = write_config(tmp_path / "run.toml", tree)
     command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
@@ -138,7 +139,8 @@ def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
 
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
-    """-P imitates the script `optimus`, which does not search there either."""
+    """Python's -P removes the working directory from the import path, where the installed script
+    `optimus` does not have it either."""
     settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])

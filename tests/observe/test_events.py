@@ -1,4 +1,4 @@
-"""Records become the lines of files that exist, and recorders pass them to sinks."""
+"""Records have the keys of the lines in existing files, and recorders pass records to sinks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENT = ActionEvent("F", 1, 2, 10, 50, 15)
 
 
 def test_lines_have_fixed_keys_in_a_fixed_order():
-    """Programs of users read these files."""
+    """Users' programs read these files."""
     dense = "step loss grad_norm lr tokens step_time_s tokens_per_s tflops_per_device mfu mem_bytes"
     moe = (
         "aux_loss z_loss expert_load_min expert_load_max expert_load_min_layer "

@@ -19,7 +19,8 @@ PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
 
 
 def notices_of(health, rows=None, norms=(), first=1) -> list[Notice]:
-    """Return the notices of these updates; without `rows` or `norms` theirs are even and equal."""
+    """Return the notices of the updates from number `first`. Without `rows` experts are evenly
+    loaded; without `norms` all gradient norms are 1."""
     notices = []
     for number in range(max(len(norms), len(rows or ()))):
         expert_rows = rows[number] if rows else EVEN
@@ -64,7 +65,7 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """An earlier demo had these norms: 51.2 after twenty updates around 1 and 2."""
+    """The norms are those of an earlier demo: 51.2 after twenty updates with norms near 1 and 2."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -88,9 +89,9 @@ def test_persistent_or_returning_fault_prints_few_lines(fault):
     rows = [PAIR if is_bad and fault != "norm" else EVEN for is_bad in bad]
     norms = [1000.0 if fault != "experts" and step % 40 == 39 else 1.0 for step in range(count)]
     lines = lines_of(health, rows, norms)
-    assert (
-        0 < len(lines) <= 4 * 5
-    )  # two kinds, warned of and recovered from, after 100, 200, 400 ... updates
+    # Each of two faults is reported, with a warning and a recovery, and reported again after 100,
+    # 200, 400, ... updates.
+    assert 0 < len(lines) <= 4 * 5
     if "norm" in fault or "both" in fault:
         assert any("more since the last warning" in line for line in lines)
 
@@ -118,7 +119,8 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """Without a balancing loss a learning rate of 0.1 sends all tokens to a few experts."""
+    """Without an auxiliary loss, a learning rate of 0.1 makes the router send all tokens to a few
+    experts."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

@@ -1,4 +1,5 @@
-"""Log lines: their form, the ranks that print them, and that nothing else prints."""
+"""Log lines: their form, the ranks that print them, and the modules that may print without the
+log."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ logger = logging.getLogger("optimus.test")
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """The logging of the test process is as before after the test."""
+    """Restore the logging of the test process after the test."""
     yield
     redirect_lines(None)
     set_up_logging()

@@ -1,4 +1,5 @@
-"""Files of JSON lines: appended, cut back, restored from their copies, drawn in a report."""
+"""Files of JSON lines: lines appended, cut after a step, restored from the copy, and plotted in a
+report."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_cut_keeps_each_step_once_and_loses_nothing(tmp_path):
     path, log = tmp_path / "metrics.jsonl", tmp_path / "log" / "cut.jsonl"
     write_steps(path, range(1, 9))
     with open(path, "a") as file:
-        file.write('{"step": 9, "lo')  # torn by a kill
+        file.write('{"step": 9, "lo')  # a kill cut the line short
     cut_after(path, 6, log)
     assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3, 4, 5, 6]
     assert log.read_text().splitlines()[-1] == '{"step": 9, "lo'
@@ -118,7 +119,8 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Return a file of lines, its copy and its content, as a checkpoint of step 8 leaves them."""
+    """Write a line for each step and sync them, as a checkpoint does. Return the path of the file,
+    the path of the copy, and the content of both."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -148,7 +150,7 @@ def remove_lines(path):
 
 
 def write_nuls(path):
-    """Replace some bytes by zeros, as a power cut leaves a block."""
+    """Replace some bytes by zeros, as a power cut may leave a block of the disk."""
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes(60) + data[100:])
 
@@ -176,7 +178,7 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """Earlier versions wrote no copy."""
+    """The copy is absent, as in runs of earlier versions, which wrote none."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -215,7 +217,7 @@ def test_new_start_moves_lines_of_the_copy_to_the_log(tmp_path, capsys):
 def test_lines_for_an_unwritable_copy_wait(tmp_path, capsys):
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
-    copy.unlink()  # it is created empty, which shows that no line was lost
+    copy.unlink()  # JsonLines creates the copy at once
     copy.mkdir()
     for step in (1, 2):
         lines.append({"step": step})
@@ -298,7 +300,7 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """A sparse file of 40 GB, for example, does not fit into memory."""
+    """A line may be too long for memory, for example in a sparse file of 40 GiB."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -323,7 +325,8 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A manifest may name any step as that of its checkpoint."""
+    """A damaged or hostile manifest can give a huge step number. The search for missing steps must
+    not run that far."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
@@ -331,7 +334,7 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """A run directory that another user made may have a link at the path of the log."""
+    """In a run directory that another user made, the path of the log may be a link."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)

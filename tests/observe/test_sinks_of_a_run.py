@@ -1,4 +1,5 @@
-"""Sinks of a run on two pipeline ranks: what the executor and the collectives do reaches them."""
+"""Sinks of a run on two pipeline ranks: they receive the actions of the executor and the traffic of
+the collectives."""
 
 from __future__ import annotations
 

@@ -83,8 +83,9 @@ SPARSE = {
 
 
 def make_pair(kind: str, fields: dict):
-    """A random transformers model and ours with its weights. Biases and norms are made random too:
-    at their initial values they could be left out without being missed."""
+    """Return a random transformers model, and ours with the same weights. Biases and norms are
+    random too, because with their initial values a model without them would give the same
+    results."""
     torch.manual_seed(0)
     if kind == "olmo":
         theirs = transformers.OlmoForCausalLM(transformers.OlmoConfig(**{**SIZES, **fields}))
@@ -100,11 +101,11 @@ def make_pair(kind: str, fields: dict):
 
 
 def adopt(theirs, state) -> Transformer:
-    """Ours with these tensors of their names."""
+    """Return our model with `state`, whose tensors have the names of transformers."""
     ours = Transformer(config_from_hf(theirs.config.to_dict()))
     with tempfile.TemporaryDirectory() as folder:
         theirs.config.save_pretrained(folder)
-        apart = {name: tensor.clone() for name, tensor in state.items()}  # tied ones are shared
+        apart = {name: tensor.clone() for name, tensor in state.items()}  # tied: shared memory
         save_file(apart, Path(folder, "model.safetensors"))
         load_weights(ours, Path(folder))
     return ours
@@ -130,7 +131,7 @@ def test_fields_of_the_mixture(feature):
 
 def check(theirs, ours) -> None:
     tokens = some_tokens(3, 40, VOCAB)
-    tokens[0, :4] = 5  # the padding token where there is one
+    tokens[0, :4] = 5  # the padding token, if any
     expected = theirs(tokens, labels=tokens)
     assert float((ours(tokens) - expected.logits).abs().max()) < LOGITS_ABSOLUTE
     terms = ours.losses(tokens)
@@ -143,7 +144,8 @@ def check(theirs, ours) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_auxiliary_loss_in_transformers_form(top_k):
-    """`output_router_logits` in config.json selects it; loss and gradients include it."""
+    """`output_router_logits` in config.json selects transformers' form of the auxiliary loss, which
+    is then part of loss and gradients."""
     theirs, ours = make_pair(
         "olmoe",
         {

@@ -1,4 +1,4 @@
-"""Planned bytes of model states against those of training, and against the formulas."""
+"""Planned bytes of model states against the bytes that training uses, and against formulas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Return the bytes of the storages of all tensors that some objects refer to, each counted
-    once, so that none is missed as in a list of names."""
+    """Return the bytes of the storages of all tensors that the objects `roots` refer to, each
+    storage counted once. The walk misses no tensor, as a list of names could."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -83,7 +83,7 @@ SHORT = {"optim__chunk_length": 2000}
                 "parallel__schedule": "zb-h1",
                 "optim__frozen": ["*attention.*_proj*"],
             },
-            id="pp2-zb-frozen",  # deferred weight gradients
+            id="pp2-zb-frozen",  # zb-h1 defers weight gradients
         ),
         pytest.param(2, {"parallel__tp": 2, "model__vocab_size": 321}, id="tp2-odd-vocabulary"),
         pytest.param(4, TIED | {"parallel__ep": 2, "optim__sharding": "epso"}, id="dp2-ep2-epso"),
@@ -130,7 +130,8 @@ def test_planned_bytes_are_those_of_training(ranks, size, run):
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:
-    """Return elements of expert and of other parameters on a rank, from shapes (pp = tp = 1)."""
+    """Return the numbers of elements of expert parameters and of other parameters on a rank, for pp
+    = tp = 1."""
     model = config.model
     expert = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_layers * model.num_experts * expert
@@ -141,7 +142,8 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """Bytes: none 12(X+N), so 12(X+N)/dp, epso 12(X/dp + N/(dp*ep)); 8 instead of 12 in fp32."""
+    """A rank has X expert and N other parameters. Its optimizer states have 12(X+N) bytes with
+    none, 12(X+N)/dp with so, and 12(X/dp + N/(dp*ep)) with epso; in fp32 8 instead of 12."""
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12
     for sharding in ("none", "so", "epso"):
@@ -191,7 +193,7 @@ def test_a_plan_refuses_sizes_that_training_refuses():
 
 
 LARGE = {"mula-20b-a2b": 1, "mula-100b-a7b": 4, "mula-220b-a10b": 8}
-"""The paper's large models, and their pipeline stages."""
+"""The paper's large models and the number of pipeline stages of each."""
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -225,10 +227,11 @@ def test_staging_memory_is_as_planned(ranks, scatter, interval):
     tree = tiny_tree("d", "r", **settings) | {"parallel": sizes}
     staged = ranks(4, staging_of, tree, start_world=False)
     planned = [rank["staging"] for rank in plan(make_config(tree))["ranks"]]
-    # Ranks count dp within pp. By the paper's rule stage 1, the second shard, has dp index 1.
+    # `planned` has one rank of each stage. Ranks 2 and 3 are dp indices 0 and 1 of stage 1. By the
+    # paper's rule index 1 saves this stage, because the stage is the second shard.
     assert planned == [staged[0], staged[3 if scatter == "paper" else 2]]
     assert (min(staged) == 0) is (scatter == "paper")
     states = sum(math.prod(p.shape) for p in whole_model(make_config(tree).model).parameters())
     each = 12 + 2 * bool(interval)
-    assert sum(staged) == pytest.approx(each * states, rel=0.01)  # padding
+    assert sum(staged) == pytest.approx(each * states, rel=0.01)  # plus padding
     assert plan(make_config(tree | {"checkpoint": {}}))["memory"]["staging"] == 0

@@ -15,7 +15,7 @@ def test_large_values_whose_sum_overflows_are_finite():
 
 
 class Broken(nn.Module):
-    """Computes NaN from finite numbers."""
+    """Module that computes NaN from finite numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.nan

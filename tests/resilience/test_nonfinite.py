@@ -57,9 +57,9 @@ ASYNC = AT_SAVE | {"checkpoint__async_save": True}
     ],
 )
 def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
-    """Damage rank 1's memory after update 2. It is found before update 4 changes masters, or before
-    the checkpoint of step 3 is committed; in the background where an infinite second moment does
-    not end training."""
+    """Damage rank 1's memory after update 2. The damage is found before update 4 changes masters,
+    or before the checkpoint of step 3 is committed. With async_save, an infinite second moment is
+    found while training continues."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
     (_, first), (name, message) = ranks(
         2, damage_state, tree, 1, state, value, 2, start_world=False
@@ -96,7 +96,8 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 
 def save_damaged(tree: dict) -> str:
-    """Run 4 updates, damage a state after the last and save it; return the parameter's name."""
+    """Run 4 updates, damage a state on the last rank after the fourth, and save it without the
+    check; return the parameter's name."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None
@@ -113,7 +114,7 @@ def save_damaged(tree: dict) -> str:
 
 
 def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path):
-    """Its hashes are right. The run loads the checkpoint before it."""
+    """The hashes of the damaged checkpoint are right. The run loads the checkpoint before it."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
     manager.newest_valid(tmp_path).verify()
