@@ -1,4 +1,7 @@
-"""Optimus pretrains Mixture-of-Experts and dense language models. Importing it imports no torch."""
+"""Optimus pretrains Mixture-of-Experts and dense language models.
+
+Importing this package imports no torch.
+"""
 
 from __future__ import annotations
 

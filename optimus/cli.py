@@ -23,15 +23,17 @@ from optimus.errors import (
     printable_lines,
 )
 
-_PIPE_CLOSED = 128 + signal.SIGPIPE  # what a shell reports of a program that SIGPIPE ended
+_PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
+"""Seconds to wait for a reader of standard error that has stopped reading."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
-"""Commands that import torch; on a terminal they say at once that they have started."""
+"""Commands that import torch. On a terminal they first print that they are starting."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables by which users choose how OpenMP's threads wait."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (README lists them)."""
+    """Run one command and return its exit status; README lists the statuses."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
@@ -50,17 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """The process of one command; a rank among others ends as `leaves_at_once` says."""
+    """Run one command and end this process with the command's exit status, by os._exit if
+    `_leaves_at_once` returns True."""
     _open_standard_streams()
     from optimus.launch.environment import read_rank
     from optimus.observe.log import set_up_logging
 
     set_up_logging(read_rank())
     _avoid_spinning()
-    # For interpreters that libraries start, as torch.compile does: none imports from the working
-    # directory, which may belong to others.
+    # Libraries such as torch.compile start interpreters, which must not import from the working
+    # directory: it may belong to another user.
     os.environ["PYTHONSAFEPATH"] = "1"
-    if sys.argv[1:2] == ["train"]:  # other commands may have files to remove
+    if sys.argv[1:2] == ["train"]:  # other commands may have to remove files before they end
         from optimus.launch.signals import exit_on_stop_signals
 
         exit_on_stop_signals()
@@ -71,7 +74,7 @@ def process() -> NoReturn:
     try:
         code = main()
     except BrokenPipeError:
-        if not _reader_has_gone():  # another pipe than standard output
+        if not _reader_has_gone():  # the broken pipe is not standard output
             raise
         code = _PIPE_CLOSED
     except Exception:
@@ -85,10 +88,10 @@ def process() -> NoReturn:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the exit flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter's exit flushes once more
         code = code or _PIPE_CLOSED
     except (OSError, ValueError):
-        pass  # the exit reports it
+        pass  # the interpreter's exit reports the error
     sys.exit(code)
 
 
@@ -102,14 +105,15 @@ def _reader_has_gone() -> bool:
 class _Stderr:
     """Standard error that can neither end nor block a command.
 
-    Text that cannot be written is dropped: the reader has exited, the terminal is closed, the disk
-    is full. A reader that stopped reading is waited for once; after that, lines are dropped and
-    counted until it reads again, because other ranks would take a blocked rank for lost.
+    Text that cannot be written is dropped, for instance if the reader has exited, the terminal is
+    closed or the disk is full. If a reader has stopped reading, one write waits _STALL_S seconds
+    for it; after that, lines are dropped and counted until the reader reads again, because other
+    ranks would take a blocked rank for lost.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._text = stream, ""
-        self._lock = threading.RLock()  # a signal handler prints, too
+        self._lock = threading.RLock()  # reentrant, since a signal handler may print, too
         self._wait_s, self._dropped = _STALL_S, 0
         self._cut = False  # whether the last byte written is inside a line
 
@@ -141,7 +145,7 @@ class _Stderr:
             if not poll.poll(1000 * self._wait_s):
                 self._wait_s, self._dropped = 0, self._dropped + data.count(b"\n")
                 return
-            # A pipe that is ready takes PIPE_BUF bytes.
+            # A pipe that is ready takes at least PIPE_BUF bytes without blocking.
             written = os.write(self._stream.fileno(), waiting[: select.PIPE_BUF])
             self._cut = waiting[written - 1 : written] != b"\n"
             waiting = waiting[written:]
@@ -161,17 +165,19 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a path need not be text in any encoding
+    if hasattr(sys.stdout, "reconfigure"):  # a path may have bytes that no encoding can decode
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr = _Stderr(sys.stderr)
 
 
 def _avoid_spinning() -> None:
-    """Let threads that wait for each other sleep, unless the user has chosen; before torch is
-    imported, because OpenMP reads this as it is loaded.
+    """Make OpenMP's threads sleep while they wait for each other, unless the user has chosen
+    otherwise. Call this before torch is imported, because OpenMP reads the setting when it is
+    loaded.
 
-    GNU's OpenMP (PyPI's torch) spins up to 17 ms, Intel's 200 ms. With more threads than free cores
-    that takes the core from the thread that is waited for: docs/benchmarks/step.md has figures.
+    By default, threads of GNU's OpenMP (PyPI's torch) spin for up to 17 ms, Intel's for up to 200
+    ms. With more threads than free cores, a spinning thread takes the core from the thread for
+    which it waits: docs/benchmarks/step.md has figures.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -183,8 +189,8 @@ def _leaves_at_once() -> bool:
 
 
 def _without_output_errors() -> contextlib.suppress:
-    """Return a context that ignores errors of writing to a closed stream: they change neither the
-    exit status nor the end of the process."""
+    """Return a context that ignores errors of writing to a closed stream, so that they do not
+    change the process's exit status."""
     return contextlib.suppress(OSError, ValueError)
 
 
@@ -214,12 +220,13 @@ def _error_of(error: Exception) -> OptimusError | None:
 
 
 def _end(error: OptimusError) -> int:
-    """Print the line of the Outcome, if this rank prints it; return its exit status."""
+    """Print the Outcome of a command that ends with `error`, if this rank is the one that prints
+    it; return the exit status."""
     from optimus.distributed.agreement import end_alone
 
     ended = end_alone(error)
     if _is_rank_of_a_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank ends with the status of the run
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else its status could replace the run's
     if ended.prints:
         with _without_output_errors():
             print(ended.line, file=sys.stderr, flush=True)
@@ -228,7 +235,8 @@ def _end(error: OptimusError) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process prints its progress: the spawner prints that of its ranks."""
+    """Return whether this process prints messages about its start. Only rank 0 does; for ranks of
+    our spawner, the spawner prints them."""
     from optimus.launch.environment import RENDEZVOUS, read_rank
 
     return RENDEZVOUS not in os.environ and read_rank() == 0
@@ -269,7 +277,8 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    # argparse ends a list of positionals at the first option; overrides may follow options, too.
+    # argparse ends a list of positional arguments at the first option, but overrides may also
+    # follow options.
     if any(text.startswith("-") or "=" not in text for text in rest) or (
         rest and not hasattr(args, "overrides")
     ):
@@ -339,8 +348,9 @@ class _PrintSettings(argparse.Action):
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     if _is_rank_of_a_launcher():  # before anything that takes time is imported
         status = OutcomeKind.FAILED.exit_status
-        # Of all ranks' statuses srun returns the highest, and 143 is higher than that of the rank
-        # whose error ends this one before its first step.
+        # srun returns the highest exit status of all ranks. If another rank fails before this one's
+        # first step, srun sends SIGTERM to this rank, whose default status, 143, would hide the
+        # status of the failed rank.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     from optimus.config import load_config
     from optimus.launch.environment import STARTED, read_launch_env
@@ -365,7 +375,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     if launch.world_size == 1:
         from optimus.train.resolve import read_inputs
 
-        read_inputs(config, 1)  # mistakes are found before torch, which takes seconds, is imported
+        read_inputs(config, 1)  # finds mistakes before torch is imported, which takes seconds
     if _speaks():
         print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)
@@ -508,7 +518,7 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
         top_k=args.top_k,
         seed=args.seed,
     )
-    if sys.stdout.isatty():  # a terminal would obey escapes that a model has learned
+    if sys.stdout.isatty():  # a terminal would execute escape sequences in the model's text
         text = printable_lines(text)
     print(text)
     return 0
@@ -549,7 +559,7 @@ def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
 
     if args.action == "status" and args.backends:
         raise ConfigError(f"kernels status {args.backends[0]}: it lists them all; leave it out")
-    import_ipex()  # xpu devices may be its own
+    import_ipex()  # some versions of torch have xpu devices only with IPEX
     if args.action == "build":
         build_kernels(args.backends)
     status = kernels_status()

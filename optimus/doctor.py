@@ -73,9 +73,9 @@ def kernels_status() -> dict[str, Any]:
 
 
 def build_kernels(names: Sequence[str]) -> None:
-    """Compile these backends, or without names all whose compiler is here, before any run does.
+    """Compile the backends `names` ahead of any run; without names, all that can be compiled here.
 
-    Raises ConfigError for the first that cannot be built, and where there is nothing to build.
+    Raises ConfigError for the first backend that cannot be built, or if none can be compiled.
     """
     for name in names:
         if name not in build.BACKENDS:
@@ -103,7 +103,8 @@ def _can_build(name: str) -> bool:
 
 
 def format_status(kernels: dict[str, Any]) -> str:
-    """Return lines for each backend: its state, and builds for other versions or devices."""
+    """Return the kernels' status as text: for each backend its state, and the reason why each other
+    build in the cache is not used."""
     lines = [f"choice: {kernels['choice']}", f"cache: {kernels['cache']}"]
     for status in kernels["backends"]:
         text = status["why_not"]
@@ -203,8 +204,8 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """Return the measured peaks for MFU, by file. A run measures a peak whose file does not exist:
-    remove the file to measure it again."""
+    """Return the measured peaks in FLOP/s to which MFU refers, by cache file. After a file is
+    removed, the next run measures that peak again."""
     return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 

@@ -2,8 +2,8 @@
 
 A user's mistake raises one of these errors with one line that names the key, the value and the
 remedy; the command line prints that line and exits with the status of the error's kind. A bug of
-Optimus is an assertion instead. Errors know nothing of other ranks: where ranks end, they agree on
-one Outcome (optimus.distributed.agreement).
+Optimus is an assertion instead. An error is of one rank only: before ranks end, they agree on one
+Outcome (optimus.distributed.agreement).
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from enum import Enum
 from typing import Literal
 
 _LINE_CHARS = 2000
-"""Longest message. Of a longer one the middle is left out, since its remedy is at the end."""
+"""Largest number of characters of a message. Of a longer one the middle is left out, since the
+remedy is at the end."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
-"""Phases of a rank: reading its command, meeting the others, building its states, its updates."""
+"""Phases of a rank: reading its command, meeting the other ranks, building its states, doing its
+updates, and benchmarking."""
 
 
 class OutcomeKind(Enum):
-    """Kinds of ends of a run or a command. The values are those of JSON."""
+    """Ways in which a run or a command can end. The values are their names in JSON output."""
 
     DONE = "done"
     FAILED = "failed"
@@ -53,12 +55,12 @@ _EXIT_STATUS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a run, as one rank found it.
+    """The way in which a run or a command ends, as one rank reports it.
 
     Attributes:
         kind: Determines the exit status.
         message: One line for the user.
-        rank: The rank that found it; rank 0 for what all ranks found.
+        rank: The rank that reports it; 0 if all ranks report the same.
         host: The machine of that rank.
         step: The update that the rank was doing; 0 before the first.
         phase: What the rank was doing.
@@ -103,7 +105,7 @@ class ConfigError(OptimusError):
 
 
 class LaunchError(ConfigError):
-    """A launcher's environment or an address by which ranks cannot find each other."""
+    """Environment variables of a launcher, or an address, with which ranks cannot meet."""
 
 
 class DataError(OptimusError):
@@ -131,8 +133,8 @@ class Stopped(OptimusError):
 
 
 class NonFiniteError(OptimusError):
-    """A NaN or an infinity before any reduction. All ranks of a run raise it together, and no
-    checkpoint was written."""
+    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks of a run raise it
+    together, and no checkpoint contains the value."""
 
     kind = OutcomeKind.NONFINITE
 
@@ -144,8 +146,8 @@ class LostPeerError(OptimusError):
 
 
 def as_optimus_error(error: Exception) -> OptimusError | None:
-    """Return the error to show the user for `error`: itself, or one line for a file or disk that
-    failed. None for a bug, which is shown with its stack."""
+    """Return the error to show the user: `error` itself, or an OptimusError of one line if a file
+    or disk failed. None for a bug, which is shown with its stack."""
     if isinstance(error, OptimusError):
         return error
     if not isinstance(error, OSError):
@@ -166,8 +168,8 @@ def one_line(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, line ends and lone surrogates as escapes: a terminal
-    executes the first, and no encoding has the last."""
+    """Return `text` with control characters, line ends and lone surrogates as escapes. A terminal
+    would execute control characters, and no encoding has lone surrogates."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
@@ -177,7 +179,8 @@ def printable_lines(text: str) -> str:
 
 
 def _printable(character: str) -> str:
-    # Cc: terminal escapes; Cf: also marks that reverse the reading direction; Zl, Zp: line ends.
+    # Cc: terminal escapes; Cf: among others, marks that reverse the reading direction; Cs: lone
+    # surrogates; Zl, Zp: line ends.
     escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
     return character if kept or not escaped else ascii(character)[1:-1]
@@ -188,7 +191,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
     Args:
         number: Number of elements.
-        noun: Their noun, in the singular.
-        plural: Its plural if that is not `noun` with an s.
+        noun: Noun for an element, in the singular.
+        plural: Plural of `noun` if it is not `noun` with an s.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -39,9 +39,11 @@ _KINDS = {"str": str, "int": int, "float": (int, float)}
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
-"""Largest spread of a measurement that is cached; others are used by one run only."""
+"""Largest spread of a measurement that is cached. A measurement with a larger one is used by one
+run only."""
 _MIN_CPU_SHARE = 0.9
-"""Least share of all threads' possible processor time; a run with less was interrupted."""
+"""Least share of the processor time that all threads could have had during a product. With less,
+other programs interrupted the product, and its time does not count."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one rank in FLOP/s, and its source."""
+    """Peak FLOP/s of one rank, and its source."""
 
     setup: Setup
     flops: float
     spread: float
-    """Relative difference between the best run and the third best or, of many, the best tenth."""
+    """Relative difference in rate between the fastest product and the third fastest; of 30 or more
+    products, the slowest of the fastest tenth."""
     method: str
     measured_at: str
     """UTC; empty for a data sheet."""
@@ -94,16 +97,16 @@ class Peak:
 def find_peak(
     device: torch.device, dtype: torch.dtype, library: str, log: Callable[[str], None]
 ) -> Peak:
-    """Return the peak of a device for matrix products.
+    """Return the peak FLOP/s of a device for matrix products.
 
-    The peak is that of the data sheet, that of the cache, or measured now. A measurement takes
-    about a second and is cached if it is reliable.
+    The peak is that of a data sheet, else that of the cache, else it is measured now. A measurement
+    takes about a second and is cached if it is reliable.
 
     Args:
-        device: of this rank; the peak of a CPU is that of its intra-op threads.
-        dtype: of the products.
-        library: name of the library that computes the products.
-        log: receives lines for the log.
+        device: Device of this rank. The peak of a CPU is that of this rank's intra-op threads.
+        dtype: Dtype of the products.
+        library: Name of the library that computes the products.
+        log: Called with each line for the log.
 
     Returns:
         The peak in FLOP/s of one rank.
@@ -136,7 +139,7 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Time many short products on this rank's threads and return the rate of the fastest.
 
-    On a CPU a product counts only if its threads had the processor. One thread is timed by its
+    On a CPU a product counts only while its threads have the processor. One thread is timed by its
     processor time. Several threads are timed by the wall clock, and a product counts if they got
     nine tenths of the processor time. If none did, the peak is the rate of one thread times their
     number, with a spread of 1. Wall-clock time alone would measure other programs on a busy
@@ -185,7 +188,7 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Return processor seconds of products on this thread."""
+    """Return the processor seconds of each of several products on this thread."""
     run = _product(size, dtype, torch.device("cpu"))
     times_s: list[float] = []
     end = time.perf_counter() + budget_s
@@ -195,8 +198,8 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Return seconds of products during which all threads had the processor; the list may be
-    empty."""
+    """Return the wall-clock seconds of products during which all threads had the processor. The
+    list may be empty."""
     run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
@@ -208,7 +211,7 @@ def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[fl
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return seconds of products on a device other than a CPU."""
+    """Return the wall-clock seconds of products on a device other than a CPU."""
     run = _product(size, dtype, device)
     times_s: list[float] = []
 
@@ -236,7 +239,7 @@ def cache_dir() -> Path | None:
 
 
 def kept_peaks() -> list[tuple[Path, Peak]]:
-    """Return the usable peaks of the cache with their files."""
+    """Return the peaks in the cache that can be used, each with the path of its file."""
     directory = cache_dir()
     paths = sorted(directory.glob("*.json")) if directory is not None else []
     peaks = ((path, read_peak(path)) for path in paths)
@@ -257,8 +260,8 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
     """Read a file that `write_peak` wrote.
 
     Args:
-        path: the file.
-        private: refuse a file or folder that another user owns or may write.
+        path: Path of the file.
+        private: Refuse the file if another user owns it or its folder, or may write to one of them.
 
     Returns:
         The peak, None if the file does not exist, or the reason why it is not used.
@@ -299,7 +302,7 @@ def _parse(data: bytes) -> Peak:
         values = {key: getattr(section, key) for key in kinds}
         is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
         texts = (text for text in values.values() if isinstance(text, str))
-        is_peak = is_peak and all(map(str.isprintable, texts))  # they are printed
+        is_peak = is_peak and all(map(str.isprintable, texts))  # the texts are printed
     if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= peak.spread < math.inf:
         raise ValueError("not a peak")
     return peak
@@ -313,7 +316,7 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{peak.setup.key}.json"
         write_peak(path, peak)
-        path.chmod(0o600)  # under umask 002 the group could write it, and it would be refused
+        path.chmod(0o600)  # under umask 002 the group could write it, and read_peak would refuse it
     except OSError as error:
         log(
             f"the peak of MFU is not cached: {error.filename or directory}: {error.strerror}; set "
@@ -327,11 +330,11 @@ def write_peak(path: Path, peak: Peak) -> None:
 
 
 class RunPeak:
-    """The peak of one run, which stays the same when the run is resumed.
+    """The peak FLOP/s to which MFU in one run refers. It stays the same when the run is resumed.
 
-    Only the first rank has it, for its threads, measured while the other ranks wait or prepare: a
-    peak that is cached must not depend on the number of ranks on the machine. What ranks lose to
-    each other therefore lowers MFU.
+    Only the first rank has a RunPeak, which is for that rank's threads. It is measured while the
+    other ranks wait or prepare, since a cached peak must not depend on the number of ranks on the
+    machine. MFU therefore becomes lower if ranks slow each other down.
     """
 
     def __init__(
@@ -343,12 +346,13 @@ class RunPeak:
         library: str,
         log: Callable[[str], None],
     ) -> None:
-        """Use the recorded peak of a resumed run, or find one and record it.
+        """Use the peak that this run has recorded, if it is resumed with the same setup; else find
+        the peak and record it.
 
         Args:
-            run_dir: directory of the run.
-            resumed: the run was started before.
-            device, dtype, library, log: as for `find_peak`; `log` also receives the peak in use.
+            run_dir: Directory of the run.
+            resumed: True if the run was started before.
+            device, dtype, library, log: As for `find_peak`; `log` also gets the peak in use.
         """
         self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False
         setup = setup_of(device, dtype, library)
@@ -363,8 +367,8 @@ class RunPeak:
         self._record()
 
     def mfu(self, flops: float) -> float | None:
-        """Return `flops` per second as a share of the peak. A rate above the peak shows that the
-        peak was too low: the rate becomes the peak, and None is returned."""
+        """Return MFU: the rate `flops`, in FLOP/s, as a share of the peak. A rate above the peak
+        shows that the peak was too low: the rate becomes the peak, and None is returned."""
         if flops <= self.peak.flops:
             return flops / self.peak.flops
         if not self._was_too_low:
@@ -381,5 +385,5 @@ class RunPeak:
         return None
 
     def _record(self) -> None:
-        with contextlib.suppress(OSError):  # the metrics, on the same disk, report its errors
+        with contextlib.suppress(OSError):  # metrics are on the same disk and report its errors
             write_peak(self._path, self.peak)

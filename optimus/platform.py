@@ -32,11 +32,11 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
     """Select the device of this rank.
 
     Args:
-        local_rank: number of this rank on its node.
-        wanted: device type, or "auto": xpu before cuda before cpu.
+        local_rank: Number of this rank on its node.
+        wanted: Device type; "auto" for the first that is available of xpu, cuda and cpu.
 
     Raises:
-        ConfigError: torch finds no device of that type, or fewer than local ranks.
+        ConfigError: torch finds no device of that type, or fewer devices than the node has ranks.
     """
     kinds = ("xpu", "cuda", "cpu") if wanted == "auto" else (wanted,)
     for kind in kinds:
@@ -61,7 +61,7 @@ def collective_backend(device: torch.device) -> str:
     """Return the torch.distributed backend for a device: xccl, ccl, nccl or gloo.
 
     Raises:
-        ConfigError: there is no backend for this xpu device.
+        ConfigError: This torch has no collective backend for xpu devices.
     """
     if device.type == "cuda":
         return "nccl"
@@ -86,15 +86,16 @@ def collective_backend(device: torch.device) -> str:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the device of tensors for a backend's collectives: this process's accelerator or the
-    CPU."""
+    """Return the device on which a backend's collectives need their tensors: this process's
+    accelerator or the CPU."""
     kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
     return torch.device(kinds.get(backend, "cpu"))
 
 
 def import_ipex() -> str:
-    """Import Intel's extension for PyTorch if it is installed and OPTIMUS_IPEX is not 0; return its
-    version, "absent", or the reason why it is not imported. docs/intel.md says what it changes.
+    """Import Intel's extension for PyTorch (IPEX) if it is installed and OPTIMUS_IPEX is not 0.
+    Return its version, "absent", or the reason why it is not imported. docs/intel.md says what IPEX
+    changes.
     """
     if os.environ.get("OPTIMUS_IPEX") == "0":
         return "left out by OPTIMUS_IPEX=0"
@@ -125,11 +126,11 @@ def use_private_compile_cache() -> None:
     Precompiled headers are always stored there, so they are switched off.
 
     Raises:
-        ConfigError: other users can rename folders of the temporary directory.
+        ConfigError: Other users can rename folders of the temporary directory.
     """
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
-    inductor = importlib.import_module("torch._inductor.config")  # it reads the variable
+    inductor = importlib.import_module("torch._inductor.config")  # the import reads the variable
     if hasattr(inductor, "cpp_cache_precompile_headers"):
         setattr(inductor, "cpp_cache_precompile_headers", False)  # noqa: B010, unknown to torch 2.8
 
@@ -158,17 +159,17 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the intra-op threads of this rank.
 
     Args:
-        threads: `train.threads`; 0 selects 1 in deterministic mode, else OMP_NUM_THREADS, else this
-            rank's share of the cores.
+        threads: `train.threads`. If it is 0, the number is 1 in deterministic mode, else
+            OMP_NUM_THREADS, else this rank's share of the cores.
         deterministic: `train.deterministic`.
-        local_world_size: ranks on this node.
+        local_world_size: Number of ranks on this node.
 
     Returns:
         The number of threads.
     """
     if threads == 0 and deterministic:
         threads = 1
-    if threads == 0:  # a list has a number for each level of nesting
+    if threads == 0:  # OMP_NUM_THREADS may be a list with a number for each level of nesting
         text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         threads = int(text) if text.isdecimal() else 0
     threads = threads or max(1, available_cores() // local_world_size)
@@ -183,8 +184,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the largest number of bytes allocated on the device so far; on a CPU, the largest
-    resident set of the process."""
+    """Return the largest number of bytes that tensors had on the device so far; on a CPU, the
+    largest resident set size of the process, in bytes."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -204,7 +205,7 @@ def device_name(device: torch.device) -> str:
 
 
 def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of `times` runs."""
+    """Return the wall-clock seconds of the fastest of `times` calls of `run`."""
     best = float("inf")
     for _ in range(times):
         synchronize(device)

@@ -23,24 +23,24 @@ from optimus.evaluate.load_model import load_resolved
 def evaluate_checkpoint(
     checkpoint: str, data: str, batch_size: int, instances: int
 ) -> dict[str, Any]:
-    """Return the held-out loss of a model on one device.
+    """Return the held-out loss of a model, computed on one device.
 
-    Attention is limited to documents if the configuration in the directory of the weights sets
-    `data.document_mask`. Without a configuration, as in a Hugging Face directory, it crosses
-    documents.
+    Attention stays within documents if the configuration in the directory of the weights sets
+    `data.document_mask`. Without a configuration, as in a Hugging Face directory, attention crosses
+    the boundaries of documents.
 
     Args:
-        checkpoint: path as for `optimus.load_model`.
-        data: directory of a data set.
-        batch_size: instances per forward pass.
-        instances: number of instances to evaluate; 0: all.
+        checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
+        data: Directory of a data set.
+        batch_size: Instances per forward pass.
+        instances: Number of instances to evaluate; 0: all.
 
     Returns:
         The arguments, the mean cross-entropy in nats (`loss`) and the number of tokens.
 
     Raises:
-        ConfigError: an argument is invalid.
-        DataError: the data set does not fit the model.
+        ConfigError: An argument is invalid.
+        DataError: The data set does not fit the model.
     """
     if batch_size < 1 or instances < 0:
         raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
@@ -76,21 +76,22 @@ def evaluate_checkpoint(
 def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
-    """Return `prompt` and its sampled continuation, which ends before the first of `eos_token_ids`.
+    """Return `prompt` and its sampled continuation, which ends with the first token that is one of
+    the model's `eos_token_ids`.
 
-    The tokenizer is that in the directory of the weights.
+    The tokenizer is read from the directory of the weights.
 
     Args:
-        checkpoint: path as for `optimus.load_model`.
-        prompt: must not be empty.
-        new_tokens: largest number of sampled tokens.
-        temperature: 0 selects the likeliest token.
-        top_k: number of likeliest tokens to sample from; 0: all.
-        seed: of the random draw.
+        checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
+        prompt: Text to continue; must not be empty.
+        new_tokens: Largest number of tokens to sample.
+        temperature: Temperature of the sampling; 0 selects the likeliest token.
+        top_k: Number of likeliest tokens to sample from; 0: all.
+        seed: Seed of the random draws.
 
     Raises:
-        ConfigError: an argument is invalid.
-        DataError: the tokenizer is missing or does not fit the model.
+        ConfigError: An argument is invalid.
+        DataError: The tokenizer is missing or does not fit the model.
     """
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")

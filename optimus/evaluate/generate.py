@@ -1,4 +1,4 @@
-"""Sampling of continuations."""
+"""Sampling of tokens that continue a prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PROMPT_TOKENS = 16
 _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
-"""Function from tokens int64 [1, n] to logits [1, m, V], the last of which are those of the next
-token; None on a rank whose stages compute no logits."""
+"""Function from tokens int64 [1, n] to logits [1, m, V], of which the last, [:, -1], are for the
+next token. It returns None on a rank whose stages compute no logits."""
 
 
 @torch.no_grad()
@@ -34,22 +34,22 @@ def generate(
     group: Group = ALONE,
     source: int = 0,
 ) -> Tensor:
-    """Sample tokens after `prompt`; a collective of `group`.
+    """Sample tokens after `prompt`. A collective of `group`.
 
     Args:
-        model: computes logits; it is called on all ranks of the group.
+        model: Function that computes logits; called on all ranks of `group`.
         prompt: int64 [n], n >= 1.
-        new_tokens: largest number of tokens to sample.
-        context: largest number of last tokens that the model receives.
-        temperature: 0 selects the likeliest token.
-        top_k: number of likeliest tokens to sample from; 0: all.
-        seed: the only input of the random draws apart from the logits.
-        stop_tokens: tokens after which sampling ends.
-        group: ranks that compute the model together.
-        source: rank of the group that has logits and draws the tokens.
+        new_tokens: Largest number of tokens to sample.
+        context: Largest number of tokens that the model receives: the last ones.
+        temperature: Temperature of the sampling; 0 selects the likeliest token.
+        top_k: Number of likeliest tokens to sample from; 0: all.
+        seed: Seed of the random draws, which otherwise depend only on the logits.
+        stop_tokens: Tokens after which sampling ends.
+        group: Ranks that compute the model together.
+        source: Rank of `group` that has the logits and draws the tokens.
 
     Returns:
-        The new tokens, int64, without the prompt; the same on all ranks.
+        The new tokens, int64, without the prompt but with a stop token; the same on all ranks.
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
@@ -76,8 +76,9 @@ def sample_text(
     stop_tokens: Collection[int] = (),
     **options: Any,
 ) -> str:
-    """Return the start of the first instance of `dataset` and its continuation, up to the end of a
-    document or one of `stop_tokens`; the same on all ranks. `options` are those of `generate`."""
+    """Return text: the start of the first instance of `dataset` and its sampled continuation, which
+    ends with the end of a document or with one of `stop_tokens`. The text is the same on all ranks.
+    `options` are further arguments of `generate`."""
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
     new = generate(model, prompt, new_tokens, **options)
@@ -85,7 +86,8 @@ def sample_text(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    # Do not fail on one rank while others wait: the checks of training report such values.
+    # A non-finite value must not fail here, on one rank while the others wait; the checks of
+    # training report it.
     logits = logits.nan_to_num(-_LARGEST, _LARGEST, -_LARGEST)
     if temperature == 0:
         return int(logits.argmax())

@@ -14,12 +14,12 @@ from optimus.distributed.collectives import Group
 from optimus.distributed.exact import exact_sums
 from optimus.model.transformer import Transformer
 
-_AT_ONCE = 16  # microbatches in memory; a pipeline runs them in rounds of its length
+_AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline together
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean cross-entropy in nats over the targets of `tokens` read tokens."""
+    """Mean cross-entropy, in nats, over the targets of the `tokens` tokens that were read."""
 
     loss: float
     tokens: int
@@ -40,22 +40,24 @@ def held_out_loss(
     max_instances: int = 0,
     document_mask: bool = False,
 ) -> HeldOutLoss:
-    """Evaluate the first instances of a data set; a collective of `group`.
+    """Evaluate the first instances of a data set. A collective of `group`.
 
-    Batches are the same on every layout, and their sums are added exactly. Batches of a round have
-    the same size on all data ranks, because expert parallelism requires it: first the complete
-    batches, then the remaining instances in batches of one. A data rank without a batch in a round
-    runs the first batch of the round and does not count it.
+    Batches are the same on every layout, and their sums are added exactly. In each round every data
+    rank evaluates one batch. The batches of a round have the same size, because expert parallelism
+    requires it: first come the complete batches, then the remaining instances in batches of one. A
+    data rank that has no batch in the last round runs the first batch of the round and does not
+    count it.
 
     Args:
-        cross_entropies: computes the sums of microbatches.
-        dataset: the instances.
-        batch_size: instances per batch.
-        group: all ranks that take part.
-        data_rank: this rank's number among `num_data_ranks`; batch j belongs to data rank j mod
+        cross_entropies: Function that computes the cross-entropy sums of microbatches.
+        dataset: The instances.
+        batch_size: Instances per batch.
+        group: All ranks that take part.
+        data_rank: Index of this rank's data rank. Batch j belongs to data rank j mod
             num_data_ranks.
-        max_instances: number of instances to evaluate; 0: all.
-        document_mask: limit attention to documents, as `data.document_mask` does in a run.
+        num_data_ranks: Number of data ranks.
+        max_instances: Number of instances to evaluate; 0: all.
+        document_mask: Keep attention within documents, as `data.document_mask` does in a run.
 
     Returns:
         The mean loss and the number of tokens; the same on all ranks.
@@ -84,7 +86,7 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return the function that computes `CrossEntropies` with a whole model on one device."""
+    """Return a `CrossEntropies` function for a model that is whole on one device."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

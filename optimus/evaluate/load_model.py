@@ -20,13 +20,13 @@ def load_model(
     """Load the model at `path`.
 
     Args:
-        path: a Hugging Face directory, a checkpoint, or a run directory (its newest valid
-            checkpoint).
-        dtype: of the parameters and logits.
-        device: of the model.
+        path: A Hugging Face directory, a checkpoint, or a run directory, of which the newest valid
+            checkpoint is loaded.
+        dtype: Dtype of the parameters and logits.
+        device: Device of the model.
 
     Returns:
-        The model: `model(tokens)` with int64 [B, S] returns logits [B, S, V].
+        The model, in evaluation mode. `model(tokens)` with int64 [B, S] returns logits [B, S, V].
 
     Raises:
         CheckpointError: `path` has no usable model.
@@ -37,9 +37,9 @@ def load_model(
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Load the model from a directory that `manager.resolve` has returned and so checked."""
+    """Load the model from a directory that `manager.resolve` has checked and returned."""
     config = model_config_of(source)
-    with open_weights(config, source) as weights:  # it compares sizes before the model takes memory
+    with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
         with torch.device(device):
             model = Transformer(config).to(dtype)
         fill(model, weights)

@@ -1,4 +1,4 @@
-"""Parameters, operations and memory of a configuration, from shapes alone."""
+"""Number of parameters, FLOPs and memory of a configuration, computed from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _GIB = 1 << 30
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """Return the resources of a run as a dict for JSON; a bare `[model]` is enough.
+    """Return the resources of a run as a dict for JSON. A configuration may have only `[model]`.
 
-    Always has `total_params`, `active_params`, `world`, and `memory`: the bytes of model states on
-    the fullest rank, without activations, and `staging`, host memory for checkpoint.async_save
-    that `total` does not include. `ranks` has the same figures by mesh coordinate; they do not
-    depend on dp and ep. With `train.seq_len` also `flops_per_token`, with a global batch
-    `flops_per_step`, and with a number of steps `tokens` and `flops` of the whole run. FLOPs are
-    those of CONTRACT.md, forward and backward. With `parallel.dp` = 0 the world has one replica.
+    The result always has `total_params`, `active_params`, `world`, `memory` and `ranks`. `memory`
+    has the bytes of model states, without activations, on the rank that has most, and `staging`,
+    the host memory for checkpoint.async_save, which is not in `total`. `ranks` has the same figures
+    for each coordinate along the axes of UNEQUAL, since they do not depend on dp and ep.
+
+    With `train.seq_len` the result also has `flops_per_token`; with a global batch as well,
+    `flops_per_step`; with a number of steps, too, `tokens` and `flops` of the whole run. FLOPs are
+    those of forward and backward, as CONTRACT.md defines them. If `parallel.dp` is 0, the world has
+    one replica of the model.
     """
     train = config.train
     total, active = count_parameters(config.model)
