@@ -1,4 +1,4 @@
-"""Print the losses of the demo and where its results are: `python scripts/demo_summary.py DEMO`."""
+"""Print the demo's losses and the paths of its results: `python scripts/demo_summary.py DEMO`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ NAMES = {
     ),
     **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
 }
-"""Names that say nothing about what they hold."""
+"""Names that say nothing about their values, and advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
 """A docstring begins with a verb or a noun phrase."""
@@ -93,7 +93,7 @@ _COMMENTS = {
 
 
 class Finding(NamedTuple):
-    """One word or name, with the line that has it."""
+    """One word or name that is not allowed, with its file, its line and a suggestion."""
 
     path: str
     line: int

@@ -1,14 +1,15 @@
-"""Tokens per CPU-second of our Loader, against Megatron-LM's GPTDataset on the same tokens.
+"""Measure tokens per CPU-second of our Loader and of Megatron-LM's GPTDataset on the same tokens.
 
-The peer runs in its own environment, in turn with ours, each pass in a fresh process:
+The peer, GPTDataset, has a separate virtual environment. Runs of our Loader and of the peer take
+turns, each in a fresh process:
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
     python scripts/bench/data_loader.py --peer peer/bin/python
 
-CPU-seconds are of the whole process, our reading thread included, after one pass that warms the
-page cache. GPTDataset is charged for `dataset[i]` alone: no collating, no workers, no mask.
-Ours is charged for ready batches [8, context] as the training loop takes them. Also measured: a
-later epoch (permuted), document masks, three data sets mixed, and opening 10,000 shards.
+CPU-seconds are those of the whole process, including our reading thread, after one pass that warms
+the page cache. For GPTDataset only `dataset[i]` is timed: no collating, no workers, no mask. For
+our Loader, complete batches [8, context] are timed, as the training loop reads them. Also measured:
+a later epoch (permuted), document masks, a mixture of three data sets, and opening 10,000 shards.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BATCH = 8
 MEAN_DOCUMENT = 500
 SHARDS = 10_000
 PASSES = 10
-"""Timed passes of ours: one is too short to time well."""
+"""Number of timed passes of our Loader, of which one is too short to be timed precisely."""
 VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
@@ -49,9 +50,11 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
-    """A Megatron data set of random ids in documents of some 500 tokens, and ours imported from it.
+    """Make a Megatron data set of random ids in documents of some 500 tokens, and three of ours
+    with the same tokens in different orders.
 
-    Ids are random since no reader looks at them; lengths of documents are geometric.
+    Ids are random, since the time to read them does not depend on their values. The lengths of
+    documents have a geometric distribution.
     """
     import numpy as np
 
@@ -78,7 +81,8 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """PASSES timed passes of the Loader, after one that warms."""
+    """Time PASSES passes of the Loader, after one that warms the page cache. Return the number of
+    tokens, the CPU-seconds of the passes and the CPU-seconds to open the data set."""
     import torch
 
     from optimus.data.dataset import TokenDataset
@@ -104,13 +108,13 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
                 for step in range(first, first + steps)
                 for microbatch in loader.microbatches(step)
             )
-            if round_number:  # the first warms
+            if round_number:  # the first pass only warms the page cache
                 cpu_s, tokens = cpu_s + time.process_time() - start, tokens + read
     return {"tokens": tokens, "cpu_s": cpu_s, "open_s": open_s}
 
 
 def open_many(folder: Path) -> float:
-    """CPU-seconds to open a data set of SHARDS shards; the median of five."""
+    """Return the wall-clock seconds to open a data set of SHARDS shards: the median of five."""
     from dataclasses import replace
 
     from data_prep import layout
@@ -141,7 +145,7 @@ def open_many(folder: Path) -> float:
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """The JSON object that a command prints on the last line of its standard output."""
+    """Run a command; return the JSON object in the last line of its standard output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
@@ -150,12 +154,13 @@ def child(command: list[str]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and extremes."""
+    """Return the median and the extremes of `values`."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rounds; ours and the peer's in turn, so that load on the machine affects both."""
+    """Run all rounds and return the results. Our Loader and the peer run in turn, so that other
+    load on the machine affects both."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):
@@ -199,7 +204,8 @@ def main() -> None:
         print(json.dumps(read_ours(args.pass_of, args.variant)))
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        result = bench(args, Path(folder))  # optimus-data's output is not the result
+        # optimus-data's output goes to standard error: standard output is for the JSON result.
+        result = bench(args, Path(folder))
     print(json.dumps(result, indent=1))
 
 

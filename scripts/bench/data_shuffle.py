@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Measure shuffling and sharding against reading and writing the same bytes, and at many rows.
+"""Measure shuffling and sharding: time against that of a plain copy, peak memory, and scaling.
 
     python scripts/bench/data_shuffle.py ratio [--megabytes 1000] [--context 4096] [--rounds 5]
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` makes random token arrays, then takes turns within one run: a plain copy (read a block in
-order, write it, fsync each file) in blocks and files as large as sharding's, `shuffle` + `shard` by
-gather, and by bucket. `memory` measures the peak resident memory of sharding N short rows under a
-limit. `scaling` gives one worker a corpus and two workers two such corpora. One JSON object each.
+`ratio` makes random token arrays and times three contestants, which take turns in each round: a
+plain copy (read a block in order, write it, fsync each file) with blocks and files as large as
+those of sharding; `shuffle` and `shard` with the strategy `gather`; the same with `bucket`.
+`memory` measures the peak resident memory of shuffling and sharding N short rows under a memory
+limit. `scaling` measures weak scaling of tokenization: one worker gets a corpus, two workers get
+two copies of it. Each command prints one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ UNIT_TOKENS = 32 << 20
 
 
 def make_token_arrays(out: Path, tokens: int) -> None:
-    """Token arrays of random ids of 16 bits, `tokens` in all, as `import` makes them."""
+    """Make token arrays of `tokens` random ids of 16 bits with `optimus-data import`."""
     save_tokenizer(out.with_suffix(".json"), VOCAB)
     rng, folder = np.random.default_rng(0), out.with_suffix(".ids")
     folder.mkdir()
@@ -60,13 +62,13 @@ def make_token_arrays(out: Path, tokens: int) -> None:
         ids[-1] = 0  # the end of a document
         np.save(folder / f"{number:05d}.npy", ids)
     words = ["import", "--input", str(folder), "--tokenizer", str(out.with_suffix(".json"))]
-    with contextlib.redirect_stdout(sys.stderr):  # what it says is not the result
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the JSON result
         assert optimus_data([*words, "--out", str(out), "--workers", "1"]) == 0
     shutil.rmtree(folder)
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Read the arrays in order and write files of `file_bytes`, in blocks, each file durably."""
+    """Copy the arrays in order, a block at a time, to files of `file_bytes`; fsync each file."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -90,7 +92,7 @@ def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return the wall-clock and CPU seconds of `work`."""
     os.sync()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -102,7 +104,7 @@ def ratio(args: argparse.Namespace) -> dict:
     rows = args.megabytes * 10**6 // row_bytes
     request = ShuffleRequest(args.context, seed=1, shard_bytes=args.shard_size)
     _, memory = divide_memory(args.memory, 1)
-    block = min(memory * 3 // 4, args.shard_size)  # a shard that fits is written at once
+    block = min(memory * 3 // 4, args.shard_size)  # a shard that fits in memory is one block
     times: dict[str, list[tuple[float, float]]] = {"copy": [], "gather": [], "bucket": []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
@@ -121,7 +123,7 @@ def ratio(args: argparse.Namespace) -> dict:
                     else functools.partial(prepare, out, name)
                 )
                 shutil.rmtree(out)
-                if turn:  # the first warms the page cache
+                if turn:  # the first turn only warms the page cache
                     times[name].append(done)
     result: dict = {"rows": rows, "row_bytes": row_bytes, "block_bytes": block}
     for name, pairs in times.items():
@@ -137,7 +139,7 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """The most memory of processes that shuffle and shard N rows of `context` tokens."""
+    """Return the peak memory of the processes that shuffle and shard N rows of `context` tokens."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)
@@ -162,7 +164,7 @@ def memory(args: argparse.Namespace) -> dict:
 
 
 def scaling(args: argparse.Namespace) -> dict:
-    """Tokenize a corpus with one worker, two copies of it with two: weak scaling."""
+    """Measure weak scaling: tokenize a corpus with one worker and two copies with two workers."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Tokens per CPU-second of `optimus-data tokenize` and of its peers on one corpus and tokenizer.
+"""Measure tokens per CPU-second of `optimus-data tokenize` and of peers on the same corpus.
 
     python scripts/bench/data_tokenize.py --corpus corpus.jsonl --tokenizer tokenizer.json \
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
-Each peer runs from a virtual environment of its own (`pip install datatrove tokenizers orjson`;
-`dolma`, which uv resolves in seconds and pip does not in minutes; `torch==2.13.0 megatron-core
-transformers sentencepiece six triton`, with a checkout of Megatron-LM at the same version, whose
-tools/preprocess_data.py is what runs). Rounds are interleaved: each in turn, one worker each; CPU
-seconds are of all processes a contestant starts, start-up included. `bare` is the loop that reads
-the same file and only encodes. The ids of every contestant are compared with the bare loop's;
-peers take special-token text for the token itself, so the corpus should not spell one. dolma
-strips documents, drops empty ones, and asks for an id that is text: with it among the peers, all
-read the corpus so rewritten.
+Each peer has a separate virtual environment. datatrove: `pip install datatrove tokenizers orjson`.
+dolma: `uv pip install dolma`, which takes seconds; pip does not resolve it in minutes. Megatron-LM:
+`pip install torch==2.13.0 megatron-core transformers sentencepiece six triton`, and a checkout of
+Megatron-LM at the same version, of which tools/preprocess_data.py is run.
+
+All contestants have the same tokenizer and one worker. They run in turn in each round. CPU seconds
+are those of all processes that a contestant starts, including their start-up. The contestant `bare`
+is a loop that only reads the file and encodes. The ids of every contestant are compared with those
+of `bare`. Peers encode the text of a special token as the token itself, so the corpus should not
+contain such text. dolma strips documents, drops empty ones, and needs ids of documents that are
+text: if dolma is among the peers, all contestants read a corpus that is rewritten in this form.
 """
 
 from __future__ import annotations
@@ -106,11 +108,11 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
 def run_once(
     name: str, python: str, args: argparse.Namespace, eos: int
 ) -> tuple[float, float, Path]:
-    """CPU seconds, wall seconds, and the folder of the output."""
+    """Run a contestant; return its CPU seconds, wall-clock seconds and the folder of its output."""
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    if name == "megatron":  # it takes a folder as the Hugging Face libraries write one
+    if name == "megatron":  # it reads a tokenizer from a Hugging Face directory
         shutil.copy(args.tokenizer, out / "tokenizer.json")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
         (out / "tokenizer_config.json").write_text(json.dumps(config))
@@ -134,7 +136,7 @@ def run_once(
 
 
 def ids_of(name: str, out: Path) -> np.ndarray:
-    """The ids a contestant wrote, in its order."""
+    """Return the ids that a contestant wrote, in the order of its output."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
@@ -143,7 +145,7 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """`equal`, or how the ids differ: dolma orders documents otherwise."""
+    """Return `equal`, or the difference of the ids. dolma writes documents in another order."""
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (
@@ -156,7 +158,8 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """Write the corpus in the form that dolma needs: see above."""
+    """Write the corpus in the form that dolma needs (see the module's docstring); return its
+    path."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
@@ -168,7 +171,7 @@ def rewritten(corpus: Path, work: Path) -> Path:
 
 
 def version_of(python: str, names: tuple[str, ...]) -> str:
-    """Installed versions of these packages, as that interpreter sees them."""
+    """Return the versions of the packages `names` that the interpreter `python` imports."""
     code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
     done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")[:-1])

@@ -3,14 +3,15 @@
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
-`interpretation`: the loop over a list whose actions do nothing, not recorded. `bookkeeping`: one
-rank with four stages of a model that adds one number to its input, so that the rest is the
-entry into autograd and the executor's bookkeeping; the time of the same forwards and backwards
-called by hand is subtracted. CPU seconds of one thread; medians and quartiles.
+`interpretation`: the executor's loop over a list of actions that do nothing and are not recorded.
+`bookkeeping`: one rank runs four stages of a model that only adds a number to its input, so that
+nearly all of its time goes into entering autograd and into the executor's bookkeeping. The time of
+the same forward and backward passes without the executor is subtracted. Both are CPU time of one
+thread, with medians and quartiles.
 
-`posting`: the time to post a send or a receive of a message of --bytes to another process over
-gloo, from the executor's actions: wall-clock time, since gloo's threads share the work. Waiting
-for a message is none of it.
+`posting`: the time that the executor's actions take to post a send or a receive of a message of
+--bytes to another process over gloo. It is wall-clock time, since gloo's threads share the work,
+and does not include waiting for a message.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ STAGES = 4
 
 
 class OneNumber:
-    """A stage whose model is a number added to the stream."""
+    """A stage whose model adds its only parameter, a number, to the input."""
 
     def __init__(self, number: int, stages: int = STAGES) -> None:
         self.is_first, self.is_last = number == 0, number == stages - 1
@@ -58,7 +59,7 @@ class OneNumber:
 
 
 class Interpreted(Executor):
-    """Plays the list with a table of actions that do nothing."""
+    """An executor whose loop runs with a table of actions that do nothing."""
 
     def run_nothing(self, microbatches: list) -> None:
         table = dict.fromkeys(self._table, lambda action: None)
@@ -69,7 +70,7 @@ class Interpreted(Executor):
 
 
 def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
-    """The same forwards and backwards with no executor."""
+    """Run the same forward and backward passes without an executor."""
     for tokens, ids in microbatches:
         outputs: list[Any] = []
         inputs: list[Any] = []
@@ -97,7 +98,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """One of two processes that send each other microbatches of a pipeline of two stages."""
+    """Run one of two processes, each a stage of a pipeline, that send each other microbatches. The
+    first process prints the times to post a message."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels
@@ -145,7 +147,7 @@ def main() -> None:
         executor.run(microbatches, lambda stage, microbatch: None, lambda: None)
 
     whole, hand = [], []
-    for _ in range(args.repeat):  # in turn, so that load affects both
+    for _ in range(args.repeat):  # in turn, so that other load on the machine affects both
         whole += measure(run, 1)
         hand += measure(lambda: by_hand(stages, microbatches), 1)
     show("with autograd entry, all", [1e6 * s / len(compute) for s in whole])

@@ -19,7 +19,7 @@ from optimus.bench import meters, moe, step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Return the device's name and the page, from parts.tsv and the outputs in FOLDER."""
+    """Return the device's name and the page, made from parts.tsv and the results in `folder`."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     bodies: list[str] = []
     header: dict[str, str] = {}
@@ -56,7 +56,7 @@ def _body(result: dict[str, Any]) -> str:
 
 
 def _last(folder: Path, name: str) -> str:
-    """The last line that a part without figures wrote, such as pytest's count."""
+    """Return the last line in the log of a benchmark, such as pytest's count; "" without a log."""
     path = folder / f"{name}.log"
     lines = path.read_text().split("\n") if path.exists() else []
     text = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,7 +1,7 @@
-"""Reads an epoch of a Megatron-LM data set with its own GPTDataset; run by data_loader.py.
+"""Time the reading of one epoch of a Megatron-LM data set with Megatron-LM's GPTDataset.
 
-This half needs megatron-core and nothing of Optimus:
-PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE prints one JSON object.
+data_loader.py runs this script, which needs megatron-core and no package of Optimus.
+`PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.datasets.utils import Split
 
 
 class Tokenizer:
-    """Attributes that GPTDataset reads from a tokenizer."""
+    """The attributes of a tokenizer that GPTDataset reads."""
 
     vocab_size, eod, pad = 50257, 0, -1
 
@@ -40,14 +40,14 @@ def main(stem: str, context: int, cache: str) -> None:
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        create_attention_mask=False,  # the cheapest setting: kernels make their own mask
+        create_attention_mask=False,  # the cheapest setting: attention kernels make the mask
     )
     start = time.process_time()
     indexed = GPTDataset.build_low_level_dataset(stem, config)
     documents = numpy.arange(GPTDataset.numel_low_level_dataset(indexed), dtype=numpy.int32)
     dataset = GPTDataset(indexed, stem, documents, None, Split.train, config)
     open_s = time.process_time() - start
-    for number in range(len(dataset)):  # the page cache and whatever else warms up
+    for number in range(len(dataset)):  # an untimed pass warms the page cache and others
         dataset[number]
     start, tokens = time.process_time(), 0
     for number in range(len(dataset)):

@@ -1,9 +1,10 @@
-"""Measure the speed-up of a model's training by the MoE block, and predict it from its share.
+"""Measure how much our MoE block speeds up a model's training, and predict it from block times.
 
 The experts of one model are replaced between passes, so that everything else is the same, and the
-contestants take turns. A pass is forward, loss and backward of one microbatch; the update is left
-out, being the same for all. The block alone is timed in the same turns on as many tokens: with it
-a peer's pass of T seconds, of which the blocks take B, is predicted to take T - B + B_ours.
+contestants take turns. A pass is forward, loss and backward of one microbatch; it does not include
+the update, which is the same for all contestants. In each turn one block alone is also timed, on as
+many tokens. If a peer's pass takes T seconds, of which its blocks take B, the same pass with our
+blocks is predicted to take T - B + B_ours seconds.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 """
@@ -39,7 +40,8 @@ _CLOCKS = ("wall", "cpu")
 
 
 class Contest:
-    """A model whose layers' experts are ours or a peer's, over the same weights."""
+    """A model whose experts can be switched between ours and each peer's, all with the same
+    weights."""
 
     def __init__(
         self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
@@ -75,12 +77,13 @@ class Contest:
         return terms.ce_sum / terms.num_targets + self.config.aux_loss_coef * terms.aux
 
     def block(self, x: Tensor) -> Tensor:
-        """The first MoE block alone."""
+        """Return the output of the first MoE block alone."""
         return self._layers[0](x)[0]
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """(wall, cpu) seconds of a whole pass and of one block, by contestant and round."""
+    """Return (wall, cpu) seconds of each whole pass and of each single block, by contestant and
+    round."""
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     dtype = next(contest.model.parameters()).dtype
@@ -89,7 +92,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     unit_grad = torch.ones((), device=device)
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
-        # New tokens each time, and an untimed pass before: see optimus.bench.moe on oneDNN.
+        # Each timed pass has new tokens and follows an untimed pass with other tokens;
+        # optimus.bench.moe gives the reason, oneDNN's cache of compiled products.
         before, tokens = (
             torch.randint(config.vocab_size, batch, generator=generator).to(device)
             for _ in range(2)
@@ -115,7 +119,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Medians, how much faster ours is, and how much faster its blocks alone make it."""
+    """Return median times, the measured speed-up of a pass by our block, and the predicted one."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

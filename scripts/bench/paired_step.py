@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""An update of this checkout against one of another, say an older commit's.
+"""Compare the time of an update in this checkout with that in another, such as an older commit's.
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
-Each round runs `optimus bench step` in both, in turn and in either order; the figure is the median
-over rounds of this one's seconds by the other's, of processor time and of the clock.
+Each round runs `optimus bench step` in both checkouts; the first to run alternates between rounds.
+The result is, for CPU time and for wall-clock time, the median over rounds of this checkout's
+seconds divided by the other's.
 """
 
 from __future__ import annotations
