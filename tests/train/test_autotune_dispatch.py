@@ -1,4 +1,4 @@
-"""The dispatcher of expert parallelism as runs choose, record and keep it."""
+"""Runs choose the dispatcher of expert parallelism, record it, and keep it when they resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Run with a real measurement whose result is then replaced; return the log."""
+    """Run with a real measurement of the dispatchers, but replace the result; return the log."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
@@ -37,13 +37,14 @@ def run_measured(tree: dict) -> str:
 
 
 def run_unmeasured(tree: dict) -> str:
-    """Run where a measurement would be an error; return the log."""
+    """Run without the function that measures dispatchers, so that a measurement would fail; return
+    the log."""
     autotune.time_dispatchers = None
     return told_by(tree)
 
 
 def run_as_on_xpu(tree: dict) -> str:
-    """Run on the CPU with the dispatch that ranks on an Intel GPU choose; return the log."""
+    """Run on the CPU with the dispatcher that a run on Intel GPUs would choose; return the log."""
     choose = autotune.choose_dispatch
     autotune.choose_dispatch = lambda device_type, *rest: choose("xpu", *rest)
     return run_unmeasured(tree)
@@ -100,13 +101,13 @@ def test_auto_on_other_devices_is_measured_or_kept(device_type):
 
 
 def model_on(device_type: str) -> SimpleNamespace:
-    """Return a substitute for a rank's model on a device that this machine lacks."""
+    """Return a substitute for a rank's model on a device that this machine does not have."""
     parameter = SimpleNamespace(device=torch.device(device_type))
     return SimpleNamespace(parameters=lambda: iter([parameter]), modules=list)
 
 
 def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
-    """Neither measures nor gathers states, which are missing."""
+    """The states are None and the measurement is removed, so the choice must use neither."""
     monkeypatch.setattr(autotune, "time_dispatchers", None)
     groups = SimpleNamespace(mesh=Mesh(ep=2))
     for setting, expected in (("auto", "allgather"), ("alltoall", "alltoall")):

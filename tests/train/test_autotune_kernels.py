@@ -1,4 +1,4 @@
-"""Ranks agree on kernels, write down what they took, and keep to it when they resume."""
+"""Ranks agree on the kernels, record them in the configuration, and keep them when they resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Run with an environment for each rank; return the ConfigError that it raised, or ""."""
+    """Run with additional environment variables for each rank; return the message of the usage
+    error that ended the run, or ""."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -89,7 +90,8 @@ def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
     ],
 )
 def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_path, name, message):
-    """Even though a model without experts uses no kernels and the other ranks ask for none."""
+    """The run ends even though a model without experts uses no kernels and the other rank selects
+    none."""
     tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
     environ = {"1": {"OPTIMUS_KERNELS": name}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
@@ -114,7 +116,7 @@ def test_unavailable_explicit_choice_is_refused_with_status_2(
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny_config(tiny_data, tmp_path / "run", **FAST)))
     monkeypatch.setenv("OPTIMUS_KERNELS", "sycl")
-    for number, more in enumerate(([], ["kernels.backend=torch"])):  # the environment wins
+    for number, more in enumerate(([], ["kernels.backend=torch"])):  # the variable overrides it
         run_dir = f"train.run_dir={tmp_path}/{number}"
         assert optimus(["train", str(config), run_dir, *more]) == 2
         first, error = capsys.readouterr().err.splitlines()
@@ -138,8 +140,8 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run; return how often this rank measured and the form at the end. With `finds`, measurements
-    have that result, by rank."""
+    """Run; return how often this rank measured, and the implementation of grouped products at the
+    end. With `finds`, a measurement on rank R returns finds[R]."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -204,7 +206,7 @@ def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
 
 @needs_torch_form
 def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
-    """Rows of 20 numbers of bf16 are 40 bytes; torch's grouped products want a multiple of 16."""
+    """Rows of 20 bf16 numbers are 40 bytes; torch's grouped products require a multiple of 16."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
     with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
@@ -216,15 +218,14 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
-    """4 numbers of fp32 are 16 bytes; each half of them has 8, too few for torch's form."""
+    """4 fp32 numbers are 16 bytes, which torch's form supports. With tp 2 a rank has half of them,
+    8 bytes, which it does not."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]
     halves = {**narrow, "train__max_steps": 4, "parallel__tp": 2}
-    for run_dir in (
-        tmp_path,
-        tmp_path / "fresh",
-    ):  # a resume with that form recorded; a measurement
+    # The first run resumes with torch's form recorded; the second one measures.
+    for run_dir in (tmp_path, tmp_path / "fresh"):
         tree = tiny_tree(tiny_data, run_dir, **halves)
         assert ranks(2, run_with, tree, {}, start_world=False, timeout_s=120) == ["", ""]
         assert recorded(run_dir)["grouped_gemm"] == "loop"

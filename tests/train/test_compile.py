@@ -1,7 +1,7 @@
-"""`train.compile`: the same losses and gradients, no break in the graph, nothing else changed.
+"""`train.compile`: the same losses and gradients, without graph breaks.
 
-Most tests keep torch.compile's front (dynamo, the joint graph of forward and backward) and leave
-out the C++ compiler that follows it, which takes a minute; OPTIMUS_TEST_COMPILE=1 adds that.
+Most tests run only the first stages of torch.compile (dynamo, the joint graph of forward and
+backward). The C++ compiler that follows takes a minute; OPTIMUS_TEST_COMPILE=1 adds its test.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def test_blocks_compile_all_the_way():
 
 
 def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
-    """Return losses and last evaluation of a run, compiled graphs and breaks in them. Needs a new
-    process: compiling is refused once IPEX is imported, as libraries of other tests do."""
+    """Run; return the losses, the loss of the last evaluation, the number of compiled graphs and
+    the graph breaks. This needs a new process: compiling is refused after an import of IPEX, which
+    libraries in other tests import."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     train(make_config(tree), read_launch_env())
     run_dir, counts = Path(tree["train"]["run_dir"]), torch._dynamo.utils.counters

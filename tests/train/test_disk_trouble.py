@@ -32,7 +32,7 @@ from tests.helpers.tiny import tiny_tree
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
-    """Run while the second rank's write of step 4 hangs until update 10."""
+    """Run while rank 1's write of the checkpoint of step 4 hangs until update 10."""
     return run_with(tree, hold_writes({4: 10} if read_launch_env().rank == 1 else {}))
 
 
@@ -50,7 +50,7 @@ def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_
 
 
 def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run while no byte is free from update 8 to before update 18."""
+    """Run with a disk that is full from update 8 until before update 18."""
     filler = Path(folder) / "filler"
 
     def before(step: int) -> None:
@@ -65,7 +65,8 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run with this file system mounted read-only from update 12 to before update 21."""
+    """Run with the file system at `folder` mounted read-only from update 12 until before update
+    21."""
 
     def before(step: int) -> None:
         if read_launch_env().rank == 0 and step in (12, 21):
@@ -77,14 +78,14 @@ def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A separate file system of 3 MB."""
+    """Mount a separate file system of 3 MB and return its path."""
     with small_disk(tmp_path / "disk", "3m"):
         yield tmp_path / "disk"
 
 
 @BOTH
 def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
-    """There is no space for metrics either; they are written later."""
+    """Metrics do not fit either. They are written later."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
@@ -124,7 +125,7 @@ def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk,
 
 
 def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
-    """Run while writes of metrics.jsonl fail in these steps; writes of checkpoints succeed."""
+    """Run while writes of metrics.jsonl fail in `steps`. Writes of checkpoints succeed."""
     plain = JsonLines._write
 
     def before(step: int) -> None:
@@ -156,7 +157,8 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Run with space for a full checkpoint or for a model, but a byte too little for both."""
+    """Run with enough space for a full checkpoint or for a model-only one, but one byte too few for
+    both."""
     plain, due = shutil.disk_usage, []
     release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
@@ -179,12 +181,13 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Run with just enough space for a full checkpoint, and once it is written for a model."""
+    """Run with just enough space for a full checkpoint and, after it is written, for a model-only
+    one."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
         while missing := ask(saver):
-            time.sleep(0.01)  # the ranks' threads are writing
+            time.sleep(0.01)  # threads of the ranks are writing
         return missing
 
     def after(run: Run) -> None:
@@ -200,7 +203,8 @@ def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
 
 
 def run_without_space(tree: dict[str, Any]) -> Ended:
-    """Run without any free space; a save that fails keeps no copies of frozen parameters."""
+    """Run without any free space. Check that failed saves keep no fp32 copies of frozen
+    parameters."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
@@ -239,7 +243,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
     ended = ranks(2, run_with_space_for_full_or_model, tree, start_world=False)
     lines = warnings(ended[0])
     assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
-    if async_save:  # else the full checkpoint is written already
+    if async_save:  # else the full one is already written
         assert "older checkpoints, and the full one of its step " in lines[0], lines
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -247,7 +251,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
 
 
 def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run while other files take 700 kB at update 11."""
+    """Run, and write another file of 700 kB to the disk before update 11."""
 
     def before(step: int) -> None:
         if step == 11:
@@ -258,7 +262,8 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @BOTH
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Each is named once; the warning gives the free space, again when little is left."""
+    """A warning names each directory once and gives the free space. Another warning follows when
+    little space is left."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):
@@ -277,8 +282,8 @@ def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, 
         spaces = [line for line in lines if "GB free, and a save takes 0.00" in line]
         shared = [line for line in lines if "every user of this machine" in line]
         assert len(lines) == len(spaces) + len(shared) + 2, lines
-        if not async_save:  # saving threads may see files of each other
-            assert len(spaces) == 3, lines  # two with a name, then the disk gets full
+        if not async_save:  # else threads may count each other's files
+            assert len(spaces) == 3, lines  # 2 with names, 1 of little space
         assert "2 old directories of checkpoints cannot be removed; " in spaces[-1]
         names = sorted(path.name for path in directory.iterdir())
         assert names == ["model-00000012", *(f"step-{step:08d}" for step in (2, 4, 10, 12))]

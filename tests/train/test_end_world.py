@@ -1,4 +1,5 @@
-"""End of a rank: no thread of its world remains, no wait, and the rank keeps its exit status."""
+"""End of a rank: no thread of its world remains, it waits for no other rank, and its exit status is
+kept."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def threads_of_gloo() -> list[str]:
 
 
 def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
-    """Return the number of gloo threads in a rank's last update and the names of those at its end,
-    while a reference cycle, with garbage collection off, keeps the trained run alive."""
+    """Return the number of gloo threads during a rank's last update, and the names of the gloo
+    threads after the command. References to the run, and garbage collection switched off, must not
+    keep threads alive."""
     gc.disable()
     most, kept = [], []
     plain = Run.update
@@ -89,7 +91,7 @@ def test_rank_keeps_its_status_with_a_full_stderr():
 
 
 def fail_during_a_collective() -> None:
-    """End rank 1 by an error during a collective that rank 0 never joins."""
+    """Raise an error on rank 1 during a collective that rank 0 never joins."""
     import optimus.cli
 
     def trouble(*args) -> None:

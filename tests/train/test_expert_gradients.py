@@ -1,4 +1,5 @@
-"""Updates in which experts add gradients to chunks directly: bit-identical to autograd's."""
+"""Updates in which experts add gradients directly to chunks: bit-identical to updates whose
+gradients autograd adds."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ BATCH, STEPS = 8, 2
 class Updates(NamedTuple):
     results: list[tuple[float, ...]]
     states: dict[str, str]
-    """Digests of gradients and masters on this rank, by name."""
+    """SHA-256 of every gradient and master, by name."""
     buffers: int
     """Number of backward passes of expert layers that allocated gradients outside chunks."""
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
-    """Return updates with gradients written to chunks directly, and with autograd's."""
+    """Run the same updates with gradients that experts write directly to chunks, and with gradients
+    from autograd; return both."""
     torch.set_num_threads(1)
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
@@ -116,13 +118,14 @@ def test_compiled_blocks_use_autograd(monkeypatch):
 
 
 def test_nonfinite_expert_gradient_is_detected(tmp_path):
-    """The check reads chunks, so it covers gradients that experts add directly."""
+    """The check for NaN reads chunks, so it covers gradients that experts add to chunks
+    directly."""
     torch.set_num_threads(1)
     plain = experts_loop.swiglu_backward_into
 
     def broken(h, start, da, weights, slot, first, count, outs) -> None:
         plain(h, start, da, weights, slot, first, count, outs)
-        outs[1][0, 0] = torch.nan  # only in the gradient of down
+        outs[1][0, 0] = torch.nan  # affects only the gradient of down
 
     experts_loop.swiglu_backward_into = broken
     try:

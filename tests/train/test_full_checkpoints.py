@@ -1,4 +1,5 @@
-"""Full checkpoints on real ranks: loaded bit-identically under any layout, each byte read once."""
+"""Full checkpoints on real ranks: they load bit-identically under any layout, and each byte is read
+once."""
 
 from __future__ import annotations
 
@@ -35,14 +36,15 @@ BLOCK = 10_000
 
 
 class Built(NamedTuple):
-    """States of a rank, and its model, whose layout places them in whole tensors."""
+    """States of a rank, and the rank's model. The layout of the model places each state in its
+    whole tensor."""
 
     states: RankStates
     shard: RankModel
 
 
 def build(tree: dict[str, Any]) -> Built:
-    # Small, so that a file has many blocks and stripes.
+    # Small sizes, so that a file has many blocks and stripes.
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
     distribute.STRIPE = 3000
     config, _, groups, _, shard = make_shard(tree)
@@ -53,7 +55,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return values that only this tensor has, with -0.0 among them, which addition may change."""
+    """Return values that no other tensor has. Some are -0.0, which an addition would change to
+    0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
@@ -61,7 +64,8 @@ def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def slices(built: Built):
-    """Yield a state's name, this rank's memory of a parameter and the values it should hold."""
+    """Yield for each state and parameter the state's name, the memory of this rank's slice and the
+    values that the slice should have."""
     for shard in built.states.shards:
         for slot in shard.chunk.slots:
             low = max(slot.start, shard.first)
@@ -84,7 +88,8 @@ def save(tree: dict[str, Any], final: str) -> None:
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
-    """Return the number of files that this rank opened and of bytes it read; compare each bit."""
+    """Load a checkpoint and compare every bit; return how many files this rank opened and how many
+    bytes it read."""
     built, manifest = build(tree), manager.read_manifest(final)
     for shard in built.states.shards:
         for memory in shard.states.values():
@@ -109,7 +114,7 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
-    """Many ranks need a byte; a single rank opens its file and reads it."""
+    """Several ranks need the same bytes, but only one opens the file and reads them."""
     settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
     settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
     tree = tiny_tree("d", "r", **settings)
@@ -125,7 +130,7 @@ def test_each_byte_is_read_once_by_the_whole_job(
 
 @pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
 def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
-    """The last stage divides the embedding of the first stage into other shards."""
+    """The last stage needs the embedding of the first stage in other shards than that stage."""
     tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
@@ -134,8 +139,8 @@ def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_pa
 
 
 def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
-    """The shard of a rank is damaged. The step after the older checkpoint is repeated, appears once
-    in the metrics, and the run equals the run without damage."""
+    """The shard of rank 1 is damaged. The step after the older checkpoint is repeated and appears
+    once in the metrics, and the run equals a run without damage."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -150,7 +155,7 @@ def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:
-    """Run while the first read of the second rank's shard file fails."""
+    """Run; the first read of the shard file of rank 1 fails."""
     plain, failures = ShardReader.read, [errno.EIO]
 
     def read(reader: ShardReader, *arguments: Any) -> None:
@@ -173,7 +178,8 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
-    """The only full checkpoint is damaged near its end, so some of its moments were read before."""
+    """The only full checkpoint is damaged near the end, so some of its moments are loaded before
+    the damage is found. They must not remain."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

@@ -1,4 +1,5 @@
-"""Weights that a run starts with: read once, by one rank, and never whole in memory."""
+"""Weights that a run starts with: one rank reads them, once, and never has the whole model in
+memory."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def piecewise(size: int) -> None:
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """Return the opens and bytes that this rank read, and its whole masters."""
+    """Load weights in chunks of `size`; return the numbers of files opened and bytes read by this
+    rank, and the masters gathered to whole tensors."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
@@ -61,7 +63,8 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
 
 @pytest.fixture(scope="module")
 def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
-    """Return by tied or not: a model-only checkpoint, a full one, and directories of both kinds."""
+    """Return, for a model with and without tied embeddings, the paths of a model-only checkpoint, a
+    full checkpoint, a Hugging Face directory, and a model converted back from that."""
     paths: dict = {}
     for tied in (False, True):
         run = tmp_path_factory.mktemp("initial") / "run"
@@ -92,10 +95,10 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
     read, masters = results[0]
     files = list(path.glob("*.safetensors" if kind != "full" else "shard-*"))
     stored = sum(file.stat().st_size for file in files)
-    if kind == "full":  # one of three states, and at most a block of the next
+    if kind == "full":  # only masters, not moments
         assert read["opens"] == len(files)
         assert read["bytes"] <= stored + len(files) * shards.HEADER_BYTES
-    else:  # headers once more, to compare names and shapes before anything is built
+    else:  # the first open reads headers, to compare names and shapes
         heads = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files]
         assert read["opens"] == 2 * len(files)
         assert read["bytes"] <= stored + 2 * sum(heads)
@@ -108,8 +111,8 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the bytes of weights that this rank read in a whole run, and the files that it hashed
-    in addition."""
+    """Run; return the number of bytes of weights that this rank read, and the names of the files
+    that it read again for a hash."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):
@@ -124,7 +127,8 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
 def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
-    """The hash is compared while it is read; three readers of tensor positions read the header."""
+    """The hash is computed while the weights are read, so they are not read again. The header is
+    read three more times, for the positions of tensors."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = manager.model_path(tmp_path, 2)
@@ -203,7 +207,8 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Return the additional bytes that the process uses to read and distribute a model."""
+    """Return the peak of the additional bytes that the process uses while it reads and distributes
+    a model."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
@@ -212,12 +217,12 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
     opening, world = partial(open_weights, config.model, Path(path)), start_world(device="cpu")
     take = lambda name, values, start: sizes.append(values.numel())  # noqa: E731
     peak = peak_of(lambda: load_weights(layout, take, opening, world))
-    assert sum(sizes) == 2 * sum(map(math.prod, shapes))  # loaded twice
+    assert sum(sizes) == 2 * sum(map(math.prod, shapes))  # peak_of runs it twice
     return peak
 
 
 def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
-    """Less than half of the largest tensor, less than an eighth of the model."""
+    """Loading uses less memory than half of the largest tensor, and than an eighth of the model."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")

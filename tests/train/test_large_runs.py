@@ -19,8 +19,8 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Return for the first rank of each stage the bytes of its states, its elements of experts and
-    its elements of other parameters."""
+    """Return for the first rank of each stage the bytes of the states, the number of elements of
+    expert parameters, and that of other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     stages = []

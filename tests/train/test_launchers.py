@@ -1,4 +1,5 @@
-"""`optimus train` under cluster launchers: metrics equal those of one process, errors are clear."""
+"""`optimus train` under cluster launchers: metrics equal those of one process, and one rank prints
+an error."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
 def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """Open MPI ranks find each other; MPICH gives no job name to derive a port from, so set one."""
+    """With Open MPI ranks derive a port from the name of the job. MPICH gives no such name, so the
+    test sets the port."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -73,7 +75,8 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
-    """MPICH ends no rank when another ends: ranks agree on which prints, and all exit with 2."""
+    """MPICH does not end a rank when another ends. The ranks agree on the one that prints, and all
+    exit with 2."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -83,13 +86,15 @@ def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
 
 @pytest.fixture
 def optimus(tmp_path) -> Path:
-    """Return the command; fakes of qsub and of the mpiexec of PALS are in the same folder."""
+    """Return the path of the command `optimus`. Fakes of qsub and of PALS's mpiexec are in the same
+    folder."""
     fake_pbs.install(tmp_path / "bin")
     return install(tmp_path / "bin" / "optimus", "optimus.cli")
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):
-    """Start 2 x 2 ranks with the job script. Hosts of the fake have no names: use 127.0.0.1."""
+    """Start 2 x 2 ranks with the job script. The fake's hosts have no names, so the ranks meet at
+    127.0.0.1."""
     command = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
     path = f"{optimus.parent}:{os.environ['PATH']}"
     environ = {"PATH": path, "OPTIMUS": str(optimus), "MASTER_ADDR": "127.0.0.1"} | more
@@ -109,7 +114,7 @@ def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_pa
     (line,) = our_lines(done)
     assert done.returncode == 2 and "start 8 ranks or change the sizes" in line
     done = pbs(optimus, config, run, MASTER_ADDR="nowhere.invalid")
-    lines = our_lines(done)  # each rank resolves the name; the first that fails ends the others
+    lines = our_lines(done)  # of each rank that got that far
     assert done.returncode == 2 and "nowhere.invalid is no host" in lines[0]
     done = pbs(optimus, config, run, MASTER_PORT="99999")
     assert done.returncode == 2 and "MASTER_PORT=99999 is no port" in our_lines(done)[0]
@@ -157,7 +162,7 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
-    """The command may end without reading a job that is longer than a pipe's buffer."""
+    """The job is longer than a pipe's buffer, and the command ends without reading it."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}

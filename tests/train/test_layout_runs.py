@@ -1,4 +1,5 @@
-"""Runs of models divided over ranks: resumed on other layouts, with NaN, and with a lost rank."""
+"""Runs of models that are divided over ranks: resumed with other layouts, with NaN, and with a lost
+rank."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_nan_of_a_rank_is_reported_on_all_ranks(ranks, tiny_data, tmp_path, layo
     name, message = reports[1]
     for words in ("rank 1", "step 3", target, name):
         assert words in message
-    assert manager.newest_valid(tmp_path).step == 2  # nothing was saved with NaN in it
+    assert manager.newest_valid(tmp_path).step == 2  # no state with NaN was saved
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
 
@@ -119,7 +120,7 @@ def test_nan_that_collectives_spread_is_reported_with_its_first_rank(
 
 
 def lose_a_peer(tree: dict, signal_number: int) -> None:
-    """Kill or stop rank 1 in the middle of step 2, as its second microbatch begins."""
+    """Kill or stop rank 1 in the middle of step 2, at the start of the second microbatch."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
 
@@ -158,7 +159,7 @@ def test_rank_that_waits_for_a_lost_rank_reports_its_action(
 
 
 def train_without_the_last(tree: dict) -> RunEnded | None:
-    """Kill the last rank in its first update; return how the run ended on the others."""
+    """Kill the last rank in the first update; return the RunEnded of the other ranks."""
     launch = read_launch_env()
     if launch.rank == launch.world_size - 1:
         loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)

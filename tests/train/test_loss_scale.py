@@ -1,4 +1,4 @@
-"""fp16: gradients travel scaled, an overflow anywhere skips the update everywhere."""
+"""fp16: gradients are scaled, and an overflow on any rank skips the update on all."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def make_scale(**optim) -> LossScale:
 
 def test_the_scale_halves_and_doubles():
     scale = make_scale(loss_scale_growth_steps=3)
-    assert scale.scale == 65536 * 8  # of 6 microbatches, rounded up
+    assert scale.scale == 65536 * 8  # 6 microbatches, rounded up to 8
     scale.after_overflow()
     assert (scale.scale, scale.skipped) == (65536 * 4, 1)
     for _ in range(2):
         scale.after_update()
-    scale.after_overflow()  # restarts the count of good steps
+    scale.after_overflow()  # the count of good steps restarts
     for _ in range(3):
         assert scale.scale == 65536 * 2
         scale.after_update()
@@ -65,9 +65,10 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run updates on the same microbatches; at step and rank `poisoned` a gradient is infinite.
+    """Run updates on the same microbatches. If `poisoned` is (step, rank), a gradient is infinite
+    there.
 
-    Return by step: the result, and masters and moments of this rank after it.
+    Return for each step the result of the update, and this rank's masters and moments after it.
     """
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = own_batch(groups)
@@ -75,7 +76,7 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
     for step in range(1, steps + 1):
         handle = None
         if poisoned == (step, world.rank):
-            # A norm's: deferred weight gradients (zb-h1) call no hook.
+            # The parameter of a norm: hooks are not called for deferred weight gradients (zb-h1).
             last = [p for n, p in shard.model.named_parameters() if "norm" in n][-1]
             handle = last.register_hook(lambda grad: torch.full_like(grad, math.inf))
         result = updater.run(step, batch)
@@ -123,8 +124,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_scaled_gradients_match_fp32(ranks, size, layout):
-    """Norms, losses and moments against fp32 on one process, within fp16's own rounding (2^-11 a
-    number). AdamW forgives a factor, its moments do not; auxiliary losses begin on every stage."""
+    """Compare gradient norms, losses and moments with those of one process in fp32; fp16 rounds by
+    up to 2^-11. AdamW's update would hide a wrong factor of all gradients, but the moments show it.
+    Auxiliary losses are large, because they add gradients on every stage."""
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
     (plain,) = ranks(1, run_updates, single, 3, start_world=False)
@@ -159,8 +161,9 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """After updates skipped for too large a scale, the first that is done has the bits of a run
-    that begins with its scale; powers of two round nothing, so that another gives the same norm."""
+    """Updates are skipped while the scale is too large. The first update that is done has the bits
+    of a run that starts with that scale. Scales are powers of two and cause no rounding, so a
+    smaller one gives almost the same norm."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30
@@ -198,12 +201,12 @@ def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, s
         train_on(ranks, size, tree)
     lines = metrics_of(tmp_path / "whole")
     assert lines[0]["loss_scale"] == 2.0**36
-    assert lines[-1]["skipped_steps"] > 0  # or nothing would be restored
+    assert lines[-1]["skipped_steps"] > 0  # else the test restores nothing
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
 def fail_as_a_backend_without_the_operation():
-    x = torch.ones(2, 2).to_mkldnn()  # torch raises NotImplementedError
+    x = torch.ones(2, 2).to_mkldnn()  # addmm raises NotImplementedError
     torch.addmm(x, x, x)
 
 
@@ -214,7 +217,7 @@ def fail_in_two_lines():
 @pytest.mark.parametrize("fail", [fail_as_a_backend_without_the_operation, fail_in_two_lines])
 def test_device_without_an_fp16_operation_is_refused_in_a_line(monkeypatch, fail):
     model, device = tiny_config("d", "r", **HALF).model, torch.device("cpu")
-    fp16_check.check_fp16(model, device)  # this torch has all operations
+    fp16_check.check_fp16(model, device)  # this torch supports fp16
     monkeypatch.setattr(fp16_check.Transformer, "losses", lambda self, tokens: fail())
     message = "train.dtype = 'fp16'.*addmm.*use 'bf16'"
     with pytest.raises(fp16_check.ConfigError, match=message) as refused:

@@ -36,11 +36,11 @@ def test_fragmented_heap_shrinks_and_a_stable_heap_is_kept():
     output = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
     lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     start, _, little, much, *between, late = lines
-    assert start[0] > 59e6 and start[1] < 25e6  # first: all that starting left
-    assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # the system may take a page
-    assert much[0] > 12e6 and much[1] > 12e6  # too soon after the last trim
+    assert start[0] > 59e6 and start[1] < 25e6  # the first trim frees most
+    assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # no trim; may differ by a page
+    assert much[0] > 12e6 and much[1] > 12e6  # no trim: too soon after the last
     assert all(abs(grown) < 1e6 for _, grown in between)
-    assert late[0] < 1e6 and late[1] < -6e6  # a quarter of it is kept
+    assert late[0] < 1e6 and late[1] < -6e6  # this trim frees the holes
 
 
 def test_no_op_with_another_c_library_or_without_proc(monkeypatch):
@@ -52,7 +52,7 @@ def test_no_op_with_another_c_library_or_without_proc(monkeypatch):
 
 def count_checks(tree):
     checks = []
-    MallocTrim.after_update = lambda self: checks.append(self)  # in a forked process, which ends
+    MallocTrim.after_update = lambda self: checks.append(self)  # only in this forked process
     run_tree(tree)
     return len(checks)
 

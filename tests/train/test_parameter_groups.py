@@ -1,4 +1,4 @@
-"""Weight decay and learning rates by name, and parameters that are not trained."""
+"""Weight decay and learning rates by parameter name, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
-    """During warm-up too: lr_scale multiplies the rate of the schedule. The norm for clipping is
-    that of all trained parameters of all groups."""
+    """lr_scale multiplies the learning rate of the schedule, here during warm-up. The norm for
+    clipping is that of the gradients of all trained parameters, over all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)
@@ -114,7 +114,7 @@ def test_run_with_frozen_parameters_resumes_on_other_ranks(ranks, tiny_data, tmp
         assert torch.equal(tensors[f"master.{name}"], parameter.bfloat16().float()) is is_frozen(
             name
         ) or (
-            "norm" in name  # starts at 1, where an update may be below the precision of bf16
+            "norm" in name  # near 1 an update may be below bf16's precision
         )
         assert (f"exp_avg.{name}" in tensors) is not is_frozen(name)
 

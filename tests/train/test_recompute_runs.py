@@ -1,5 +1,5 @@
-"""Whole runs that compute activations again: the bits of those that keep them. Others are those of
-test_residency.py, where states are divided, too."""
+"""Runs with recomputation have the same bits as runs that keep activations. test_residency.py has
+more such runs, with sharded states."""
 
 from __future__ import annotations
 

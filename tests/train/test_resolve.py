@@ -141,7 +141,8 @@ def test_axes_across_nodes_give_a_warning_with_their_cost():
 
     assert warnings(8) == warnings(16) == []
     (line,) = warnings(4)
-    # 4 ranks' rows of 32 tokens: 32 numbers, 2 weights and 2 choices each.
+    # The rows of 4 ranks with 32 tokens each: a token has 32 fp32 numbers, and 2 weights and 2
+    # expert numbers of 4 and 8 bytes.
     size = 4 * 32 * (32 * 4 + 2 * (4 + 8)) / 1e6
     assert "parallel.ep = 4 reaches over nodes of 4" in line and f"{size:.1f} MB" in line
     tp, ep = warnings(1)
@@ -187,7 +188,8 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """The checkpoint has 4 steps, 3 of them warm-up: the next step, 3, is its last."""
+    """The run of the checkpoint had 3 steps of warm-up, of which step 3, the next one, is the
+    last."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep it, set "
     assert expected + "optim.warmup_steps=3" in plan.changes
@@ -224,7 +226,7 @@ def _data_changes(plan):
 
 
 def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
-    """A run that has locked the directory may commit a newer checkpoint until it ends."""
+    """Until another run that has locked the directory ends, it may commit a newer checkpoint."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(RunEnded, match="in use by another run") as ended:
         train(make_config(tree), read_launch_env({}))
@@ -276,7 +278,7 @@ def test_mix_is_evaluated_on_mixed_evaluation_data(tiny_data, tmp_path):
         return plan.data.held_out
 
     mixed = evaluation_data(tiny_data, other)
-    size = eval_sets[1].num_instances  # the second gives two of three
+    size = eval_sets[1].num_instances  # two of three instances are from the second
     assert mixed.num_instances == (size // 2) * 3 + (2 if size % 2 else 0)
     expected = [
         eval_sets[1].read(0, 1),
@@ -284,7 +286,7 @@ def test_mix_is_evaluated_on_mixed_evaluation_data(tiny_data, tmp_path):
         eval_sets[1].read(1, 2),
     ]
     assert np.array_equal(mixed.read(0, 3), np.concatenate(expected))
-    few = tmp_path / "few"  # a blend has no held-out part of its own
+    few = tmp_path / "few"  # a blend without held-out data
     blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(few)]
     assert optimus_data([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0
     assert evaluation_data(tiny_data, few) is None

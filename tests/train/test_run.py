@@ -1,4 +1,5 @@
-"""Whole runs: exact on every layout, resumed to the last bit, ended with the right message."""
+"""Whole runs: exact on every layout, bit-identical after a resume, and ended with the right
+message."""
 
 from __future__ import annotations
 
@@ -57,8 +58,9 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
 
 
 def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
-    """In training and in evaluation; a mask that is off changes nothing."""
-    short = {"train__max_steps": 5}  # some of the 40 instances hold an end of document
+    """The mask changes the losses of training and of evaluation. Setting it to false changes
+    nothing."""
+    short = {"train__max_steps": 5}  # some of the 40 instances contain an EOS
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
     assert_same_run(tmp_path / "off", tmp_path / "also-off")
@@ -67,9 +69,8 @@ def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
     assert off[-1]["loss"] != on[-1]["loss"]
     evaluated = [read_json_lines(tmp_path / name / "eval.jsonl")[-1] for name in ("off", "on")]
     assert evaluated[0]["loss"] != evaluated[1]["loss"]
-    for name, record in zip(
-        ("off", "on"), evaluated, strict=True
-    ):  # `optimus eval` knows by itself
+    # `optimus eval` reads from the checkpoint whether to use the mask.
+    for name, record in zip(("off", "on"), evaluated, strict=True):
         again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 0)
         assert again["document_mask"] == (name == "on")
         assert again["loss"] == pytest.approx(record["loss"], rel=1e-6)
@@ -166,7 +167,8 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
 def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
-    """metrics.jsonl is emptied and eval.jsonl torn after step 4; earlier versions left no copy."""
+    """After step 4 metrics.jsonl is emptied and eval.jsonl is cut in the middle of a line. Runs of
+    earlier versions have no copy of them."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
@@ -199,7 +201,8 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
 
 
 def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, tmp_path):
-    """eval.jsonl and its copy are emptied: the interval of the checkpoint gives the steps."""
+    """eval.jsonl and its copy are emptied. The missing steps follow from the evaluation interval in
+    the checkpoint."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})

@@ -1,4 +1,5 @@
-"""The lock of a run directory: for this user only, and never through a link."""
+"""The lock of a run directory: only this user can open it, and it is never opened through a
+link."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
 
 
 def test_lock_is_for_this_user_only(tmp_path, capsys):
-    """Every user that can open the lock can hold it, so its mode is 0600, also of an older lock."""
+    """Every user who can open the lock file can lock it, so the mode is 0600. The mode of an older
+    lock file is changed."""
     (tmp_path / LOCK).touch()
     (tmp_path / LOCK).chmod(0o644)
     directory = RunDirectory(tmp_path)

@@ -61,8 +61,8 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
     ],
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
-    """The first save is written while further updates change the states. Full checkpoints and
-    models are equal."""
+    """The first save is written while further updates change the states. Both the full and the
+    model-only checkpoints must be equal."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
@@ -78,7 +78,8 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """Return the masters of a full checkpoint in bf16, as the safetensors library writes them."""
+    """Return the file that the safetensors library makes of the masters of a full checkpoint in
+    bf16."""
     manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
@@ -90,7 +91,7 @@ def library_bytes(run_dir: Path, step: int) -> bytes:
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Limit files of this process to 20 kB."""
+    """Limit the size of files that this process writes to 20 kB."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -100,7 +101,8 @@ def small_files() -> Iterator[None]:
 
 
 def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
-    """Run with small files on rank `victim` while it writes a full checkpoint of `steps`."""
+    """Run; limit the size of files on rank `victim` while it writes the full checkpoints of
+    `steps`, so that these writes fail."""
     plain = save_module.write_shard
 
     def write(directory, identity, *rest):
@@ -113,7 +115,8 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
 
 
 def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
-    """Run with small files on rank `victim` while it writes the model of step `failing`."""
+    """Run; limit the size of files on rank `victim` while it writes the model-only checkpoint of
+    step `failing`, so that this write fails."""
     plain = ModelSaver._write
 
     def write(saver, states, generation, step, stop):
@@ -186,7 +189,8 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """A model that is missing after a kill between the two is written when the run resumes."""
+    """The order matters if the run is killed between the two: only a missing model-only checkpoint
+    can be written from the other when the run resumes."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
@@ -213,8 +217,8 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """Set a moment of the second rank to NaN after update 4; restore it before update 5, which
-    would fail with it."""
+    """After update 4 set a moment of rank 1 to NaN. Restore it before update 5, which would fail
+    otherwise."""
     restores = []
 
     def poke(run: Run) -> None:
@@ -245,7 +249,7 @@ def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_sa
 
 
 def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
-    """Kill the second rank before update 6, while both write step 4."""
+    """Kill rank 1 before update 6, while both ranks write the checkpoint of step 4."""
     hold_writes({4: 1000})
 
     def before(step: int) -> None:
@@ -294,7 +298,8 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 
 
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
-    """Stop the second rank before update 6, while both write step 4."""
+    """Stop rank 1 before update 6, or set a weight of it to NaN after update 5, while both ranks
+    write the checkpoint of step 4."""
     release_writes = hold_writes({4: 6})
 
     def before(step: int) -> None:
@@ -335,7 +340,7 @@ def test_deadline_stops_a_run_after_a_checkpoint(ranks, tiny_data, tmp_path):
 
 
 def reason_after_a_deadline() -> str | None:
-    time.sleep(0.2)  # in place of imports, checks and the rendezvous
+    time.sleep(0.2)  # simulates imports, checks and the rendezvous
     return StopRequest(0.2).agreed(ALONE, torch.device("cpu"))
 
 
@@ -344,7 +349,8 @@ def test_deadline_counts_from_the_start_of_the_process(ranks):
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Return the output of a run whose disk has no space for the files for transformers."""
+    """Run with a disk that has no space for the tokenizer's files, which transformers needs; return
+    the output."""
 
     def complete_hf(*_: object) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
@@ -361,8 +367,9 @@ def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, t
 
 
 def stop_by_two_signals() -> str | None:
-    """Receive Ctrl-C and, inside its handler, SIGTERM on rank 0, SIGTERM alone on rank 1: the
-    spawner of `--nproc` sends both, and a rank may see them in any order."""
+    """Return the reason of a stop on which ranks agree. Rank 0 receives SIGINT (Ctrl-C) and, inside
+    the handler, SIGTERM; rank 1 receives only SIGTERM. The spawner of `--nproc` sends both, and a
+    rank may receive them in any order."""
     world = start_world()
     request, plain = StopRequest(0), signal.signal
 
@@ -386,7 +393,8 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
 
 @BOTH
 def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
-    """The full checkpoint of its step is committed, and each stage has weights of the model."""
+    """The full checkpoint of the same step is committed. Each pipeline stage writes its weights of
+    the model."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
     settings |= {"checkpoint__async_save": async_save}
     tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
@@ -404,7 +412,7 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
 
 
 def run_and_record_order(tree: dict[str, Any]) -> list[str]:
-    """Return the calls of fsync and rename in order, with the names of the files."""
+    """Run; return the calls of fsync and rename in order, with the names of the files."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -424,7 +432,8 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """The oldest full checkpoint is renamed only after the commit of the newest."""
+    """Also, the oldest full checkpoint is renamed for removal only after the newest is
+    committed."""
     settings = {
         "train__max_steps": 3,
         "checkpoint__interval": 1,
@@ -446,7 +455,8 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(
 
 
 def stop_and_check_order(tree: dict[str, Any]) -> bool:
-    """Return True if the checkpoint of the last step exists when the step is evaluated."""
+    """Run until a signal stops it; return whether the checkpoint of the last step existed after the
+    evaluation of that step."""
     plain, exists = Run.evaluate, []
 
     def evaluate(run: Run, step: int) -> None:

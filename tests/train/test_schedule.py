@@ -71,7 +71,7 @@ STORED = {"lr": 4e-3, "min_lr": 4e-4, "warmup_steps": 5, "decay_steps": 0, "sche
             200,
             "optim.decay_steps=0 optim.schedule=constant",
         ),
-        # All that changed is the number of steps, which the schedule does not depend on.
+        # These schedules do not depend on the number of steps, which is all that changed.
         ({"decay_steps": 80}, {}, 300, None),
         ({"schedule": "constant"}, {}, 300, None),
         ({}, {"decay_steps": 100}, 300, None),

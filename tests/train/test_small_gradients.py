@@ -1,4 +1,5 @@
-"""Gradients that almost cancel, and the accuracy that a layout can reach for them."""
+"""Gradients that are differences of almost equal numbers, and the accuracy that a layout can reach
+for them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHORT = {
 
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
-    """Do one update; with a seed, of parameters that are multiplied by 1 + 6e-8 * normal."""
+    """Run one update. With a seed, the parameters are first multiplied by 1 + 6e-8 * a normal
+    number, which changes their last bits."""
     plain = updates.initialise_
 
     def initialise_(model, *rest) -> None:
@@ -31,7 +33,7 @@ def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
                 for parameter in model.parameters():
                     parameter.mul_(1 + 6e-8 * torch.randn(parameter.shape, generator=generator))
 
-    layouts.STEPS, updates.initialise_ = 1, initialise_  # in this forked rank alone
+    layouts.STEPS, updates.initialise_ = 1, initialise_  # only in this forked rank
     return layouts.run_case(tree)
 
 
@@ -50,14 +52,14 @@ def worst(single: Outcome, other: Outcome) -> float:
     ],
 )
 def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
-    """These two exceed the bar of 1e-5: 9.7e-6 to 1.3e-5 with q, k and v clipped to 0.02, 3.2e-4
-    to 9.7e-4 for instances of two tokens. It is cancellation, not the layout: one process
-    whose parameters differ in their last bit (three seeds) is off by 1.6e-5 to
-    2.6e-5 and by 3.0e-4 to 3.7e-4 in the same parameters, those of attention. Clipped scores are
-    almost equal, and so are those of two tokens: the softmax's gradient is a difference that almost
-    vanishes (k_norm's has a norm of 1e-8 and 8e-6 where the embedding's has 0.5 and 3); the
-    same layout without clipping is within 8.1e-7. So the limit for the layout is twice the
-    effect of rounding.
+    """In these two cases gradients differ from one process by more than the bound of 1e-5: by
+    9.7e-6 to 1.3e-5 with q, k and v clipped to 0.02, and by 3.2e-4 to 9.7e-4 for instances of two
+    tokens. Cancellation is the cause, not the layout: in one process, changing the last bits of the
+    parameters (three seeds) changes the same gradients, those of attention, by 1.6e-5 to 2.6e-5 and
+    by 3.0e-4 to 3.7e-4. Clipped attention scores are almost equal, and so are those of two tokens,
+    so the gradient of the softmax is a difference that almost vanishes: the gradient of k_norm has
+    a norm of 1e-8 and 8e-6, that of the embedding 0.5 and 3. Without clipping, the same layout is
+    within 8.1e-7. The limit for a layout is therefore twice the effect of changing the last bits.
     """
     tree = WIDE | {"model__num_layers": 4} | model
 

@@ -18,7 +18,8 @@ def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]
 
 
 def table(text: str) -> dict[str, str]:
-    """Return the aligned lines of a summary by name; a nameless line continues the one above."""
+    """Return the aligned lines of a summary by name. A line without a name continues the line
+    above."""
     rows: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("  "):
@@ -36,7 +37,7 @@ def test_start_summary_describes_the_run(tiny_data, tmp_path, capsys):
     printed = capsys.readouterr()
     rows = table(printed.err)
     assert printed.out == "" and "warning" not in printed.err
-    # 4 experts of 3 * 32 * 16, of which a token passes through 2, in each of 2 layers.
+    # Each of 2 layers has 4 experts of 3 * 32 * 16 parameters, of which a token uses 2.
     assert "parameters" in rows["model"] and rows["model"].endswith("; fp32")
     total, active = (
         int(word.replace(",", "")) for word in rows["model"].split() if "," in word[:-1]
@@ -107,7 +108,7 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
-    """Done, stopped early, and without steps left; on the first rank only."""
+    """The runs are stopped early, without steps left, and done. Only the first rank logs."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -131,7 +132,8 @@ MISSING = {"data__path": "/nowhere"}
 
 
 def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
-    """Return the exit status of a dry run and the lines of its error or its summary."""
+    """Make a dry run; return the exit status and the lines printed, which are the error or the
+    summary."""
     config = tmp_path / "run.toml"
     config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
     code = optimus(["train", str(config), "--dry-run", *options])

@@ -1,4 +1,5 @@
-"""Experts that no token of a step reaches: zero gradients, and no collective is left out."""
+"""Experts that get no token in a step: their gradients are zero, and ranks call the same
+collectives."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 
 
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
-    """Do two updates on sequences of one token, which all take the same experts, or of many. Return
-    on the first rank: whole gradients, masters, rows of experts and calls of collectives."""
+    """Run two updates. All tokens are `token`, so all go to the same experts; with None they
+    differ. Return on the first rank the whole gradients and masters, the rows of each expert and
+    the numbers of calls of collectives."""
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)
     whole = WholeModel(config, shard.layout, groups)
@@ -72,7 +74,7 @@ def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):
     rows = many["rows"]
     assert torch.equal(rows, single["rows"])
     unrouted = rows == 0
-    assert unrouted.sum() == 2 * (8 - 2)  # of 8 experts in each of 2 layers, 2 are chosen
+    assert unrouted.sum() == 2 * (8 - 2)  # 2 layers, each with 2 of 8 experts chosen
     lr = 3e-3 * torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
     kept = float((1 - 0.1 * lr).prod())
     for layer in range(2):
@@ -81,13 +83,13 @@ def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):
             still = unrouted[layer]
             assert many["grads"][name][still].abs().max() == 0
             assert many["grads"][name][~still].abs().sum() > 0
-            # Zeros move nothing: what is left is weight decay alone.
+            # With zero gradients, only weight decay changes the masters.
             torch.testing.assert_close(
                 many["masters"][name][still], many["initial"][name][still] * kept, rtol=1e-6, atol=0
             )
     for name, gradient in single["grads"].items():
         if re.search(r"\.[qk]_(proj|norm)\.", name):
-            continue  # among equal tokens there is nothing to choose: only rounding
+            continue  # equal tokens: only rounding errors
         error = (many["grads"][name] - gradient).norm() / gradient.norm().clamp_min(1e-30)
         assert error < 1e-5, f"{name}: {error:.1e}"
     assert many["loss"] == pytest.approx(single["loss"], rel=1e-5)

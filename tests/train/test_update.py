@@ -24,13 +24,14 @@ TREE = tiny_tree(
     optim__betas=[0.8, 0.9],
 )
 STEP = 2
-"""The update that is made: the first of its optimizer, in the middle of the warm-up."""
+"""Number of the only update that is run. It is in the middle of the warm-up."""
 RATE = 3e-3 * 2 / 4
 MICROBATCHES = [numbered(n) for n in range(8)]
 
 
 def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Weights after one update, the loss and the norm before clipping, in plain torch."""
+    """Run one update in plain torch; return the weights after it, the loss, and the gradient norm
+    before clipping."""
     config = make_config(tree)
     model, optim = make_model(config), config.optim
     adamw = torch.optim.AdamW(
@@ -53,7 +54,8 @@ def make_model(config: Config) -> Transformer:
 
 
 def backward_by_hand(model: Transformer, config: Config) -> float:
-    """Give the parameters their gradients of the whole batch; its loss."""
+    """Set each parameter's `.grad` from the whole batch in one backward pass; return the batch's
+    cross-entropy loss."""
     ce, aux, z = [], [], []
     for tokens, _ in MICROBATCHES:
         terms = model.losses(tokens)
@@ -85,7 +87,7 @@ def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
 
 
 def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
-    """The first stage's are those of the embedding, the last one's those of the head."""
+    """The first stage computes the gradient of the embedding, the last stage that of the head."""
     tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
     assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
 
@@ -107,11 +109,11 @@ CLIPPING = {
     "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
     "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
 }
-"""Settings, and True if the update clips with them."""
+"""By case: settings of the optimizer, and True if the update clips gradients with them."""
 
 
 def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Return both moments of every parameter, with the settings of each tree."""
+    """Run one update with each of `trees`; return both moments of every parameter for each."""
     world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
@@ -123,8 +125,8 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """AdamW's update hides a factor that is common to all gradients; its moments show it. `within`:
-    relative tolerance, for fp16 the rounding of its products."""
+    """AdamW's update would hide a wrong factor of all gradients, but the moments show it. `within`
+    is a relative tolerance; that of fp16 covers the rounding of products."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()
