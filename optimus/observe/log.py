@@ -23,6 +23,13 @@ class _LineHandler(logging.Handler):
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Emit without the lock of a handler. Standard error has a lock of its own, which `print`
+        takes alone: with two locks, a signal handler that logs while its thread prints and another
+        thread logs would wait for ever."""
+        self.emit(record)
+        return True
+
     def emit(self, record: logging.LogRecord) -> None:
         rank = f" [rank {self.rank}]" if self.rank else ""
         level = f" {record.levelname.lower()}:" if record.levelno > logging.INFO else ""

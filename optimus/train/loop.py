@@ -37,7 +37,6 @@ from optimus.observe.events import (
     TrafficMeter,
 )
 from optimus.observe.health import TrainingHealth, measure_expert_load
-from optimus.observe.log import set_up_logging
 from optimus.observe.progress import indented
 from optimus.observe.start_up import StartUp
 from optimus.peak import RunPeak
@@ -86,7 +85,6 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
             raise it with the same Outcome.
     """
-    set_up_logging(launch.rank)
     start_up = StartUp(process)
     inputs: RunInputs | None = None
     start = ResolvedStart(Start("none"), ())  # replaced by the first rank's start

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +82,31 @@ def test_only_commands_and_progress_print():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     ]
     assert not calls
+
+
+def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
+    """A signal handler logs while its thread has the lock of standard error, for which another
+    thread waits inside the log: with a lock of the handler, neither would continue."""
+    set_up_logging()
+    blocked, release = threading.Event(), threading.Event()
+    lines: list[str] = []
+
+    class Stream:
+        def write(self, text: str) -> None:
+            if "saved" in text:
+                blocked.set()
+                release.wait(30)
+            lines.append(text)
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stderr", Stream())
+    saving = threading.Thread(target=logger.warning, args=["saved"], daemon=True)
+    saving.start()
+    assert blocked.wait(30)
+    stopping = threading.Thread(target=logger.info, args=["stopping"], daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert lines == ["optimus: stopping\n"]
+    release.set()
+    saving.join(30)
