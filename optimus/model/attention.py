@@ -82,16 +82,17 @@ def document_lengths(document_ids: Tensor) -> list[int]:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, H, S, C], k and v [B, G, S, C] -> [B, H, S, C]."""
+    """Return causal attention: q [B, H, S, C], k and v [B, G, S, C] -> [B, H, S, C]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Block-diagonal causal attention: q [B, S, H, C], k and v [B, S, G, C] -> [B, S, H, C].
+    """Return causal attention within documents: q [B, S, H, C], k and v [B, S, G, C] ->
+    [B, S, H, C].
 
-    One fused call for each document, so that masked scores are not computed: the cost is the sum of
-    L^2, not S^2, and there is no [S, S] mask (docs/benchmarks/document_mask.md).
+    Each document takes one fused call, so that no masked scores are computed: the cost is the sum
+    of L^2, not S^2, and there is no [S, S] mask (docs/benchmarks/document_mask.md).
     """
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
     outputs = [

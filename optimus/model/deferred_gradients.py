@@ -1,7 +1,8 @@
 """Deferred weight gradients, for a backward pass in two halves.
 
-Within a `DeferredGradients` context a layer's backward leaves the work for its weight gradient in
-it; otherwise the work is done at once. The results have the same bits.
+Within a `DeferredGradients` context, a layer's backward does not compute its weight gradient but
+adds the work to the context, whose `compute` does it later. Outside such a context, backward does
+the work at once. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _active: list[DeferredGradients] = []
 
 
 class DeferredGradients:
-    """Deferred weight gradients of one microbatch on one stage. A context manager around the
-    backward pass whose weight gradients it takes."""
+    """Context manager that collects the deferred weight gradients of one microbatch on one stage,
+    during the backward pass that defers them."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -35,8 +36,8 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Do the work in the order in which backward left it, and release the memory of each entry
-        after it."""
+        """Compute the gradients in the order in which they were deferred, and release the tensors
+        that each computation needs as soon as it is done."""
         while self._work:
             self._work.popleft()()
 
@@ -48,7 +49,7 @@ class DeferredGradients:
 
 
 def active_deferral() -> DeferredGradients | None:
-    """Return the context that takes deferred gradients now, if there is one."""
+    """Return the context to which gradients are deferred now; None outside of any context."""
     return _active[-1] if _active else None
 
 
@@ -62,12 +63,12 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Let the gradients of these leaves wait whole from now on, also those that are computed
-    together with the inputs' (norms, biases, routers, embeddings).
+    """Make autograd defer the gradients of these leaves as well, from now on. For norms, biases,
+    routers and embeddings, backward computes them together with the gradient of the input.
 
-    A buffer to which W has not added then has nothing of its microbatch, which deterministic mode
-    needs, since it adds buffers microbatch by microbatch. It costs one gradient of each such leaf
-    for every microbatch that waits.
+    Without this, such gradients are added before W runs. Deterministic mode must not add anything
+    of a microbatch before its W, since it adds gradient buffers microbatch by microbatch. The cost
+    is memory for one gradient of each such leaf for every microbatch that waits for its W.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))
@@ -88,7 +89,7 @@ def _accumulate_into(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad` as autograd does, and run the hooks."""
+    """Add `gradient` to `weight.grad` as autograd does, and run the hooks of `weight`."""
     if weight.grad is None:
         weight.grad = gradient
     else:
@@ -97,7 +98,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def run_hooks(weight: Tensor) -> None:
-    """Run the hooks that autograd runs after an accumulation; with older torch, chunks widen
-    gradients in one."""
+    """Run the hooks that autograd would run after it has added to `weight.grad`. With older torch,
+    `optimus.chunks` widens gradients in such a hook."""
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count all parameters, and the active ones of a token: K of E experts, everything else.
+    """Return the number of all parameters, and of those that are active for a token: of E experts
+    only K are.
 
-    The count uses the meta device and one layer for all layers with the same number of experts;
-    the largest models take milliseconds.
+    One layer is built, on the meta device, for all layers with the same number of experts, so the
+    largest models take milliseconds.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
 
@@ -41,7 +42,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Return the forward and backward FLOPs of one token in a sequence of `seq_len` tokens
     (CONTRACT.md, "Words").
 
-    A multiply-add counts 2, forward and backward 3 times forward. Matrix products of active
+    A multiply-add counts as 2 FLOPs, and backward as twice forward. Matrix products of active
     parameters count, and attention scores over the whole square as PaLM counts them (arXiv
     2204.02311, appendix B), since kernels differ in how much of the causal half they skip.
     Look-ups, norms and recomputation do not count.

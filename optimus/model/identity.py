@@ -19,7 +19,8 @@ FREE_IN_LOGITS = {
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
-    """Return the first field that makes the logits differ, with both its values; None without one.
+    """Return the first field that makes the logits differ, with its value in `ours` and in
+    `theirs`; None if there is no such field.
 
     Derived values replace 0, so that an explicit `num_key_value_heads` equals a derived one.
     """
@@ -32,8 +33,8 @@ def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, objec
 
 
 def _matters(config: ModelConfig, key: str) -> bool:
-    """Return whether a field of FREE_IN_LOGITS changes logits after all: only `dynamic` scaling
-    reads the longest context."""
+    """Return whether a field of FREE_IN_LOGITS changes logits in this configuration: dynamic
+    scaling of the rotary embedding depends on the longest context."""
     scaling = config.rope_scaling
     return key == "max_position_embeddings" and scaling is not None and scaling.type == "dynamic"
 
@@ -44,7 +45,7 @@ def setting(config: ModelConfig, key: str) -> object:
         return config.num_kv_heads
     if key == "head_dim":
         return config.head_size
-    if key == "num_experts":  # a list only where layers differ
+    if key == "num_experts":  # a list only if the numbers of the layers differ
         uniform = config.uniform_experts
         return list(config.experts_by_layer) if uniform is None else uniform
     return getattr(config, key)

@@ -1,8 +1,9 @@
-"""Initial weights that do not depend on how the model is laid out.
+"""Initial weights that do not depend on how the model is divided among ranks.
 
-Every parameter, and every expert of a merged one, draws from its own generator seeded by (seed,
-global name, expert number). Order of construction, number of ranks, threads and devices make no
-difference: a rank with some blocks or experts gets exactly their weights in the whole model.
+For every parameter, and for every expert of a merged parameter, values are drawn from a separate
+generator that is seeded by (seed, global name, expert number). So the weights do not depend on the
+order of construction, the number of ranks, threads or devices: a rank with some blocks or experts
+gets exactly the weights that these have in the whole model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ParamSlice(Protocol):
         """Shape of the whole parameter."""
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor of that shape."""
+        """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
         """Return the slice of one entry of the first dim, such as an expert."""
@@ -44,9 +45,9 @@ def initialise_(
 ) -> None:
     """Fill all parameters in place.
 
-    Norm weights are 1, biases 0; the rest is normal with standard deviation `init_std`, cut at
-    three deviations, as OLMoE does; that of the embedding is `embedding_init_std` where it is set.
-    A padding token's row is 0.
+    Norm weights are 1 and biases 0. All others are normal with standard deviation `init_std`, or
+    `embedding_init_std` for the embedding if that is set, cut at three standard deviations as in
+    OLMoE. The embedding's row of a padding token is 0.
 
     Args:
         model: a Transformer, or a rank's share of one.
@@ -88,13 +89,14 @@ class _Whole:
 def draw(
     shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
 ) -> Tensor:
-    """Return a parameter's initial value, fp32 on the CPU, with its shape in the whole model.
+    """Return the initial value of a whole parameter, fp32 on the CPU.
 
-    A rank with a slice of a parameter draws the whole and keeps its slice.
+    A rank with a slice of a parameter draws the whole parameter and keeps its slice.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()
-    # A key of 128 bits: torch's CPU generator keeps 32 of its seed, too few for 30,000 experts.
+    # The key has 128 bits. torch's CPU generator would use 32 bits of it: too few for 30,000
+    # experts, of which two could get the same.
     source = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     out = torch.empty(math.prod(shape), dtype=torch.float32)
     bound = math.erf(_CUT / math.sqrt(2))

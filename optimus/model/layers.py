@@ -90,17 +90,19 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Add the table's gradient, in each backward on a CPU, to the memory that `weight_grad`
-        returns, of any dtype, so that no gradient of the whole table is made and added for the rows
-        of a few tokens. Autograd then adds nothing to `.grad`; hooks after accumulation run all the
-        same."""
+        """Make each backward on a CPU add the table's gradient to the tensor that `weight_grad`
+        returns, which may have any dtype.
+
+        Only the rows of the batch's tokens are then written; autograd would make a gradient of the
+        whole table. Autograd adds nothing to `.grad` but still runs the hooks after accumulation.
+        """
         self._weight_grad = weight_grad
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
-        """Return these rows of the table; row `padding` receives no gradient, if there is one."""
+        """Return rows of the table. Row `padding`, if the table has it, receives no gradient."""
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
             return _LookUp.apply(self.weight, rows, padding, self._weight_grad)
@@ -109,9 +111,11 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Look-up that adds the gradients of a token's occurrences in fp32. On a CPU torch adds them in
-    the table's dtype: for a token with 200 occurrences bf16 is off by 1.4 %, this by 0.16 %, and
-    takes as long."""
+    """Look-up that adds the gradients of a token's occurrences in fp32.
+
+    On a CPU torch adds them in the table's dtype. For a token with 200 occurrences torch's sum in
+    bf16 is off by 1.4 %, this one by 0.16 %; both take the same time.
+    """
 
     @staticmethod
     def forward(

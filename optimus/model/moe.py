@@ -3,9 +3,9 @@
 Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
 token.
 
-The paper's stages: token communication is a subclass of `Experts` (`optimus.parallel.expert`),
-counting and index generation are the op `route`, expert computation and output reduction the op
-`experts`.
+The paper's stages are here as follows: a subclass of `Experts` (`optimus.parallel.expert`) does the
+token communication, the op `route` counting and index generation, the op `experts` expert
+computation and output reduction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from optimus.model.router import Router, Routing
 
 
 class FastSparseMoE(nn.Module):
-    """Mixture: x [..., D] -> (sum over a token's K experts of weight * expert(x), Routing)."""
+    """Mixture of experts: x [..., D] -> (sum over a token's K experts of weight * expert(x),
+    Routing)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class FastSparseMoE(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
-        """`save_input_only`: as in `Experts.forward`."""
+        """Return the output and the routing. `save_input_only` is as in `Experts.forward`."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
         out = self.run_experts(tokens, weights, chosen, save_input_only)
@@ -47,8 +48,9 @@ class FastSparseMoE(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts with merged weights, laid out as in transformers 5.
 
-    gate_up [E, 2F, D] has each expert's gate rows above its up rows; down is [E, D, F]. The experts
-    are those from number `first_expert` on; slots routed to other experts add nothing.
+    gate_up [E, 2F, D] has each expert's gate rows above its up rows; down is [E, D, F]. The module
+    has the E experts of the layer that begin with number `first_expert`. A token's choices of other
+    experts add nothing to its output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -61,9 +63,12 @@ class Experts(nn.Module):
         self._weight_grads: Callable[[], kernels.WeightGrads] | None = None
 
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
-        """Write the weights' gradients to the memory that `weight_grads` returns, whenever they are
-        computed. Autograd then adds nothing to `.grad`; hooks after accumulation run all the same.
-        Compiled code and experts with a frozen weight do not call it and use autograd."""
+        """Make each computation of the weights' gradients write them to the tensors that
+        `weight_grads` returns.
+
+        Autograd then adds nothing to `.grad`, but hooks after accumulation still run. Compiled code
+        and experts with a frozen weight do not call `weight_grads` and use autograd.
+        """
         self._weight_grads = weight_grads
 
     def forward(
@@ -71,7 +76,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the weighted sum of the chosen experts of each token, [T, D] in the dtype of x.
 
-        Under autocast products are in its dtype, as for a linear layer.
+        Under autocast, products are in autocast's dtype, as for a linear layer.
 
         Args:
             x: [T, D].
@@ -80,9 +85,9 @@ class Experts(nn.Module):
             save_input_only: compute the pre-activation again in backward instead of keeping it.
 
         Raises:
-            ValueError, TypeError: shapes, dtypes or devices do not match; with
-                OPTIMUS_KERNELS_DEBUG=1 also for numbers that no expert has, which otherwise add
-                nothing.
+            ValueError, TypeError: shapes, dtypes or devices do not match. With
+                OPTIMUS_KERNELS_DEBUG=1 also if no expert has a number in `chosen`; without it, such
+                a number adds nothing.
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(
@@ -100,8 +105,10 @@ class Experts(nn.Module):
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of a backward's weight gradients; called in the backward, since
-        the schedule decides."""
+        """Return the destination of the weight gradients of a backward pass.
+
+        The op calls this during backward, since only then it is known if gradients are deferred.
+        """
         deferred = deferred_gradients.active_deferral()
         if deferred is not None:
             weights = (self.gate_up, self.down)

@@ -36,8 +36,8 @@ class Rotary(nn.Module):
         return self._tables[key]
 
     def _table(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # On the CPU for the same bits on every device; outside inference mode because an evaluation
-        # may come first, and training cannot save its tensors for backward.
+        # Computed on the CPU, for the same bits on every device, and outside inference mode: if an
+        # evaluation comes first, training could not save tensors of inference mode for backward.
         with torch.device("cpu"), torch.inference_mode(False):
             frequencies, factor = inverse_frequencies(self.config, seq_len)
             angles = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * frequencies
@@ -96,8 +96,8 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend between them by turns per
-    context."""
+    """Return Llama 3's frequencies: low ones divided by the factor, high ones unchanged, and those
+    between blended by their number of turns over the original context."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -105,8 +105,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """Return YaRN's frequencies (arXiv 2309.00071): the blend is linear in the pair's number,
-    between two bounds."""
+    """Return YaRN's frequencies (arXiv 2309.00071): a blend of unchanged and divided frequencies
+    that is linear in the pair's number, between two bounds."""
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:

@@ -1,7 +1,7 @@
 """Router: the experts and weights of each token, and the auxiliary losses of their balance.
 
-A choice of experts is a function of the probabilities: to add one, put it into `CHOICES` under its
-name in `model.router`.
+A function of the probabilities chooses the experts. To add another function, put it into `CHOICES`,
+under the name that selects it in `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -19,7 +19,7 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """Statistics of one layer's router for one microbatch, from which auxiliary losses are made."""
+    """Statistics of one layer's router for one microbatch, the input of the auxiliary losses."""
 
     counts: Tensor
     """int64 [E]: rows sent to each expert; the sum is T*K."""
@@ -42,8 +42,8 @@ def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Choose expert (t*k + j) mod E for slot j of token t of the microbatch (forced uniform
-    routing). Numbers of rows of two experts differ by one at most, whatever the probabilities,
-    which still train (CONTRACT.md, "Loss")."""
+    routing). The numbers of rows of any two experts differ by at most one. The choice does not
+    depend on the probabilities, but the router still trains (CONTRACT.md, "Loss")."""
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
     chosen = slots.remainder_(experts)
@@ -58,8 +58,9 @@ CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 
 
 class Router(nn.Module):
-    """A linear layer, softmax in fp32, a choice: x [T, D] -> weights [T, K] in the dtype of x,
-    experts int64 [T, K], Routing. T are the tokens of one microbatch of one data rank."""
+    """A linear layer, softmax in fp32 and the choice of experts: x [T, D] -> weights [T, K] in the
+    dtype of x, experts int64 [T, K], Routing. T is the number of tokens of one microbatch of one
+    data rank."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,8 +91,9 @@ def layer_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return load-balancing losses and z-losses, each fp32 [layers], and counts by layer.
 
-    The sums over layers divided by the number of layers with experts are the losses; a pipeline
-    stage has the share of its layers. The Hugging Face form has one value for all layers.
+    The sum over layers, divided by the number of layers with experts, is the loss of the model; a
+    pipeline stage returns only the values of its layers. The Hugging Face form of the
+    load-balancing loss is one value for all layers.
 
     Args:
         config: the model's.
@@ -108,10 +110,10 @@ def layer_losses(
 
 
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
-    """Return the load-balancing loss in the form of transformers: layers are pooled before the
-    product, and f_e is K times larger.
+    """Return the load-balancing loss in the form of transformers: the statistics of all layers are
+    pooled before the product, and f_e is K times larger than in OLMo's form.
 
-    It couples all layers, so it needs all of them on one stage.
+    The form couples all layers, so all of them must be on one stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

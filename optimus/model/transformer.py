@@ -54,14 +54,14 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Let torch.compile make the block's passes, as one graph without breaks, at their first
-        call; hooks of the block stay outside."""
+        """Compile the block with torch.compile, as one graph without breaks, at its first call. The
+        block's hooks stay outside the graph."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> tuple[Tensor, Routing | None]:
-        """Return the block's output without the block's hooks."""
+        """Return the block's output and routing, without calling the block's hooks."""
         x = x + self.attend(x, rope, documents)
         out = self.feed_forward(x)
         out, routing = out if isinstance(out, tuple) else (out, None)
@@ -84,8 +84,8 @@ class Transformer(nn.Module):
     number, so that a pipeline stage is this model without the other stages' modules
     (`keep_stages`).
 
-    `document_ids` [B, S], of any integer dtype and best on the CPU, divide sequences into documents
-    that do not attend to each other: a document begins where the id changes (CONTRACT.md, "Data
+    `document_ids` [B, S], integers, preferably on the CPU, divide sequences into documents that do
+    not attend to each other: a document begins where the id changes (CONTRACT.md, "Data
     set"). Positions count through the sequence. Rotary embedding is relative, so a document gets
     the logits that it gets alone, up to rounding (except for rope_scaling = dynamic, which depends
     on the length of the sequence).
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
         """Return the loss of predicting tokens[:, 1:] from the tokens before (CONTRACT.md, "Loss").
 
-        The first token of a document counts too, predicted from the document before it.
+        The first token of a document is a target too, predicted from the document before it.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -130,10 +130,10 @@ class Transformer(nn.Module):
         Args:
             x: [B, S, D].
             document_ids: as for the class.
-            layers: numbers of the layers to run; None for all in this model.
+            layers: numbers of the layers to run; None for all layers of this model.
 
         Returns:
-            [B, S, D], and the routings of the layers with experts.
+            The last block's output [B, S, D], and the routings of the layers with experts.
         """
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """Return `aux` and `z` of LossTerms; the share of a stage that has some of the blocks."""
+        """Return `aux` and `z` of LossTerms; for a stage with some of the blocks, their share."""
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
@@ -184,8 +184,8 @@ class Transformer(nn.Module):
         return aux.sum() / layers, z.sum() / layers
 
     def compile_blocks(self) -> None:
-        """Let torch.compile make each block's passes. Blocks of the same settings share the code;
-        names and parameters stay as they are."""
+        """Compile each block with torch.compile. Blocks with the same settings share the compiled
+        code; names and parameters do not change."""
         for block in self.each_block():
             block.compile_run()
 
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
             if int(name) not in layers:
                 del self.blocks[name]
         if not has_first and not (has_last and self.config.tie_embeddings):
-            self.embed = None  # type: ignore[assignment]  # stages that use it have it
+            self.embed = None  # type: ignore[assignment]  # only stages that do not use it
         if not has_last:
             self.final_norm = None  # type: ignore[assignment]  # the same
             self.head = None
@@ -212,16 +212,17 @@ class Transformer(nn.Module):
     def separate_tied_uses(self) -> None:
         """Give the head's use of tied embeddings a separate leaf over the same storage.
 
-        Each use then has its own gradient, and they can be added in one order on every layout
-        (CONTRACT.md, "Deterministic mode"). Call it after the weights have their storage; casting
-        and moving the model afterwards repeats it. Code that clears or reduces gradients must
-        include those of `tied_uses`.
+        Each use then has a separate gradient, and the two can be added in the same order on every
+        layout (CONTRACT.md, "Deterministic mode"). Call this after the weights have their storage;
+        casting or moving the model repeats it. Code that clears or reduces gradients must include
+        the leaves of `tied_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
-        """Return the separate leaves by name: {} if untied or before `separate_tied_uses`."""
+        """Return the separate leaves by name: {} for an untied model or before
+        `separate_tied_uses`."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
