@@ -171,7 +171,7 @@ class ModelConfig(Section):
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads; by default that of the query heads."""
+        """Number of key and value heads; by default the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property

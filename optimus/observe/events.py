@@ -1,8 +1,8 @@
 """Records of a run, and the recorders that receive them.
 
-Whatever a run observes of itself is one of these types. The training loop, the pipeline executor
+Each observation of a run is a value of one of these types. The training loop, the pipeline executor
 and the collectives pass it to a `Recorder`; the sinks (files, TensorBoard, progress, log) are
-recorders. The base class ignores everything: where nobody observes, a record costs a method call.
+recorders. The base class ignores everything: without a sink, a record costs one method call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Value = int | float | str | None
 
 @dataclass(frozen=True)
 class MoeFigures:
-    """Router losses and expert load of one update. Loads are in units of the layer's mean."""
+    """Router losses and expert load of one update. Loads are relative to their layer's mean."""
 
     aux_loss: float | None
     """Mean over MoE layers and microbatches; None for an update skipped for an overflow."""
     z_loss: float | None
     expert_load_min: float
-    """Of all experts of all layers."""
+    """Least load of all experts of all layers."""
     expert_load_max: float
     expert_load_min_layer: int
     """Layer of the model that has the expert with the least load."""
@@ -48,15 +48,15 @@ class StepRecord:
     loss: float | None
     """Cross-entropy in nats, mean over the global batch; None for a skipped update."""
     grad_norm: float | None
-    """Before clipping; None for a skipped update."""
+    """Gradient norm before clipping; None for a skipped update."""
     lr: float
     tokens: int
-    """Read since the run began, this update's included."""
+    """Tokens read since the run began, including those of this update."""
     step_time_s: float
     tokens_per_s: float
     tflops_per_device: float
     mfu: float | None
-    """Share of the peak; None where an update was faster than the peak."""
+    """FLOP/s of the model over the peak FLOP/s of the device; None if above 1."""
     mem_bytes: int
     """Peak memory of the first rank's device."""
     moe: MoeFigures | None = None
@@ -81,7 +81,7 @@ class EvalRecord:
 
     step: int
     source: str
-    """Data that was read, such as `held-out`."""
+    """Name of the data that was read, such as `held-out`."""
     loss: float
     """Mean cross-entropy in nats."""
     tokens: int
@@ -92,8 +92,8 @@ class EvalRecord:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> EvalRecord | None:
-        """Return the record of a line of eval.jsonl, or None if the line is not one that `values`
-        made."""
+        """Return the record of a line of eval.jsonl, or None if a field is missing or has another
+        type than in the result of `values`."""
         kinds = {"step": int, "source": str, "loss": float, "tokens": int}
         if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
             return None
@@ -117,7 +117,7 @@ class ExpertLoad(NamedTuple):
     layers: tuple[LayerLoad, ...]
 
     def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
-        """Return the figures of the record of the step, over all layers."""
+        """Return the figures over all layers, for the StepRecord of the update."""
         lowest = min(self.layers, key=lambda load: load.min)
         highest = max(self.layers, key=lambda load: load.max)
         idle = sum(load.experts_without_rows for load in self.layers)
@@ -127,11 +127,11 @@ class ExpertLoad(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Payload that one rank moved in one update."""
+    """Payload of one rank's collectives and messages in one update."""
 
     step: int
     bytes_by_axes: dict[str, int]
-    """By the mesh axes of the group, such as `dp` or `dp x ep`."""
+    """Bytes by the mesh axes of the group, such as `dp` or `dp x ep`."""
 
 
 class PipelineTimes(NamedTuple):
@@ -140,7 +140,8 @@ class PipelineTimes(NamedTuple):
 
     step: int
     seconds_by_kind: dict[str, float]
-    """By kind of action, without waiting for other stages, which is under `wait`."""
+    """Seconds by kind of action. They exclude the time of waiting for other stages, which is the
+    entry `wait`."""
 
 
 class StartUpRecord(NamedTuple):
@@ -163,7 +164,7 @@ class ActionEvent(NamedTuple):
     start_ns: int
     end_ns: int
     waited_ns: int
-    """Of that, how long the action waited for what another stage sends."""
+    """Part of the time in which the action waited for data from another stage."""
 
     @property
     def busy_ns(self) -> int:
@@ -178,7 +179,7 @@ class Recorder:
     """Receives records and ignores them; sinks override the methods for those that they write."""
 
     records_actions = False
-    """Whether `action` is used. Executors read the clock for each action only if it is."""
+    """True if the recorder uses `action`. Only then do executors read the clock for each action."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run."""
@@ -188,9 +189,10 @@ class Recorder:
 
         Args:
             axes: Mesh axes along which the ranks of its group differ.
-            operation: Its name, such as `all_gather`.
-            num_bytes: Payload: the tensor that is summed or broadcast, the whole that is gathered
-                or scattered, the rows that this rank sends, those to itself included.
+            operation: Name of the operation, such as `all_gather`.
+            num_bytes: Bytes of the payload: the tensor that is reduced, broadcast or sent; the
+                whole tensor for all-gather and reduce-scatter; for all-to-all, all rows that this
+                rank sends, including those to itself.
         """
 
     def action(self, event: ActionEvent) -> None:
@@ -198,7 +200,7 @@ class Recorder:
 
 
 NO_RECORDER = Recorder()
-"""The recorder of ranks that nobody observes."""
+"""The recorder of ranks without a sink."""
 
 
 class Recorders(Recorder):
@@ -256,7 +258,7 @@ class ActionTrace(Recorder):
 
     def __init__(self) -> None:
         self.events: list[ActionEvent] = []
-        """In the order in which they ended; callers clear it between steps."""
+        """Events in the order in which the actions ended. Callers clear the list between steps."""
 
     def action(self, event: ActionEvent) -> None:
         self.events.append(event)

@@ -1,8 +1,8 @@
 """Faults of training that its loss does not show: collapsed experts and gradient-norm spikes.
 
 Every figure used here is on the host already or comes with the one transfer that `expert_loads`
-needs: no rule adds a device synchronisation or a collective. Histories begin empty, after a resume
-too, so that nothing is judged before enough updates of this process have been seen.
+needs: no rule adds a device synchronisation or a collective. Histories are empty at the start, also
+after a resume, so a rule applies only after enough updates of this process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ _CALM = 2.0
 """A spike is over once the norm is at most this many times the median."""
 
 _UPDATES = 10
-"""Updates in a row after which a layer is reported, and after which it has recovered."""
+"""Number of updates in a row after which an unbalanced layer is reported, and of balanced updates
+in a row after which a recovery is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert with less than this fraction of its share of the rows does not train."""
 _MIN_ROWS = 32
-"""Rows per expert and update below which chance alone makes loads this uneven."""
+"""Mean rows per expert and update below which loads are not judged: chance alone makes them this
+uneven."""
 
 _FIRST_PAUSE = 100
-"""Updates without a repetition after the first warning; doubled after every further one, so that a
-run of a million updates prints at most 14 of a kind."""
+"""Updates after the first warning in which it is not repeated. The number doubles after each
+repetition, so that a run of a million updates prints at most 14 warnings of a kind."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -74,11 +76,11 @@ class Notice(NamedTuple):
 
 
 class TrainingHealth:
-    """Finds when training develops one of these faults, and when it recovers."""
+    """Detector of the faults that this module describes, and of the recovery from them."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
-        # Forced uniform routing is even by construction, up to one row per microbatch.
+        # With forced uniform routing, rows of experts differ by at most one per microbatch.
         judged = model.sparse_layers and model.router != "uniform"
         self._experts = _ExpertBalance(model) if judged else None
 
@@ -86,8 +88,8 @@ class TrainingHealth:
         """Return the warnings and recoveries of one update, usually none.
 
         Args:
-            expert_rows: rows of all MoE layers and ranks, on the host.
-            grad_norm: before clipping; NaN for an update skipped for an overflow.
+            expert_rows: rows of each expert of all MoE layers, over all ranks, on the host.
+            grad_norm: norm before clipping; NaN for an update skipped for an overflow.
         """
         notices = self._norm.after_update(step, grad_norm)
         if self._experts is not None:
@@ -109,7 +111,7 @@ class _Repetition:
 
 
 class _GradNorm:
-    """Compares each gradient norm with the median of those before it."""
+    """Compares each gradient norm with the median of the norms before it."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=_HISTORY)
@@ -123,7 +125,7 @@ class _GradNorm:
         full = len(self._history) == _HISTORY
         median = statistics.median(self._history) if full else 0.0
         self._history.append(norm)
-        if median == 0:  # too little history, or parameters that took no gradient until now
+        if median == 0:  # the history is not full, or gradients were 0 until now
             return []
         if norm > _SPIKE * median:
             return self._spike(step, norm, median)
@@ -148,13 +150,17 @@ class _GradNorm:
 
 
 class _ExpertBalance:
-    """Finds layers whose router sends nearly everything to few experts.
+    """Finds layers whose router sends nearly all rows to few experts.
 
-    A layer is unbalanced if for 10 updates in a row its fullest expert, whichever it is, got more
-    than 4 times its share, or more than half of what it can get beyond it where that is less (an
-    expert can be chosen once per token, which is E/K shares); or if over 10 updates together some
-    expert got less than 1 % of its share. Collapsed routers often pass from one pair of experts to
-    the next between updates, which sums over updates would hide, so the first rule has none.
+    A layer is unbalanced by either of two rules:
+
+    - In each of 10 updates in a row, its fullest expert got more than a limit. The limit is 4 times
+      an equal share, or the mean of an equal share and the most that an expert can get (E/K shares,
+      since a token chooses an expert at most once), if that is less.
+    - Over 10 updates together, some expert got less than 1 % of an equal share.
+
+    The first rule does not add updates: collapsed routers often pass from one pair of experts to
+    the next between updates, which a sum would hide.
     """
 
     def __init__(self, model: ModelConfig) -> None:

@@ -48,8 +48,8 @@ _LINES = _LineHandler()
 
 
 def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
-    """Print the log of this process on standard error: everything from information up on rank 0,
-    warnings and errors on the other ranks, where information would repeat that of rank 0.
+    """Print the log of this process on standard error: all levels from INFO on rank 0, and only
+    warnings and errors on other ranks, whose information would repeat that of rank 0.
 
     Args:
         rank: Global rank of this process; lines of ranks other than 0 name it.
@@ -63,7 +63,7 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
 
 class LogRecorder(Recorder):
-    """Logs evaluations, the phases of the start and what the first update sent."""
+    """Logs evaluations, the phases of the start-up and the payload of the first update."""
 
     def __init__(self) -> None:
         self._logged_traffic = False
@@ -84,6 +84,6 @@ class LogRecorder(Recorder):
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:
-    """Pass log lines to `write`, such as the one of a progress bar, which prints them above the
-    bar; None returns to standard error."""
+    """Pass log lines to `write` instead of standard error, such as to the method of a progress bar
+    that prints them above the bar. With None they go to standard error again."""
     _LINES.write = write

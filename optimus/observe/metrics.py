@@ -22,13 +22,15 @@ from optimus.observe.events import EvalRecord, Record, Recorder, StepRecord
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
-"""Longest line that is read; ours have about a kilobyte."""
+"""Longest line that is read; a line that a run writes has about a kilobyte."""
 _MOST_STEPS = 1 << 22
-"""Limit on the steps whose lines are looked for: a damaged manifest may name any step."""
+"""Limit of the number of steps whose lines are looked for: a damaged manifest can contain a huge
+step."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""A link that another user made must not lead the lines, or a new file, elsewhere."""
+"""Flags of files that are appended to. With O_NOFOLLOW, a link that another user made cannot lead
+the lines, or a new file, elsewhere."""
 _BATCH_BYTES = 1 << 16
-"""Size at which lines for the copy are written before the next `sync`."""
+"""Bytes of lines for the copy from which they are written without waiting for the next `sync`."""
 
 
 class MetricsFiles(Recorder):
@@ -40,7 +42,7 @@ class MetricsFiles(Recorder):
         Args:
             run_dir: The run directory; lines that are cut go to files in its `log/`.
             step: The step at which the run starts.
-            expected: Steps up to it that must have lines, by `metrics` and `eval`.
+            expected: For each of `metrics` and `eval`, the steps up to `step` that must have lines.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -63,40 +65,40 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, of this start or an earlier one; None
-        if it has none."""
+        """Return the loss in the last line of metrics.jsonl, which this or an earlier start of the
+        run wrote; None if there is none."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last line of eval.jsonl, of this start or an earlier one; None if it has
-        none."""
+        """Return the last evaluation in eval.jsonl, which this or an earlier start of the run
+        wrote; None if there is none."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def sync(self) -> None:
-        """Make all lines durable, as a checkpoint that is committed now relies on them. Raises
-        OSError."""
+        """Make all lines durable. Call this before a checkpoint is committed, which relies on them.
+        Raises OSError."""
         self._metrics.sync()
         self._eval.sync()
 
     def close(self) -> None:
-        """Raises OSError if lines could not be written."""
+        """Write all lines and close the files. Raises OSError if lines could not be written."""
         self._metrics.close()
         self._eval.close()
 
 
 def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
-    """Return the paths of `metrics` or `eval` and of its copy."""
+    """Return the path of the file `name`, which is `metrics` or `eval`, and of the file's copy."""
     return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
 class JsonLines:
     """Appends JSON objects to a file, one a line; a line is complete as soon as `append` returns.
 
-    On a full disk lines wait in memory for room, which is logged once, and `close` tries a last
-    time. `copy`, if given, gets the same lines at each `sync`, and before that in batches.
+    If the disk is full, lines wait in memory until there is space; this is logged once, and `close`
+    tries a last time. `copy`, if given, gets the same lines, in batches or at the next `sync`.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -125,8 +127,8 @@ class JsonLines:
             self._write_copy()
 
     def sync(self) -> None:
-        """Make every line durable, those that wait included. Threads may call it. Raises
-        OSError."""
+        """Make all lines durable, including those that wait in memory. Any thread may call this.
+        Raises OSError."""
         try:
             with self._lock:
                 self._write()
@@ -137,7 +139,7 @@ class JsonLines:
         self._write_copy()
 
     def close(self) -> None:
-        """Raises OSError if lines could not be written."""
+        """Write all lines and close the file. Raises OSError if lines could not be written."""
         try:
             self.sync()
         finally:
@@ -148,8 +150,8 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append to the copy the lines that it lacks. A failure warns once, and the lines wait.
-        Checkpoints rely on the file itself, so the copy needs no fsync."""
+        """Append the lines that the copy lacks. If that fails, warn once and keep the lines in
+        memory. Checkpoints rely on the file itself, so the copy needs no fsync."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -173,11 +175,13 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that are JSON objects, none if there is no file. Lines that a kill
-    left incomplete or that are damaged are skipped.
+    """Return the lines of a file that are JSON objects; none if there is no file.
+
+    Damaged lines, and a line that a kill left incomplete, are skipped.
 
     Raises:
-        DataError: The path is not a regular file, or a line is longer than any that a run writes.
+        DataError: The file cannot be read or is not a regular file, or a line is longer than any
+            that a run writes.
     """
     records = []
     for line in _read_lines(path):
@@ -188,8 +192,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file with their ends; none if there is no file. Raises DataError for
-    one that is not regular or has a line that no run writes, for which memory may be too small."""
+    """Return the lines of a file, including their newlines; none if there is no file.
+
+    Raises DataError if the file cannot be read, is not a regular file, or has a line that is longer
+    than any that a run writes and might not fit into memory.
+    """
     lines = []
     try:
         with io.BufferedReader(files.open_regular(path)) as file:
@@ -249,7 +256,7 @@ def cut_after(
         files.write_bytes(path, whole)
     if copy and copied != whole:
         files.write_bytes(copy, whole)
-    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill tears the last
+    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill can cut the last
         _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
     if restored:
         _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
@@ -265,7 +272,7 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return the lines that are not kept, in order; of equal lines one is kept."""
+    """Return `lines` in order, without those of `kept`. Of equal lines only one counts as kept."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -277,7 +284,7 @@ def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
 
 
 def spell_steps(steps: Iterable[int]) -> str:
-    """Return steps as ranges, such as "steps 3-7, 9"; of many ranges only the first."""
+    """Return steps as ranges, such as "steps 3-7, 9"; of many ranges only the first eight."""
     ranges: list[list[int]] = []
     for step in sorted(set(steps)):
         if ranges and step == ranges[-1][1] + 1:

@@ -12,14 +12,14 @@ from optimus.observe.log import redirect_lines
 
 
 class Progress(Recorder):
-    """Shows the figures of the latest step."""
+    """Shows the figures of the latest step on standard error."""
 
     def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
         """Show the bar, if standard error is a terminal.
 
         Args:
             first_step: The step at which the run starts.
-            last_step: The step at which it ends.
+            last_step: The step at which the run ends.
             log_interval: Steps between plain lines; the last step always has one.
         """
         self._last_step, self._interval = last_step, log_interval
@@ -41,7 +41,7 @@ class Progress(Recorder):
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is; lines that follow are printed below it."""
+        """Stop updating the bar; lines that follow are printed below it."""
         if self._bar is not None:
             redirect_lines(None)
             self._bar.close()

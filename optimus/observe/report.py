@@ -1,4 +1,4 @@
-"""A run's curves as a picture, and its last figures in words."""
+"""The report of a run: a picture of its curves and a summary of its last figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Step(NamedTuple):
 
     step: int
     loss: float | None
-    """None for an update that was skipped for an overflow, as `grad_norm`."""
+    """None, like `grad_norm`, for an update that was skipped for an overflow."""
     grad_norm: float | None
     tokens: int
     step_time_s: float
@@ -38,8 +38,8 @@ class _Evaluation(NamedTuple):
 def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
-    A line that lacks a field or has a value of another type is skipped, as damaged ones are: the
-    summary names the steps that are missing.
+    A damaged line, or one that lacks a field or has a value of another type, is skipped; the
+    summary names the missing steps.
 
     Args:
         run_dir: The run directory, to which the picture is written.
@@ -48,7 +48,8 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
         The path of the picture and a summary of the run.
 
     Raises:
-        DataError: The run has no metrics, or a file is damaged.
+        DataError: The run has no metrics, or a file cannot be read, is not regular or has a line
+            longer than any that a run writes.
     """
     path = run_dir / "metrics.jsonl"
     steps = [step for line in read_json_lines(path) if (step := _read_step(line)) is not None]
@@ -66,7 +67,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_step(line: Mapping[str, Any]) -> _Step | None:
-    """Return the figures of a line, or None if one cannot be drawn or added."""
+    """Return the figures of a line, or None if a figure cannot be drawn or added to others."""
     values = [line.get(name, "") for name in _Step._fields]
     step, loss, grad_norm, tokens, *times = values
     usable = _is_count(step) and _is_count(tokens) and _is_loss(loss) and _is_loss(grad_norm)
@@ -90,7 +91,7 @@ def _is_loss(value: Any) -> bool:
 def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
     last = steps[-1]
     seconds = sum(step.step_time_s for step in steps)
-    # Of the lines that are present: a file may start late or have gaps.
+    # Both sums are over the lines that are present: a file may start late or have gaps.
     tokens = sum(step.step_time_s * step.tokens_per_s for step in steps)
     text = (
         f"{counted(last.step, 'step')}, {counted(last.tokens, 'token')}; {seconds:.0f} s of "
@@ -107,7 +108,7 @@ def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
 
 
 def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
-    """Return the ranges (first, last) of steps without a line between two that have one."""
+    """Return the ranges (first, last) of steps that have no line, between steps that have one."""
     numbers = sorted({step.step for step in steps})
     return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 
@@ -117,7 +118,7 @@ def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path
     with contextlib.chdir("/"):
         import matplotlib
         from matplotlib import pyplot
-    matplotlib.rcdefaults()  # the files of the user do not change the picture either
+    matplotlib.rcdefaults()  # the user's matplotlibrc must not change the picture either
     matplotlib.use("Agg")
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     # Points without values break the curves at gaps.
@@ -137,6 +138,6 @@ def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path
     bottom.set_xlabel("step")
     bottom.grid(alpha=0.3)
     figure.tight_layout()
-    with files.atomic_writer(path) as file:  # not through a link of this name
+    with files.atomic_writer(path) as file:  # replaces a link of this name, does not follow it
         figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
