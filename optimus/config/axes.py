@@ -13,7 +13,7 @@ Axes = tuple[str, ...]
 
 
 class Axis(NamedTuple):
-    """The work that an axis divides."""
+    """An axis of parallelism: how its ranks differ, and the settings that its size must divide."""
 
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
     """The difference between ranks along the axis. Ranks with parts of the data each compute a part

@@ -1,7 +1,7 @@
 """Checks of settings that depend on each other. Each error names the key, the value and the remedy.
 
-All checks run when a configuration is loaded, before any process group exists. `train.resolve`
-checks settings that depend on the world size or on files.
+All checks here run when a configuration is loaded, before any process group exists. Settings that
+depend on the world size or on files are checked by `optimus.train.resolve`.
 """
 
 from __future__ import annotations
@@ -376,8 +376,8 @@ def _offload(offload: OffloadConfig) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` nearest to `near`; 1 if none is within 4,096 of it. The limit
-    keeps the time short for the absurd numbers that a foreign configuration may have."""
+    """Return the divisor of `number` nearest to `near`; 1 if none is within 4,096 of `near`. The
+    limit keeps the time short for the absurd numbers that a foreign configuration may have."""
     near = min(near, number)
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))
     return next((d for d in candidates if 0 < d <= number and number % d == 0), 1)

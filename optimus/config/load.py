@@ -21,7 +21,7 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Sections of a later version."""
+"""Sections that only a later version knows."""
 _MAX_FILES = 50
 """Limit of files that `base` keys lead to."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
@@ -97,7 +97,8 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
         overrides: Settings that replace those of the file, as `section.key=value`.
 
     Raises:
-        ConfigError: Names in one line the key, the value and the remedy.
+        ConfigError: The configuration is invalid. The message is one line with the key, the value
+            and the remedy.
     """
     tree = read_tree(Path(path))
     overridden = [_apply_override(tree, override) for override in overrides]
@@ -114,11 +115,12 @@ def make_config(
     Args:
         tree: Sections by name, and in each the values by key.
         source: Origin of the values, for messages.
-        overridden: Locations of the values that come from the command line instead, such as
-            `["train", "seed"]`.
+        overridden: Locations of the values that come from the command line instead of `source`,
+            such as `["train", "seed"]`.
 
     Raises:
-        ConfigError: Names in one line the key, the value and the remedy.
+        ConfigError: The configuration is invalid. The message is one line with the key, the value
+            and the remedy.
     """
     try:
         config = Config.model_validate(tree)
@@ -137,7 +139,7 @@ def make_config(
 
 def _check_texts(value: Any, location: tuple[str, ...]) -> None:
     """Raise ConfigError for text that is not UTF-8, as a file name may be, or that contains NUL.
-    config.toml cannot store the former, and no path may contain the latter."""
+    config.toml can store only UTF-8, and no path may contain NUL."""
     if isinstance(value, (Mapping, list, tuple)):
         for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
             _check_texts(element, (*location, str(key)))
@@ -235,7 +237,7 @@ def explain(error: ValidationError) -> str:
     """Return the message for the first error of a validation, as `key = value: problem; remedy`."""
     errors = error.errors(include_url=False)
     table = errors[0]["loc"][:-1]
-    # A misspelt required key is missing and unknown; the latter names what is in the file.
+    # A misspelt required key gives two errors, missing and unknown. The file has the unknown key.
     unknown = (e for e in errors if e["type"] == "extra_forbidden" and e["loc"][:-1] == table)
     first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     location = [str(key) for key in first["loc"]]
@@ -294,7 +296,7 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
     candidates: list[str] = []
     if len(location) == 1 and isinstance(value, dict):  # an unknown section
-        for name in value:  # eval.interval: a key eval_interval, or interval of any section
+        for name in value:  # for eval.interval: a key eval_interval, or interval in any section
             candidates += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
     elif len(location) == 2:
         candidates = _synonymous(wrong, prefix) or in_section(0.85)
