@@ -1,1 +1,1 @@
-"""Files on disk: atomic writes with hashes, safetensors."""
+"""Files on disk: atomic writes, hashes and safetensors files."""

@@ -1,8 +1,9 @@
 """Atomic and durable file writes, hashes, and reads that refuse what is not a regular file.
 
-The commit protocol: write under a unique temporary name in the same directory, fsync the file,
-rename it to the final name, fsync the directory. If the final name exists, the file is complete,
-even after a kill or a power cut at any point. Hashes are xxh3-64 in lower-case hexadecimal.
+A file is committed in four steps: write under a unique temporary name in the same directory, fsync
+the file, rename it to the final name, fsync the directory. If the final name exists, the file is
+complete, even after a kill or a power cut at any point. Hashes are xxh3-64 in lower-case
+hexadecimal.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def drop_cached(fd: int) -> None:
 def make_dirs(path: str | os.PathLike) -> None:
     """Create a directory and its missing parents, durably. Raises OSError."""
     os.makedirs(path, exist_ok=True)
-    # All parents: a process that was killed may have created some of them without fsync.
+    # fsync all parents, since a process that was killed may have created some without fsync.
     for parent in Path(path).resolve().parents:
         with contextlib.suppress(PermissionError):  # a directory that this user may not list
             fsync_dir(parent)
@@ -103,8 +104,9 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return whether `path` has a name that `temporary_name` makes: if no process writes it, it is
-    left over from an interrupted write. A `.NAME.tmp` of another program is not such a name."""
+    """Return whether `path` has a name that `temporary_name` makes. Unless a process still writes
+    such a file, it is left over from an interrupted write. A `.NAME.tmp` of another program is not
+    such a name."""
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
@@ -128,8 +130,8 @@ def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a binary file for writing that is committed as `path` when the block ends without an
-    exception. After an exception, `path` is as it was before. Raises OSError."""
+    """Open a binary file for writing, which is committed as `path` if the `with` block ends without
+    an exception. After an exception, `path` is as it was before. Raises OSError."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "xb") as file:
@@ -139,7 +141,7 @@ def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
         commit(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS and not error.filename:
-            error.filename = os.fspath(path)  # write(2) names no file
+            error.filename = os.fspath(path)  # errors of write(2) have no file name
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
@@ -180,8 +182,8 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
 
     Args:
         path: The file.
-        root: A directory that contains `path`. No symbolic link below it is followed, so that a
-            read cannot leave the directory. None follows links.
+        root: A directory that contains `path`. No symbolic link below `root` is followed, so that a
+            read cannot leave the directory. With None, links are followed.
 
     Raises:
         OSError: The file cannot be opened or is not a regular file; names `path`.
@@ -190,7 +192,7 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         os.fsencode(path)
-    except UnicodeEncodeError:  # JSON can hold lone surrogates, names of files cannot
+    except UnicodeEncodeError:  # JSON can contain lone surrogates, file names cannot
         raise OSError(errno.EILSEQ, os.strerror(errno.EILSEQ), os.fspath(path)) from None
     fd = os.open(path, flags) if root is None else _open_in(Path(root), Path(path), flags)
     try:

@@ -33,8 +33,8 @@ _DTYPE_ORDER = tuple(DTYPES)
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights of `_weighted_sum`. Their number, 65521, is prime. The sum of products with 16-bit values
-is below 2^53, so fp64 is exact."""
+"""Weights 1 to 65521 of `_weighted_sum`; 65521 is prime. The sum of their products with 16-bit
+values is below 2^53, so that fp64 is exact."""
 
 
 class PlannedTensor(NamedTuple):
@@ -147,8 +147,8 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum with the bytes `data` added, which start at byte `offset` of the
-        file. `offset` and the length of `data` are even."""
+        """Return the checksum with `data` added, the bytes that start at byte `offset` of the file.
+        `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
@@ -193,7 +193,8 @@ class TensorWriter(files.Closing):
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
-        """`checksums`: keep `written`, the checksum of the bytes written to each file."""
+        """Create the writer; it opens files on demand. `checksums`: keep in `written` the checksum
+        of the bytes that were written to each file."""
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
@@ -203,7 +204,7 @@ class TensorWriter(files.Closing):
         """Write elements of a flattened parameter.
 
         Args:
-            parameter: Its name in the plan.
+            parameter: Name of the parameter in the plan.
             start: Number of the first element.
             values: The elements, on any device and of any dtype; converted to the plan's dtype.
         """

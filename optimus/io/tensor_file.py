@@ -20,13 +20,13 @@ INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of the supported types, by their names in a header."""
 HEADER_BYTES = 16 << 20
-"""Longest header that is read. A tensor takes about 130 bytes of it, so this allows 120,000 tensors
-in a file; 61 layers of 384 experts have 70,000 in all their files. The safetensors library allows
-100,000,000 bytes, which Python's JSON parser can turn into 2.8 GB."""
+"""Longest header that is read. A tensor takes about 130 bytes of a header, so a file can have
+120,000 tensors; a model with 61 layers of 384 experts has 70,000 in all its files. The safetensors
+library allows 100,000,000 bytes, which Python's JSON parser can turn into 2.8 GB."""
 INDEX_BYTES = 64 << 20
 """Longest index that is read: the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of elements of a tensor; torch can count the bytes of fewer."""
+"""A tensor must have fewer elements, so that torch can count its bytes."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Files opened and bytes read since the process started or the counters were reset."""
@@ -90,7 +90,7 @@ class TensorFile:
         try:
             fields = {n: entry for n, entry in json.loads(header).items() if n != "__metadata__"}
             entries = {n: _parse_entry(n, entry, data_start) for n, entry in fields.items()}
-            # By start, then stop: an empty tensor comes before the one with the same start.
+            # By start, then by stop: an empty tensor comes before another with the same start.
             entries = dict(sorted(entries.items(), key=lambda named: named[1][2:]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: header not readable: {one_line(error)}") from None
