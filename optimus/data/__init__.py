@@ -1,1 +1,1 @@
-"""Reading of data sets written by `optimus-data`: instances, microbatches of ranks, tokenizers."""
+"""Reading of the data sets that `optimus-data` writes: instances, microbatches and tokenizers."""

@@ -10,8 +10,8 @@ from optimus.errors import ConfigError, counted
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of an update: each data rank runs `microbatches_per_rank` microbatches, each of
-    `microbatch_size` sequences of `seq_len` tokens."""
+    """Sizes of an update: each data rank runs `microbatches_per_rank` microbatches, and each
+    microbatch has `microbatch_size` sequences of `seq_len` tokens."""
 
     microbatch_size: int
     seq_len: int
@@ -44,8 +44,8 @@ def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
         num_data_ranks: Ranks that read different data, dp * ep.
 
     Raises:
-        ConfigError: The global batch is not a multiple of one microbatch on each data rank; names
-            the nearest one that is.
+        ConfigError: The global batch is not a multiple of one microbatch on each data rank. The
+            message has the nearest multiple.
     """
     if not train.seq_len:
         raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")

@@ -11,11 +11,11 @@ from collections import deque
 
 import numpy as np
 
-_MAX_FREE = 4  # one that is read, one that waits, one in use, one that the user keeps for longer
+_MAX_FREE = 4  # arrays: one being filled, one waiting, one in use, one that the user still keeps
 
 
 class BufferPool:
-    """Arrays of one length and dtype, whose memory is reused when they are garbage.
+    """Pool of arrays of one length and dtype, whose memory is used again after their deletion.
 
     The memory of an array returns to the pool when the last reference to the array, or to a view or
     tensor of it, is deleted, in any thread.

@@ -18,9 +18,9 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Positions of an epoch that are permuted in one call. A call costs 80 us, which the next
-microbatches share. One of many data ranks uses few positions of each block and pays 1.5 times the
-cost of permuting these alone."""
+"""Number of positions of an epoch that are permuted in one call. A call costs 80 us, which several
+microbatches share. If there are many data ranks, each uses few positions of a block; the block then
+costs 1.5 times as much as permuting only these positions."""
 _CACHED_BLOCKS = 4
 
 

@@ -1,4 +1,4 @@
-"""The microbatches of a rank for each update, read in advance by a thread."""
+"""Loader of a rank's microbatches for each update, which a thread reads in advance."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
 _GROUP_BYTES = 1 << 21
-"""Size of the groups in which smaller updates are read and passed on: waking a thread on another
-core takes as long as reading 100 KiB."""
+"""Limit of the size of a group of updates that the thread reads and passes on together: to wake a
+thread on another core takes as long as reading 100 KiB."""
 
 
 def microbatch_starts(
@@ -56,9 +56,9 @@ def make_microbatch(
 
 
 class Loader(files.Closing):
-    """Microbatches of a data rank. A thread reads those of the next updates in advance.
+    """Loader of the microbatches of a data rank. A thread reads the next updates in advance.
 
-    Updates may be read in any order; consecutive ones are fast. The loader is a context manager.
+    Updates may be read in any order; consecutive updates are fast. The loader is a context manager.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Loader(files.Closing):
             instances_per_step: Instances of an update on all ranks, a multiple of
                 `microbatch_size * num_data_ranks`.
             microbatch_size: Instances per microbatch.
-            data_rank: This rank among those that read different data.
-            num_data_ranks: Number of these ranks.
+            data_rank: Index of this rank among the ranks that read different data.
+            num_data_ranks: Number of the ranks that read different data.
             document_mask: Add document ids to the tokens.
         """
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
@@ -90,8 +90,8 @@ class Loader(files.Closing):
         self._max_updates = max(1, _GROUP_BYTES // (num_tokens * np.dtype(np.int64).itemsize))
         self._tokens = BufferPool(self._max_updates * num_tokens, np.int64)
         self._ids = BufferPool(self._max_updates * num_tokens, np.int32)
-        # SimpleQueue is written in C and faster than Queue. A group takes a ticket, so that tickets
-        # limit how far the thread reads ahead. A ticket of False ends the thread.
+        # SimpleQueue is written in C and faster than Queue. The thread takes a ticket for each
+        # group, so the tickets limit how far it reads ahead. A ticket of False ends the thread.
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._updates: deque[list[Microbatch]] = deque()  # rest of the group in use
@@ -144,7 +144,7 @@ class Loader(files.Closing):
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
             except BaseException as error:  # `microbatches` raises it
-                if updates > 1:  # read one update at a time to raise it at the update that has it
+                if updates > 1:  # read single updates, to raise the error at the one that has it
                     updates = 1
                     self._tickets.put(True)
                     continue

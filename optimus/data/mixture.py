@@ -18,7 +18,7 @@ class MixedDataset:
     """An endless stream of instances from several data sets, with exact shares.
 
     The epochs of each source are counted separately: a small source with a large weight repeats.
-    Reads keep no state, as those of `TokenDataset`.
+    Reads keep no state, as in `TokenDataset`.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
@@ -56,7 +56,7 @@ class MixedDataset:
         self.tokenizer_file, self.tokenizer_sha256 = first.tokenizer_file, first.tokenizer_sha256
         self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([s.num_instances for s in sources])
-        """Number of instances before a source repeats one."""
+        """Number of instances before a source repeats one of its instances."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -34,7 +34,7 @@ _PROBES = (
     "\n",
     "def f(x):\n    return x + 1\n",
 )
-"""Texts to compare the ids of both tokenizers."""
+"""Texts with which the ids of both tokenizers are compared."""
 
 
 def sentencepiece_as_json(path: Path) -> str:
@@ -49,8 +49,8 @@ def sentencepiece_as_json(path: Path) -> str:
     symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     probes = [*_PROBES, *(f"a{symbol} {symbol}b" for symbol in symbols[:20])]
     expected = [ids.tolist() for ids in reference.encode(probes)]
-    # Prepending in the normalizer is exact for text with a leading space, prepending in the
-    # pre-tokenizer is exact for text with user-defined symbols.
+    # To prepend a space in the normalizer gives the exact ids for text with a leading space; to
+    # prepend it in the pre-tokenizer gives them for text with user-defined symbols.
     for as_normalizer in (True, False):
         tokenizer = _convert(pieces, trainer, normalizer, as_normalizer)
         actual = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
@@ -119,8 +119,8 @@ def _convert(
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces whose concatenation is a piece, best score first: sentencepiece
-    merges the pair whose concatenation has the best score."""
+    """Return the pairs of pieces whose concatenation is a piece, in descending order of its score,
+    since sentencepiece merges the pair whose concatenation has the best score."""
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
     for piece, number in numbers.items():

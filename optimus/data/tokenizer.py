@@ -54,8 +54,8 @@ class TextTokenizer:
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of the end-of-document token of a tokenizer file: that of the only special
-    token with a usual name, or of the only special token. None if neither exists.
+    """Return the id of the end-of-document token of a tokenizer file: of the only special token
+    with a usual name, or else of the only special token; None if there is neither.
 
     Raises:
         DataError: The file is not a tokenizer.
@@ -79,23 +79,25 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write the files that `AutoTokenizer` needs to return the same ids as a tokenizer file.
+    """Write the files that transformers' `AutoTokenizer` needs to return the same ids as a
+    tokenizer file.
 
-    They are a tokenizer_config.json in the directory of the file and, if the file is a
-    sentencepiece model or adds special tokens to each text, also a new tokenizer.json.
+    A tokenizer_config.json is written to the directory of the file; and a new tokenizer.json, if
+    the file is a sentencepiece model or adds special tokens to each text.
 
     Args:
         file: tokenizer.json or tokenizer.model, as `tokenizer_path` returns it.
         eos: Id of the end-of-document token; None if it is not known.
-        bos, pad: Ids of the beginning-of-sequence and the padding token; None as for `eos`.
+        bos, pad: Ids of the beginning-of-sequence and the padding token; None if not known.
         vocab_size: Size of the model's vocabulary, a limit for the id of the padding token.
         max_length: `model_max_length`, in tokens.
 
     Returns:
-        The id of the padding token: `pad`, or that of a token with "pad" in its name, or `eos`.
+        The id of the padding token: `pad`, or of a token with "pad" in its name, or `eos`.
 
     Raises:
-        DataError: The file is no tokenizer, or no tokenizer.json has the ids of the model.
+        DataError: The file is not a tokenizer, or a sentencepiece model whose ids no tokenizer.json
+            can reproduce.
     """
     open_tokenizer(file)  # raises DataError if it is not a tokenizer
     text = sentencepiece_as_json(file) if is_sentencepiece(file) else file.read_text("utf-8")
@@ -121,7 +123,7 @@ def add_transformers_files(
     if others := [name for name in special.values() if name not in config.values()]:
         config["additional_special_tokens"] = others
     if is_sentencepiece(file):
-        if file.name != layout.SENTENCEPIECE:  # its name in data sets of an earlier version
+        if file.name != layout.SENTENCEPIECE:  # a name that an earlier version gave it
             file.rename(file.with_name(layout.SENTENCEPIECE))
         file.with_name(layout.TOKENIZER).write_text(text, encoding="utf-8")
     elif tokenizer.num_special_tokens_to_add(False):
