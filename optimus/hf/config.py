@@ -1,8 +1,8 @@
-"""Conversion between `config.json` and `ModelConfig`.
+"""Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
 Every field that changes logits or loss in transformers' OlmoForCausalLM and OlmoeForCausalLM is
-converted or refused by name. Both spellings of the rotary embedding are read: `rope_theta` with
-`rope_scaling` (version 4) and `rope_parameters` (version 5).
+converted, or refused with an error that names it. Both spellings of the rotary embedding are read:
+`rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Compare the numbers of layers and experts with the header of the weights, if there are
-    weights, before memory for a model of that size is allocated. Raises CheckpointError."""
+    """Compare the numbers of layers and experts with the headers of the weights, if the directory
+    has weights, before memory for a model of that size is allocated. Raises CheckpointError."""
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
     weights = TensorFiles(file.parent)
@@ -165,7 +165,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
     """
     architecture = _architecture(content, source)
     content = dict(content)
-    if "num_local_experts" in content:  # transformers' alias
+    if "num_local_experts" in content:  # transformers' alias of num_experts
         content.setdefault("num_experts", content["num_local_experts"])
     try:
         fields = (_Olmoe if architecture == "olmoe" else _Olmo).model_validate(content)
@@ -203,8 +203,8 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model, in the spelling of version 4, which version 5
-    reads too.
+    """Return the content of config.json for a model, with the field names of transformers 4, which
+    transformers 5 reads too.
 
     Args:
         config: the model.
@@ -254,8 +254,8 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any], source: str) -> str:
-    """Return `olmo` or `olmoe`. Raises ConfigError with the name of any other model type or
-    class."""
+    """Return `olmo` or `olmoe`. For another model type or class, raises ConfigError with its
+    name."""
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -317,9 +317,11 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the fields of an MoE model. transformers adds its auxiliary loss only if
-    `output_router_logits` is set; otherwise the coefficient applies to OLMo's form, with which
-    these models were trained."""
+    """Return the settings of a mixture of experts.
+
+    transformers adds the auxiliary loss in its form only if `output_router_logits` is set. If it is
+    not, the coefficient is for OLMo's form, with which the OLMoE models were trained.
+    """
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
@@ -366,8 +368,8 @@ def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _padding(fields: _Fields, source: str) -> int:
-    """Return the padding token. As in torch.nn.Embedding, a negative one counts from the end of the
-    table."""
+    """Return the id of the padding token, -1 if there is none. As in torch.nn.Embedding, a negative
+    id in config.json counts from the end of the table."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
@@ -377,7 +379,7 @@ def _padding(fields: _Fields, source: str) -> int:
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return 0, which means "derived", if a field has its default value."""
+    """Return `value`, or 0, which means "derived", if it is absent or equals `default`."""
     return 0 if value is None or value == default else value
 
 

@@ -1,13 +1,13 @@
-"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` replaces the computation of its
-experts.
+"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` replaces the computation of the
+model's experts.
 
 transformers has two layouts of experts. Since version 5 they are merged: `experts` has gate_up_proj
 [E, 2F, D] and down_proj [E, D, F], which are used without a copy. Before, `experts` was a list with
-one module per expert: their weights are copied into merged parameters, and state dicts keep the old
-names.
+one module per expert: the weights of these modules are copied into merged parameters, and state
+dicts keep the old names.
 
-Nothing here imports transformers. Classes are recognized by name and checked before anything
-changes.
+This module does not import transformers. It recognizes classes by name and checks them before it
+changes anything.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -56,7 +56,7 @@ def use_fast_moe(model: _Model) -> _Model:
     call changes nothing.
 
     Args:
-        model: changed completely or, if an error is raised, not at all.
+        model: the model; if an error is raised, nothing in it has changed.
 
     Returns:
         `model`.
@@ -106,13 +106,13 @@ class FastExperts(nn.Module):
 
         Args:
             hidden_states: [T, D].
-            top_k_index: int64 [T, K]. With OPTIMUS_KERNELS_DEBUG=1 a number that no expert has is a
-                ValueError; otherwise it adds nothing.
+            top_k_index: int64 [T, K]. A number that no expert has adds nothing; with
+                OPTIMUS_KERNELS_DEBUG=1 it raises ValueError.
             top_k_weights: [T, K].
 
         Returns:
-            [T, D] of hidden_states' dtype. Products are in the parameters' dtype; under autocast in
-            autocast's, as for a linear layer.
+            [T, D] in the dtype of `hidden_states`. Products are in the dtype of the parameters or,
+            under autocast, in autocast's dtype, as for a linear layer.
         """
         rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
         merged = (self.gate_up_proj, self.down_proj)
@@ -124,8 +124,8 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """Merged experts with the state dict of one module per expert: `0.gate_proj.weight` and so
-    on."""
+    """Merged experts whose state dict has the names of separate modules, `0.gate_proj.weight` and
+    so on."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
         """Return views of the merged tensors by their names in state dicts."""
@@ -174,8 +174,8 @@ class FastExpertsByModule(FastExperts):
             )
 
     def _adopt_dtype_and_device(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Convert the parameters to dtype and device of the first tensor in `state_dict`, as an
-        assignment would."""
+        """Convert the parameters to the dtype and device of expert 0 in `state_dict`, as
+        `load_state_dict(assign=True)` does by assigning tensors."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
         if like is None:
             return
@@ -190,7 +190,8 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """The OlmoeSparseMoeBlock of transformers 4 with its router and merged experts."""
+    """Replacement of transformers 4's OlmoeSparseMoeBlock, with that block's router and its experts
+    merged."""
 
     def __init__(self, block: _HfModule) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ class FastBlock(nn.Module):
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, of the input's shape [..., D], and the router's logits [T, E]."""
+        """Return the output, in the shape of the input [..., D], and the router's logits [T, E]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router_logits = self.gate(x)
         weights, chosen = F.softmax(router_logits, dim=1, dtype=torch.float).topk(self.top_k)
@@ -215,8 +216,7 @@ def _experts(module: nn.Module) -> object:
 
 
 def _check(block: _HfModule) -> None:
-    """Raise ConfigError, naming the class, if our computation of a block would differ from its
-    own."""
+    """Raise ConfigError, which names the class, if our experts would not compute the same."""
     experts, name = block.experts, type(block).__name__
     if isinstance(experts, nn.ModuleList):
         if name not in BY_MODULE:

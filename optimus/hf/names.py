@@ -1,8 +1,8 @@
-"""The mapping between names of our parameters and of transformers' tensors.
+"""Mapping between the names of our parameters and of transformers' tensors.
 
 On disk an expert has three tensors. In our model, and in a model that transformers 5 has loaded,
-all experts of a layer have two. `pieces` yields the on-disk names of a parameter with views into
-it, which serve both for loading and for saving.
+all experts of a layer together have two. `pieces` yields, for one of our parameters, the names on
+disk with views into the parameter, which serve both for loading and for saving.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OUTSIDE = {
 }
 _GATE_UP = "mlp.experts.gate_up"
 _DOWN = "mlp.experts.down"
-_ANGLES = "rotary_emb.inv_freq"  # which early releases of version 4 saved
+_ANGLES = "rotary_emb.inv_freq"  # tensors that early releases of transformers 4 saved
 
 
 def is_expert(name: str) -> bool:
@@ -42,8 +42,8 @@ def is_expert(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Return transformers' name of one of our parameters; for experts, that of the merged tensor
-    (version 5)."""
+    """Return transformers' name of one of our parameters; for experts, the name of the merged
+    tensor of transformers 5."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -91,7 +91,7 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
             f"{path}: config.json describes a tensor of more elements than torch can count"
         ) from None
     names = set(files.names())
-    # Unused: saved angles, and the head of a model with tied embeddings.
+    # A directory may have tensors that are not used: saved angles, and the head if it is tied.
     unused = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}
     shapes = {name: files.find(name)[1].shape for name in names - (unused - expected.keys())}
     files.close()
@@ -106,8 +106,8 @@ def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str
         names: names of the tensors in the directory, which may have merged or separate experts.
 
     Yields:
-        Name in the directory, name of our parameter, and the view of that parameter (on meta) that
-        the tensor holds.
+        Name of the tensor in the directory, name of our parameter, and the view of that parameter
+        (on meta) whose values the tensor has.
     """
     with torch.device("meta"):
         model = Transformer(config)

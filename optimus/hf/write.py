@@ -74,16 +74,16 @@ def write_hf(
     Args:
         directory: must not exist.
         config: the model.
-        weights: (our name, first element, values) of consecutive elements of flattened parameters,
-            in any order; one is in memory at a time.
+        weights: Slices of flattened parameters, in any order, as (our name, number of the first
+            element, values); one slice is in memory at a time.
         dtypes: dtype of each of our parameters in the files.
         file_bytes: largest size of a file, unless a single tensor is larger.
-        add_files: adds further files to the directory.
+        add_files: called with the directory before it is committed, to add further files.
 
     Raises:
         ConfigError: the directory exists, or transformers does not support the model.
         CheckpointError: elements of a tensor are missing or superfluous.
-        OptimusError: a file cannot be written. Errors of `weights` are passed on.
+        OptimusError: a file cannot be written. Errors that `weights` raises are not caught.
     """
     directory = Path(directory)
     if directory.exists():
