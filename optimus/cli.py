@@ -134,7 +134,7 @@ class _Stderr:
                 return
 
     def _emit(self, data: bytes) -> None:
-        poll = select.poll()  # not shared: a signal handler may print while this waits
+        poll = select.poll()  # one for each call: a signal handler may print while this waits
         poll.register(self._stream.fileno(), select.POLLOUT)
         waiting = data
         if self._dropped:

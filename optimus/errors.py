@@ -2,7 +2,7 @@
 
 A user's mistake raises one of these errors with one line that names the key, the value and the
 remedy; the command line prints that line and exits with the status of the error's kind. A bug of
-Optimus is an assertion instead. An error is of one rank only: before ranks end, they agree on one
+Optimus is an assertion instead. An error concerns one rank; before ranks end, they agree on one
 Outcome (optimus.distributed.agreement).
 """
 
@@ -160,7 +160,7 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
 
 def one_line(text: object) -> str:
     """Return `text` folded onto one line and printable, for messages built from other libraries'
-    errors and from names and values in files. The middle of a very long one is left out."""
+    errors and from names and values in files. The middle of a very long line is left out."""
     line = printable(" ".join(str(text).split()))
     if len(line) <= _LINE_CHARS:
         return line
@@ -174,7 +174,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` with its line ends and `printable` lines."""
+    """Return `text` with `printable` applied to each line; line ends are kept."""
     return "\n".join(map(printable, text.split("\n")))
 
 

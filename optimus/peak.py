@@ -35,7 +35,7 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""Types of values in a file, by annotation."""
+"""Types that a value in a file may have, by the annotation of the field."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
@@ -74,8 +74,8 @@ class Peak:
     setup: Setup
     flops: float
     spread: float
-    """Relative difference in rate between the fastest product and the third fastest; of 30 or more
-    products, the slowest of the fastest tenth."""
+    """Relative difference in rate between the fastest product and the third fastest or, if there
+    are 30 or more products, the last one of the fastest tenth."""
     method: str
     measured_at: str
     """UTC; empty for a data sheet."""
@@ -137,18 +137,18 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 
 
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
-    """Time many short products on this rank's threads and return the rate of the fastest.
+    """Time many short products on this rank's threads; the peak is the rate of the fastest.
 
-    On a CPU a product counts only while its threads have the processor. One thread is timed by its
+    On a CPU a product counts only if its threads had the processor. One thread is timed by its
     processor time. Several threads are timed by the wall clock, and a product counts if they got
-    nine tenths of the processor time. If none did, the peak is the rate of one thread times their
-    number, with a spread of 1. Wall-clock time alone would measure other programs on a busy
-    machine: at a load of 18 on two cores, products of 1024^3 took 20 times as long by the wall
-    clock as by processor time.
+    nine tenths of the processor time. If fewer than three products count, the peak is the rate of
+    one thread times the number of threads, with a spread of 1. Wall-clock time alone would measure
+    other programs on a busy machine: at a load of 18 on two cores, products of 1024^3 took 20 times
+    as long by the wall clock as by processor time.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
-        # On a CPU without fp16 instructions, 1024^3 in fp16 takes 2 s.
+        # Slow arithmetic gets small products: without fp16 instructions, 1024^3 takes 2 s in fp16.
         size = 512 if min(_thread_times(256, dtype, 0.0)) < 0.004 else 256
     method = f"measured {size}^3 matmul"
     if device.type != "cpu":

@@ -45,16 +45,15 @@ def held_out_loss(
     Batches are the same on every layout, and their sums are added exactly. In each round every data
     rank evaluates one batch. The batches of a round have the same size, because expert parallelism
     requires it: first come the complete batches, then the remaining instances in batches of one. A
-    data rank that has no batch in the last round runs the first batch of the round and does not
-    count it.
+    data rank that has no batch in a round runs the first batch of the round and does not count it.
 
     Args:
         cross_entropies: Function that computes the cross-entropy sums of microbatches.
         dataset: The instances.
         batch_size: Instances per batch.
         group: All ranks that take part.
-        data_rank: Index of this rank's data rank. Batch j belongs to data rank j mod
-            num_data_ranks.
+        data_rank: Index of this rank among the data ranks. Batch j belongs to data
+            rank j mod num_data_ranks.
         num_data_ranks: Number of data ranks.
         max_instances: Number of instances to evaluate; 0: all.
         document_mask: Keep attention within documents, as `data.document_mask` does in a run.

@@ -132,7 +132,7 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return whether SIGTERM ended a rank, as it ends only ranks before their first step."""
+    """Return whether SIGTERM ended a rank; it ends only ranks that have not started a step."""
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 

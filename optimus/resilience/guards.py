@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def is_finite(flat: Tensor) -> bool:
     """Return whether all values of a large buffer are finite.
 
-    A finite fp32 sum, which is fast, proves that all are. Otherwise, since the sum of finite values
-    may overflow, each element is checked.
+    If the sum, which is fast, is finite, all values are. Otherwise each element is checked, since
+    the sum of finite values may overflow.
     """
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 

@@ -35,8 +35,8 @@ _LABELS = {
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of the optimizer states in messages. Moments come first, since a NaN in a moment is the
-cause of one in the master, to which the next update copies it."""
+"""Labels of the optimizer states in messages. Moments come first, since an update with a NaN in a
+moment also puts a NaN into the master."""
 
 
 class BadState(NamedTuple):

@@ -76,7 +76,8 @@ class MeasuredChoices:
 
 
 def choices_before_start(config: Config) -> MeasuredChoices:
-    """Return the choices that the configuration determines, MEASURED for those that ranks make."""
+    """Return the choices that the configuration determines, and MEASURED for each choice that ranks
+    make at the start of the run."""
     sparse, parallel = any(config.model.experts_by_layer), config.parallel
 
     def known(setting: str, is_used: bool) -> str:
@@ -163,7 +164,7 @@ class Answer(NamedTuple):
     why_not: str = ""
     """With "auto": the reason why the device's backend is not used."""
     failure: str = ""
-    """The reason why an explicit choice is unavailable."""
+    """The reason why a backend chosen by name is unavailable."""
 
 
 def _request() -> Answer:

@@ -16,7 +16,8 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
     """Run forward and backward, in fp16, of one small layer of each kind (dense, MoE) of the model.
 
     Raises:
-        ConfigError: The device lacks an operation; the message has torch's, which names it.
+        ConfigError: The device lacks an operation. The message includes torch's message, which
+            names the operation.
     """
     sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
     experts = 4 * max(1, model.num_experts_per_tok)

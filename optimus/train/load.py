@@ -154,9 +154,9 @@ def load_weights(
 
 
 def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Pass the elements of a piece that this rank has to `put`, in one call for each run of
-    elements that are adjacent in this rank's slice: one call if the slice is the whole parameter,
-    otherwise a few."""
+    """Call `put` with this rank's elements of a piece, once for each run of elements that are
+    adjacent in this rank's slice: once if the slice is the whole parameter, otherwise a few
+    times."""
     if piece.name not in layout.placements:
         return
     runs = runs_between(layout.placements[piece.name].intervals, piece)

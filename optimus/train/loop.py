@@ -78,8 +78,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
     Args:
         config: The run's configuration, the same on all ranks.
-        launch: This rank among the others.
-        process: `process_start` of StartUp.
+        launch: Rank and world of this process.
+        process: `time.monotonic()` at the start of this process, as `process_start` of StartUp.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
@@ -153,8 +153,8 @@ def _finite(value: float) -> float | None:
 
 
 class Run:
-    """One rank of a run: its model with the states, its data, and the saves. The first rank also
-    has the run directory."""
+    """One rank of a run: its model with the states, its data and its saves. The first rank also has
+    the run directory."""
 
     def __init__(
         self,

@@ -41,11 +41,11 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if a smaller scale may avoid an overflow, so that the update is skipped."""
+        """True if the scale can become smaller: an overflow then skips the update."""
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return the end of an error message: in fp16 the scale, which cannot become smaller."""
+        """Return the end of an error message: in fp16, that the scale cannot become smaller."""
         return f"; the loss scale is at its least, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:

@@ -1,4 +1,4 @@
-"""Return free memory that glibc's heap can no longer use to the system.
+"""Release free memory of glibc's heap, which is too fragmented to be used again, to the system.
 
 Small blocks that live long are allocated between the tensors of an update and fragment the heap:
 oneDNN caches a compiled matrix product, of 120 KB, for each number of rows that an expert got, and

@@ -303,7 +303,7 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
     """Return text that names the instances that are skipped or read again after a change of the
-    data or the batch. Step n reads from instance (n - 1) * instances per batch on."""
+    data or the batch. The batch of step n starts at instance (n - 1) * (instances per batch)."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -391,7 +391,8 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
-    """Raise DataError for a held-out part: a loss on text that was trained on measures nothing."""
+    """Raise DataError if `dataset` is a held-out part: after training on it, the held-out loss
+    would measure nothing."""
     if dataset.split == PARTS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()

@@ -130,7 +130,7 @@ class RunDirectory:
         self.metrics.sync()
 
     def end_progress(self) -> None:
-        """Leave the progress bar as it is; lines that follow are printed below it."""
+        """End the progress bar, which stays on the terminal; later lines are printed below it."""
         self._progress.close()
 
     def close(self) -> None:

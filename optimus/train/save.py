@@ -152,8 +152,8 @@ class Saves:
 
         Args:
             step: The step that is done.
-            last: True after the last step: save a full checkpoint at any interval, and wait for the
-                saves to end.
+            last: True after the last step, which always has a full checkpoint: wait for the saves
+                to end.
 
         Raises:
             NonFiniteError: An optimizer state is not finite. Raised on every rank.
@@ -211,7 +211,7 @@ class Saves:
                 raise OptimusError(f"the disk has not taken what step {before.step} gave it")
             pending.save = begin(step)
         except LostPeerError:
-            raise  # the run is over, not only this save
+            raise  # the loss of a rank ends the run, not only this save
         except OptimusError as error:
             self._handle_failure(pending, step, str(error))
         if not self._config.checkpoint.async_save:
@@ -219,7 +219,7 @@ class Saves:
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
         """Handle the outcome of a save: reset the count of failures after a commit, raise an error
-        for a value that is not finite, count another failure."""
+        for a value that is not finite, and count any other failure."""
         if outcome is None:
             return
         if outcome.failure is None:
@@ -365,7 +365,7 @@ class Saves:
             lines = complete_hf(directory, self._exported)
         except OSError:
             raise  # the disk is full or broken: a file of the checkpoint may be incomplete
-        except Exception as error:  # of any tokenizer library: a save does not fail for these files
+        except Exception as error:  # of any tokenizer library; these files are optional
             lines = [f"not all files for transformers are written: {one_line(error)}"]
         for line in lines:
             if line not in self._warned:

@@ -1,4 +1,7 @@
-"""Start of a command: number of ranks, rendezvous, dry run. Importing it imports no torch."""
+"""Start of a command: number of ranks, rendezvous, dry run.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 

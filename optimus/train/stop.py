@@ -39,8 +39,8 @@ class StopRequest:
         self._end = STARTED + deadline_s if deadline_s else None
         self._reason = 0
         for number in STOP_SIGNALS:
-            # SIGHUP stays ignored if nohup set that. A rank of the spawner ignores it only until
-            # this handler is installed.
+            # SIGHUP stays ignored if nohup started this run. Ranks of the spawner ignore SIGHUP,
+            # too, but only until this handler is installed.
             if number != signal.SIGHUP or RENDEZVOUS in os.environ or not _is_ignored(number):
                 signal.signal(number, self._on_signal)
 

@@ -123,7 +123,7 @@ def print_end(
 
 
 def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
-    """Return the lines of a plan: name and text. A line without a name continues the one above."""
+    """Yield the lines of a plan as (name, text). A line without a name continues the line above."""
     model, train, batch, mesh = config.model, config.train, plan.batch, plan.mesh
     total, active = count_parameters(model)
     size = f"{counted(total, 'parameter')}, {active:,} active per token"

@@ -110,8 +110,8 @@ class Updater:
     def _make_update(
         self, step: int, microbatches: list[Microbatch], lr: float
     ) -> Callable[[], None]:
-        """Return the function for the schedule's OPT_STEP. With the other ranks it checks that all
-        losses and gradients are finite and completes the gradients; then it clips and updates."""
+        """Return the function for the schedule's OPT_STEP: check with all ranks that losses and
+        gradients are finite, complete the reductions of gradients, clip and update."""
 
         def opt_step() -> None:
             scaling = self._loss_scale
