@@ -55,7 +55,7 @@ def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple
 
 def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
     """Register the hooks of the head's segment: `before_forward` runs before the final norm, whose
-    weights belong to the segment; `before_backward` runs before the gradients of the logits."""
+    weights belong to the segment; `before_backward` runs before the backward of the logits."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
     model.cross_entropy.register_forward_pre_hook(
         lambda module, inputs: on_gradient(inputs[0], before_backward)

@@ -35,7 +35,7 @@ BATCH = 8
 MEAN_DOCUMENT = 500
 SHARDS = 10_000
 PASSES = 10
-"""Number of timed passes of our Loader, of which one is too short to be timed precisely."""
+"""Number of timed passes of our Loader; a single pass is too short to be timed precisely."""
 VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 

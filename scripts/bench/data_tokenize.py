@@ -6,7 +6,7 @@
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
 Each peer has a separate virtual environment. datatrove: `pip install datatrove tokenizers orjson`.
-dolma: `uv pip install dolma`, which takes seconds; pip does not resolve it in minutes. Megatron-LM:
+dolma: `uv pip install dolma`; pip does not resolve its dependencies in minutes. Megatron-LM:
 `pip install torch==2.13.0 megatron-core transformers sentencepiece six triton`, and a checkout of
 Megatron-LM at the same version, of which tools/preprocess_data.py is run.
 

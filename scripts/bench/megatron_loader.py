@@ -47,7 +47,7 @@ def main(stem: str, context: int, cache: str) -> None:
     documents = numpy.arange(GPTDataset.numel_low_level_dataset(indexed), dtype=numpy.int32)
     dataset = GPTDataset(indexed, stem, documents, None, Split.train, config)
     open_s = time.process_time() - start
-    for number in range(len(dataset)):  # an untimed pass warms the page cache and others
+    for number in range(len(dataset)):  # an untimed pass warms the page cache
         dataset[number]
     start, tokens = time.process_time(), 0
     for number in range(len(dataset)):
