@@ -137,7 +137,7 @@ class TokenDataset:
             start: Number of the first instance.
 
         Raises:
-            DamageError: Names the shard and the row.
+            DamageError: An id is outside the vocabulary. The message has the shard and the row.
         """
         if tokens.max(initial=0) < self.vocab_size:
             return

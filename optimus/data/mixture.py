@@ -30,7 +30,7 @@ class MixedDataset:
 
         Raises:
             DataError: Two sources have different tokenizers or contexts, or the same instances, or
-                one may train on documents that another one holds out.
+                one may contain documents that the other one holds out.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]

@@ -95,7 +95,7 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the end of a rank that has no store through which to agree with others.
 
     All ranks of a machine find the same fault in a launcher's environment, so only the machine's
-    first rank prints a LaunchError. Every rank prints any other error.
+    first rank prints a LaunchError. Any other error is printed by the rank that has it.
     """
     if isinstance(error, RunEnded):
         return error
@@ -107,7 +107,7 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the end of a rank whose store is gone, cannot be reached or does not answer.
 
     Usually rank 0, whose process contains the store, is lost. Rank 1 and the first rank of every
-    machine print that loss. Every rank prints any other Outcome.
+    machine print that loss. An Outcome of another kind is printed by the rank that has it.
     """
     prints = launch.rank == 1 or launch.local_rank == 0
     return RunEnded(outcome, prints or outcome.kind is not OutcomeKind.LOST_PEER)
@@ -195,7 +195,7 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have come to this round, or one has decided without waiting longer;
+        """Wait until all ranks have come to this round, or until a rank has decided before that;
         return whether all have come."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
@@ -218,7 +218,7 @@ class Agreement:
         return self._store.check([key])
 
     def _wait(self, key: str, limit_s: float) -> None:
-        with suppress(RuntimeError):  # at the limit; if the store is gone, the next call raises
+        with suppress(RuntimeError):  # limit reached; if the store is lost, the next call raises
             self._store.wait([key], timedelta(seconds=limit_s))
 
     def _within(

@@ -126,8 +126,8 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that raises LostPeerError in place of an error that says that a rank of the
-    group is gone or does not answer."""
+    """Return a context that raises LostPeerError in place of an error whose cause is a rank of the
+    group that is gone or does not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -209,8 +209,7 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
-    """Return the greatest `value` of all ranks; `device` is the one on which the group's backend
-    computes."""
+    """Return the greatest `value` of all ranks; the collective runs on `device`."""
     flag = torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
@@ -384,7 +383,7 @@ def encode_object(value: object) -> bytes:
 
 def decode_object(data: bytes, kind: Any) -> Any:
     """Return the value of type `kind` that `encode_object` has encoded as `data`. Raises ValueError
-    if the value has another type: none is converted."""
+    if the value has another type; types are not converted."""
     return _adapter(kind).validate_json(data, strict=True)
 
 
@@ -458,7 +457,10 @@ def barrier(group: Group) -> None:
 
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
-    """Start to send `tensor` to the group's rank `to`. Two ranks' messages arrive in order."""
+    """Start to send `tensor` to the group's rank `to`.
+
+    Messages between two ranks arrive in the order in which they are sent.
+    """
     _record("send", group, tensor)
     peer = distributed.get_global_rank(group.process_group, to)
     return Transfer(tensor, distributed.isend(tensor, peer, group.process_group), group, "send")

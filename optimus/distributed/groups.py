@@ -17,7 +17,7 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups. A key has True if the group carries gradients and parameters, and its ranks."""
+"""Process groups by (True if the group carries gradients and parameters, ranks of the group)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rank arithmetic: coordinates of ranks along the axes of parallelism. Pure values.
+"""Rank arithmetic on pure values: coordinates of ranks along the axes of parallelism.
 
 World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRACT.md, "Ranks").
 """
@@ -111,7 +111,7 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     """Return the mesh of a world.
 
     Args:
-        parallel: Sizes of the axes; with dp = 0, dp becomes `world_size` over the other sizes.
+        parallel: Sizes of the axes; dp = 0 means `world_size` divided by the other sizes.
         world_size: Number of ranks; None for the product of the sizes.
 
     Raises:

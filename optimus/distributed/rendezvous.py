@@ -20,7 +20,7 @@ def check_meeting_point(launch: LaunchEnv) -> None:
     it up until the time limit), or rank 0 cannot listen there since it is another machine's address
     or the port is taken."""
     if not launch.init_method.startswith("tcp://"):
-        return  # torchrun's own store may be elsewhere
+        return  # torchrun has a store, which may be at another address
     where = urlsplit(launch.init_method)
     addresses = _addresses(where)
     if launch.is_first and addresses:
@@ -69,7 +69,7 @@ def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:  # the name server has not answered; others deny a name
+        if error.errno == socket.EAI_AGAIN:  # the name server does not answer
             return []
         raise LaunchError(
             f"MASTER_ADDR: {where.hostname} is no host that this machine knows "

@@ -271,7 +271,7 @@ def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerErr
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
     """Return the error for ranks that met at the store but could not make a process group."""
     text = one_line(error)
-    interface = re.search(r"Unable to find address for: (\S+)", text)  # gloo's
+    interface = re.search(r"Unable to find address for: (\S+)", text)  # a message of gloo
     if interface is not None:
         return ConfigError(
             f"GLOO_SOCKET_IFNAME: the network interface {interface[1]} of {socket.gethostname()} "

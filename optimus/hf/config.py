@@ -36,7 +36,7 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscal
 
 
 class _Fields(BaseModel):
-    """Fields of config.json that transformers reads, with its defaults."""
+    """Fields of config.json that transformers reads, with the defaults of transformers."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 

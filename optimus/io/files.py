@@ -186,7 +186,7 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
             read cannot leave the directory. With None, links are followed.
 
     Raises:
-        OSError: The file cannot be opened or is not a regular file; names `path`.
+        OSError: The file cannot be opened or is not a regular file. The error has `path`.
     """
     # Without O_NONBLOCK, open(2) of a FIFO blocks. Reads of regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -263,7 +263,7 @@ def read_at(fd: int, start: int, out: memoryview, path: Path) -> None:
     """Fill `out` with the bytes of an open file that start at byte `start`.
 
     Raises:
-        CheckpointError: The bytes cannot be read or the file is too short; names `path`.
+        CheckpointError: The bytes cannot be read or the file is too short. The message has `path`.
     """
     try:
         while out:

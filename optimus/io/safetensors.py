@@ -23,7 +23,7 @@ DTYPES = {
 class TensorFiles:
     """The tensors of a directory's model.safetensors, or of the files that its index names.
 
-    Files are opened when a tensor of them is looked up. All methods raise CheckpointError.
+    A file is opened when one of its tensors is looked up. All methods raise CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,8 @@ def check_shapes(
         expected: Shape of each tensor of the model, by name.
 
     Raises:
-        CheckpointError: Names the first tensor that is missing, unknown or of another shape.
+        CheckpointError: A tensor is missing, unknown or of another shape. The message has the name
+            of the first one.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of all parameters, and of those that are active for a token: of E experts
-    only K are.
+    """Return the number of all parameters, and of those that are active for a token: of a layer's E
+    experts only K are.
 
     One layer is built, on the meta device, for all layers with the same number of experts, so the
     largest models take milliseconds.

@@ -86,8 +86,8 @@ class Experts(nn.Module):
 
         Raises:
             ValueError, TypeError: shapes, dtypes or devices do not match. With
-                OPTIMUS_KERNELS_DEBUG=1 also if no expert has a number in `chosen`; without it, such
-                a number adds nothing.
+                OPTIMUS_KERNELS_DEBUG=1 also if `chosen` has a number that no expert has; without
+                it, such a number adds nothing.
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(

@@ -96,7 +96,7 @@ def layer_losses(
     load-balancing loss is one value for all layers.
 
     Args:
-        config: the model's.
+        config: the configuration of the model.
         routings: one for each layer with experts, in order.
     """
     if not routings:

@@ -129,11 +129,12 @@ class Transformer(nn.Module):
 
         Args:
             x: [B, S, D].
-            document_ids: as for the class.
+            document_ids: as the docstring of the class says.
             layers: numbers of the layers to run; None for all layers of this model.
 
         Returns:
-            The last block's output [B, S, D], and the routings of the layers with experts.
+            The output [B, S, D] of the last of these layers, and the routings of the layers with
+            experts.
         """
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
@@ -170,7 +171,7 @@ class Transformer(nn.Module):
         """Return the summed cross-entropy of the last block's output x [B, S, D], in nats, and the
         number of targets."""
         targets = tokens[:, 1:]
-        x = self.final_norm(x)  # before the slice: with sequence parallelism it gathers
+        x = self.final_norm(x)  # before the slice, as in logits_at
         logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 

@@ -164,7 +164,7 @@ class ActionEvent(NamedTuple):
     start_ns: int
     end_ns: int
     waited_ns: int
-    """Part of the time in which the action waited for data from another stage."""
+    """Time within the action in which it waited for data from another stage."""
 
     @property
     def busy_ns(self) -> int:

@@ -98,7 +98,7 @@ class TrainingHealth:
 
 
 class _Repetition:
-    """Spaces the repetitions of a warning: 100 updates, then 200, 400 and so on."""
+    """Limits the repetitions of a warning: at least 100 updates apart, then 200, 400 and so on."""
 
     def __init__(self) -> None:
         self._next, self._pause = 0, _FIRST_PAUSE

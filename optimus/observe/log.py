@@ -24,9 +24,11 @@ class _LineHandler(logging.Handler):
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit without the lock of a handler. Standard error has a lock of its own, which `print`
-        takes alone: with two locks, a signal handler that logs while its thread prints and another
-        thread logs would wait for ever."""
+        """Emit the record without taking the handler's lock.
+
+        Standard error has a lock already, and `print` takes only that one. With both locks, a
+        signal handler that logs while its thread prints could deadlock with a thread that logs.
+        """
         self.emit(record)
         return True
 

@@ -303,7 +303,7 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return the step and source of a line; None if it cannot be read."""
+    """Return the step and source of a line; None if the line cannot be read."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")

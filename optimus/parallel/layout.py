@@ -9,7 +9,7 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""For each further use of a tied parameter, by name: the parameter. The head uses embed.weight."""
+"""Tied parameters by the name of their further use: the head uses embed.weight again."""
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class RecomputeBlock(Block):
         self._enabled = True
         self.observers: list[Callable[[Tensor], None]] = []
         """Functions that are called with each tensor that this class's saved-tensor hooks keep for
-        backward. Torch calls only the innermost hooks, so hooks around the block do not see them.
-        """
+        backward. Hooks around the block do not see these tensors, since torch calls only the
+        innermost hooks."""
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -82,7 +82,7 @@ class RecomputeBlock(Block):
         return self._run_half(self.mlp_norm, self.mlp, self._moe, x, *save_input_only)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Turn recomputation on, or off: the block then keeps everything, as a plain block does."""
+        """Turn recomputation on or off. While it is off, the block keeps all activations."""
         self._enabled = enabled
 
     def _recomputes(self) -> bool:

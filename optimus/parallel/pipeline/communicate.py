@@ -33,8 +33,8 @@ def add_transfers(
 
     A send follows the action whose result it sends. Receives of one channel are posted in the order
     of their sends, since some backends match messages by order and not by tag. A receive is posted
-    one compute action before the action that uses it, so that the data travels while the former is
-    computed. Neighbour stages on the same rank need no transfer.
+    one compute action before the action that uses it, so that the data travels during that compute
+    action. Neighbour stages on the same rank need no transfer.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]

@@ -19,7 +19,7 @@ Lists = list[list[Action]]
 
 
 def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return all forwards, then all backwards: the simplest order, with most activations kept."""
+    """Return all forwards, then all backwards: the simplest order, but it keeps all activations."""
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * virtual_stages, num_ranks)
