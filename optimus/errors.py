@@ -105,7 +105,15 @@ class ConfigError(OptimusError):
 
 
 class LaunchError(ConfigError):
-    """Environment variables of a launcher, or an address, with which ranks cannot meet."""
+    """Environment variables of a launcher, or an address, with which ranks cannot meet.
+
+    Attributes:
+        of_rank: True if it concerns this rank alone; otherwise all ranks of the machine find it.
+    """
+
+    def __init__(self, message: str, of_rank: bool = False) -> None:
+        super().__init__(message)
+        self.of_rank = of_rank
 
 
 class DataError(OptimusError):

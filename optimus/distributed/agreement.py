@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optimus.errors import LaunchError, OptimusError, Outcome, OutcomeKind, Phase, one_line
-from optimus.launch.environment import LaunchEnv, is_first_of_machine, read_rank
+from optimus.launch.environment import LaunchEnv, prints_for_machine, read_rank
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,12 +94,12 @@ class RunEnded(OptimusError):
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the end of a rank that has no store through which to agree with others.
 
-    All ranks of a machine find the same fault in a launcher's environment, so only the machine's
-    first rank prints a LaunchError. Any other error is printed by the rank that has it.
+    Of a LaunchError that all ranks of a machine find, only the machine's first rank prints it.
+    Any other error is printed by the rank that has it.
     """
     if isinstance(error, RunEnded):
         return error
-    prints = not isinstance(error, LaunchError) or is_first_of_machine()
+    prints = not isinstance(error, LaunchError) or error.of_rank or prints_for_machine()
     return RunEnded(outcome_of(error, read_rank(), phase), prints)
 
 

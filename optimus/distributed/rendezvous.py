@@ -104,9 +104,11 @@ def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
             f"MASTER_PORT: port {where.port} of {where.hostname} is taken; export another "
-            "MASTER_PORT"
+            "MASTER_PORT",
+            of_rank=True,
         )
     return LaunchError(
         f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, {socket.gethostname()} "
-        f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}"
+        f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}",
+        of_rank=True,
     )

@@ -115,6 +115,9 @@ _LAUNCHERS = (
 )
 """In order of precedence: a launcher may run within a process of another one."""
 
+_OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launcher.local_ranks)}
+"""Variables that differ between the ranks of a machine."""
+
 STARTED = time.monotonic()
 """`time.monotonic()` about when this process started, before imports that take long."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
@@ -155,7 +158,8 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
         raise LaunchError(
             f"local rank {local_rank} is not among the {counted(local_world, 'rank')} of this "
             "machine; "
-            f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right"
+            f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right",
+            of_rank=True,
         )
     return LaunchEnv(
         rank=job_rank.rank,
@@ -173,9 +177,15 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process has local rank 0, or an unknown local rank. Never raises."""
+def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process prints an error that all ranks of its machine find. Never raises.
+
+    It does if its local rank is 0 or unknown. If the user sets RANK, each rank's variables may be
+    wrong on that rank alone, so that every rank prints.
+    """
     launcher = _launcher_of(environ)
+    if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
+        return True
     names = launcher.local_ranks if launcher else ()
     text = next((environ[name] for name in names if name in environ), "0")
     return not text.isdigit() or int(text) == 0
@@ -354,7 +364,8 @@ def _job_rank(environ: Mapping[str, str], rank_name: str, world_name: str) -> Jo
 def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> JobRank:
     if not 0 <= rank < world:
         raise LaunchError(
-            f"{rank_name}={rank} is no rank of a world of {world_name}{world}; set both right"
+            f"{rank_name}={rank} is no rank of a world of {world_name}{world}; set both right",
+            of_rank=True,
         )
     return JobRank(rank, world)
 
@@ -364,5 +375,8 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
-        raise LaunchError(f"environment variable {name}={text!r} must be a whole number >= 0")
+        raise LaunchError(
+            f"environment variable {name}={text!r} must be a whole number >= 0",
+            of_rank=name in _OF_RANK,
+        )
     return int(text)

@@ -24,7 +24,7 @@ from optimus.errors import (
     OutcomeKind,
     Stopped,
 )
-from optimus.launch.environment import LaunchEnv
+from optimus.launch.environment import LaunchEnv, prints_for_machine, read_launch_env
 
 ABSENCE = Outcome(OutcomeKind.LOST_PEER, "not all ranks are here", phase="meeting")
 
@@ -217,6 +217,27 @@ def test_a_rank_that_cannot_meet_others_prints_once_per_machine(monkeypatch):
         assert end_alone(LaunchError("MASTER_PORT=0 is no port")).prints == prints
         assert end_alone(DataError("no data")).prints
     assert end_alone(DataError("no data")).line == "optimus: [rank 5] error: no data"
+
+
+@pytest.mark.parametrize(
+    ("environ", "prints"),
+    [
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
+        ({"LOCAL_RANK": "1"}, True),  # WORLD_SIZE may be missing on this rank alone
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"}, True),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"PMI_RANK": "2", "PMI_SIZE": "2", "LOCAL_RANK": "1"}, True),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "7"}, False),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "x"}, False),
+    ],
+)
+def test_a_launch_error_of_this_rank_alone_is_printed(monkeypatch, environ, prints):
+    by_hand = {} if "PMI_RANK" in environ else {"RANK": "1"}
+    monkeypatch.setattr("os.environ", environ | by_hand)
+    monkeypatch.setattr(prints_for_machine, "__defaults__", (environ | by_hand,))
+    with pytest.raises(LaunchError) as raised:
+        read_launch_env(environ | by_hand)
+    assert end_alone(raised.value).prints == prints
 
 
 def test_an_end_survives_pickling():
