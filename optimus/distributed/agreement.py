@@ -162,7 +162,9 @@ class Agreement:
         """Return the end that the ranks agree on. This rank ends because of `outcome`."""
 
         def ask() -> RunEnded:
-            if not self._has(_DECISION):
+            # A loss is published also after the decision, which it does not change: ranks that come
+            # later must know that a rank may wait for another.
+            if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
 
@@ -199,7 +201,7 @@ class Agreement:
         return whether all have come."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
-            self._store.set(all_here, "all")
+            self._store.compare_set(all_here, "", "all")  # unless a rank has decided before
         self._wait(all_here, limit_s)
         return self._has(all_here) and self._store.get(all_here) == b"all"
 
@@ -207,9 +209,8 @@ class Agreement:
         """Return the decision of the first rank to decide, which may be this one."""
         key = next(filter(self._has, _CAUSES))
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
-        wake = f"optimus/all-at-{self._round}"
-        if not self._has(wake):  # wake the ranks that still wait for all
-            self._store.set(wake, "decided")
+        # Wake the ranks that still wait for all.
+        self._store.compare_set(f"optimus/all-at-{self._round}", "", "decided")
         outcome = Outcome.from_json(text)
         is_shared = all_are_here and not any(map(self._has, _CAUSES[2:]))
         return RunEnded(outcome, outcome.rank == self.launch.rank, is_shared, self)

@@ -111,6 +111,15 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
     assert later.outcome.rank == 2 and later.exit_code == 4 and not later.prints
 
 
+@pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
+def test_the_end_of_a_rank_that_comes_late_is_not_shared(open_store, monkeypatch, error):
+    """Collectives of the late rank with the first may be in progress: it must not wait for them."""
+    monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
+    assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
+    late = ended_with(open_store, {1: error}, size=2)[1]
+    assert late.outcome.message == "metrics.jsonl" and not late.is_shared
+
+
 def test_the_host_is_named_on_several_machines(open_store, monkeypatch):
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.5)
     outcome = Outcome(OutcomeKind.FAILED, "disk full", rank=3, host="node1")
