@@ -19,7 +19,14 @@ from optimus.distributed.agreement import RunEnded
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.groups import join_groups
 from optimus.distributed.world import World, end_run, end_world, start_world
-from optimus.errors import ConfigError, NonFiniteError, OptimusError, Phase, Stopped
+from optimus.errors import (
+    ConfigError,
+    NonFiniteError,
+    OptimusError,
+    Phase,
+    Stopped,
+    as_optimus_error,
+)
 from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
 from optimus.launch.environment import LaunchEnv
@@ -99,8 +106,10 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             directory = RunDirectory(config.train.run_dir)
             start = find_start(config, inputs.batch, inputs.data.training)
             check_saves(config.model, config.checkpoint.model_interval, start.start)
-    except OptimusError as error:
-        failure = error  # one rank prints it once the ranks have met
+    except Exception as error:
+        failure = as_optimus_error(error)  # one rank prints it once the ranks have met
+        if failure is None:
+            raise
         directory = None  # this unlocks it: another run may use it meanwhile
     world: World | None = None
     run: Run | None = None

@@ -3,15 +3,21 @@ message."""
 
 from __future__ import annotations
 
+import errno
+from typing import NoReturn
+
 import pytest
 
 from data_prep.cli import main as optimus_data
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.config import make_config
+from optimus.distributed.agreement import RunEnded
 from optimus.errors import CheckpointError
 from optimus.evaluate.checkpoint import evaluate_checkpoint
+from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
+from optimus.train import loop
 from optimus.train.resolve import resolve
 from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
@@ -105,6 +111,25 @@ def test_fast_mode_agrees_with_deterministic_mode(ranks, tiny_data, tmp_path):
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert c["loss"] == pytest.approx(a["loss"], abs=2e-2)
     assert bf16[-1]["loss"] != fast[-1]["loss"]
+
+
+def start_on_a_failing_disk(tree: dict) -> tuple[int, str]:
+    """Return the exit status and the message of a run if rank 0 cannot read its run directory."""
+
+    def fail(*args: object) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle", "/run/checkpoints")
+
+    loop.find_start = fail
+    with pytest.raises(RunEnded) as raised:
+        loop.train(make_config(tree), read_launch_env())
+    return raised.value.exit_code, str(raised.value)
+
+
+def test_a_disk_error_of_rank_0_before_the_start_ends_all_ranks(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path, parallel__timeout_s=10)
+    ends = ranks(2, start_on_a_failing_disk, tree, start_world=False)
+    assert ends[0] == ends[1] and ends[0][0] == 1
+    assert ends[0][1].startswith("/run/checkpoints: Stale file handle; ")
 
 
 def test_persistent_models_and_a_return_to_an_earlier_model(ranks, tiny_data, tmp_path):
