@@ -53,6 +53,10 @@ class Group:
     axes: str = field(default="all ranks", compare=False)
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the fields of a copy, which has no recorder: that of a run has open files."""
+        return Group, (self.size, self.rank, self.handle, self.axes)
+
     @property
     def process_group(self) -> distributed.ProcessGroup:
         """The process group of `handle`, which exists until `end_world`."""

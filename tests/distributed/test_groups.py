@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 import time
 
 import pytest
@@ -11,6 +14,7 @@ from optimus.distributed.mesh import ENDS, Mesh
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError
 from optimus.launch.environment import LaunchEnv
+from optimus.observe.events import NO_RECORDER, Recorder, Recorders
 from tests.helpers.worlds import everyone, fake_world
 
 GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
@@ -165,3 +169,16 @@ def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
     for rank in (0, 777, 12_287):
         (sizes,) = ranks(1, build_at_scale, 12_288, rank, start_world=False)
         assert sizes == (8, 128, 12, 1, 1536, 2 if rank in (0, 777, 12_287) else 1)
+
+
+class OpenFile(Recorder):
+    """A sink of a run: its lock can neither be copied nor pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_copy_of_a_group_has_no_recorder():
+    group = collectives.Group(1, 0, axes="ep", recorder=Recorders(OpenFile()))
+    for copied in (copy.deepcopy([group])[0], pickle.loads(pickle.dumps(group))):
+        assert copied == group and copied.axes == "ep" and copied.recorder is NO_RECORDER
