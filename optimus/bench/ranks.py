@@ -24,7 +24,7 @@ from optimus.bench.peak import measure_peak
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.config import Config, make_config
-from optimus.distributed.world import World, end_world, start_world
+from optimus.distributed.world import World, end_run, end_world, start_world
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.launch.spawn import spawn_local
 
@@ -96,8 +96,11 @@ def be_a_rank(
     """One rank of `on_ranks`: all `measure(world, hidden, rounds, scratch)`, with a directory that
     they share, and the first writes the file `result`."""
     world = start_world(device="cpu")
-    platform.set_threads(1, False, world.launch.local_world_size)
-    found = measure(world, hidden, rounds, Path(result).parent)
+    try:
+        platform.set_threads(1, False, world.launch.local_world_size)
+        found = measure(world, hidden, rounds, Path(result).parent)
+    except Exception as error:
+        raise end_run(error, world.launch, world.agreement, "benchmark") from error
     end_world()
     if world.is_first:
         Path(result).write_text(json.dumps(found))
