@@ -422,11 +422,13 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.resolved:
         from optimus.distributed.mesh import make_mesh
         from optimus.train.autotune import choices_before_start
-        from optimus.train.resolve import resolve
+        from optimus.train.resolve import RunPlan
+        from optimus.train.startup import check_run
         from optimus.train.summary import format_resolved, resolved_tree
 
-        run_plan = resolve(config, make_mesh(config.parallel).world_size)
-        choices = choices_before_start(config)
+        run_plan = check_run(config, make_mesh(config.parallel).world_size)
+        assert isinstance(run_plan, RunPlan), "the data was checked"
+        choices = choices_before_start(config, run_plan.start.full)
         if args.json:
             print(json.dumps(resolved_tree(config, run_plan, choices)))
         else:

@@ -17,6 +17,7 @@ import pytest
 import data_prep.commands
 import optimus.cli
 from optimus.cli import main
+from optimus.train.run_dir import RunDirectory
 from tests.helpers.runs import train_on
 from tests.helpers.tiny import tiny_tree
 from tests.launch.test_spawn import write_config
@@ -257,11 +258,44 @@ def test_plan_resolved_prints_the_plan_of_the_next_run(run_dir, capsys):
     assert result["start"]["tokens"] == steps * batch["tokens"]
     assert result["data"]["training"]["seq_len"] == batch["seq_len"]
     assert set(result["measured"]) <= set(result["settings"])
-    measured = ["kernels.backend=auto", "kernels.grouped_gemm=auto", "train.deterministic=false"]
-    assert main(["plan", config, "--resolved", *measured]) == 0
-    text = capsys.readouterr().out
-    assert "kernels.grouped_gemm  measured at start" in text and f"step {steps:,} from" in text
+    text = resolved(capsys, run_dir, *AUTO)
+    assert "kernels.grouped_gemm  loop (as in the checkpoint)\n" in text
+    assert "kernels.backend       measured at start\n" in text and f"step {steps:,} from" in text
     assert "changed" in text and "train.deterministic = False" in text
+    tree = json.loads(resolved(capsys, run_dir, *AUTO, "--json"))
+    assert tree["from_checkpoint"] == ["kernels.grouped_gemm"]
+    assert tree["settings"]["kernels.grouped_gemm"] == "loop"
+    text = resolved(capsys, run_dir, *AUTO, f"train.run_dir={run_dir}/new")
+    assert "kernels.grouped_gemm  measured at start" in text
+
+
+AUTO = ["kernels.backend=auto", "kernels.grouped_gemm=auto", "train.deterministic=false"]
+
+
+def resolved(capsys, run_dir: Path, *arguments: str) -> str:
+    """Return what `plan --resolved` prints for the configuration of a run."""
+    assert main(["plan", str(run_dir / "config.toml"), "--resolved", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_plan_resolved_has_the_backend_of_the_environment(run_dir, monkeypatch, capsys):
+    monkeypatch.setenv("OPTIMUS_KERNELS", "torch")
+    for setting in ("kernels.backend=cpu", "kernels.backend=auto"):
+        tree = json.loads(resolved(capsys, run_dir, setting, "--json"))
+        assert tree["settings"]["kernels.backend"] == "torch"
+    monkeypatch.setenv("OPTIMUS_KERNELS", "fast")
+    assert main(["plan", str(run_dir / "config.toml"), "--resolved"]) == 2
+    assert "OPTIMUS_KERNELS='fast': it is one of auto" in capsys.readouterr().err
+
+
+def test_plan_resolved_refuses_as_a_run_does(run_dir, capsys):
+    command = ["plan", str(run_dir / "config.toml"), "--resolved"]
+    assert main([*command, f"train.run_dir={run_dir}/new", 'optim.frozen=["nonsense.*"]']) == 2
+    assert "nonsense" in capsys.readouterr().err
+    locked = RunDirectory(run_dir)
+    assert main(command) == 2
+    assert "is in use by another run" in capsys.readouterr().err
+    del locked
 
 
 def test_eval_generate_and_report(run_dir, tiny_data, capsys):

@@ -39,12 +39,11 @@ from optimus_kernels.grouped_mm import set_form
 
 logger = logging.getLogger(__name__)
 
-_DISPATCH = "parallel.ep_dispatch"
+_FORM, _DISPATCH = "kernels.grouped_gemm", "parallel.ep_dispatch"
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
 """Enough tokens to fill a device; more would only take longer."""
-
-
+_AS_STORED = "as in the checkpoint"
 MEASURED = "measured at start"
 """Value of a setting that ranks have yet to measure."""
 
@@ -62,6 +61,9 @@ class MeasuredChoices:
 
     kernels: KernelChoices
     ep_dispatch: str
+    from_checkpoint: tuple[str, ...] = ()
+    """Settings that have the checkpoint's value: the run does not measure them again, unless its
+    devices do not support that value."""
 
     def as_settings(self) -> dict[str, str]:
         """Return the choices as "section.key": value."""
@@ -75,22 +77,41 @@ class MeasuredChoices:
         return config.model_copy(update={"kernels": kernels, "parallel": parallel})
 
 
-def choices_before_start(config: Config) -> MeasuredChoices:
-    """Return the choices that the configuration determines, and MEASURED for each choice that ranks
-    make at the start of the run."""
-    sparse, parallel = any(config.model.experts_by_layer), config.parallel
+def choices_before_start(config: Config, checkpoint: Manifest | None) -> MeasuredChoices:
+    """Return the choices that the configuration, the environment and the checkpoint determine,
+    MEASURED for those that ranks make.
 
-    def known(setting: str, is_used: bool) -> str:
-        return MEASURED if is_used and setting == "auto" else setting
+    Args:
+        config: The run's configuration.
+        checkpoint: The full checkpoint that the run resumes; None for another start.
 
-    ep_dispatch = known(parallel.ep_dispatch, parallel.ep > 1)
-    fixed = choose_dispatch("", config.train.deterministic, "auto")
-    if ep_dispatch == MEASURED and fixed is not None:
-        ep_dispatch = fixed.name
-    backend_name = known(config.kernels.backend, sparse)
-    return MeasuredChoices(
-        KernelChoices(backend_name, known(_form_setting(config), sparse)), ep_dispatch
-    )
+    Raises:
+        ConfigError: OPTIMUS_KERNELS has an unknown value.
+    """
+    train, parallel = config.train, config.parallel
+    sparse = any(config.model.experts_by_layer)
+    stored = checkpoint.settings if checkpoint is not None else {}
+    from_checkpoint = []
+    request = _request(config)
+    if request.failure:
+        raise ConfigError(request.failure)
+    name = request.name
+    if name == "auto":
+        name = MEASURED if sparse else config.kernels.backend
+    form: str = config.kernels.grouped_gemm
+    if sparse:
+        form = _form_before_start(config, stored)
+        if form != _form_setting(config):
+            from_checkpoint.append(_FORM)
+        form = MEASURED if form == "auto" else form
+    ep_dispatch: str = parallel.ep_dispatch
+    if parallel.ep > 1 and ep_dispatch == "auto":
+        recorded = _recorded_dispatch(parallel, train, stored)
+        choice = choose_dispatch(train.device, train.deterministic, recorded)
+        ep_dispatch = MEASURED if choice is None else choice.name
+        if choice is not None and choice.reason == _AS_STORED:
+            from_checkpoint.append(_DISPATCH)
+    return MeasuredChoices(KernelChoices(name, form), ep_dispatch, tuple(from_checkpoint))
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
@@ -112,8 +133,8 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
             every rank.
     """
     sparse = any(config.model.experts_by_layer)
-    backend.choose(config.kernels.backend)
-    requests = all_gather_objects(_request(), world.everyone, Answer)  # environments may differ
+    request = _request(config)  # environments may differ
+    requests = all_gather_objects(request, world.everyone, Answer)
     if problem := _failure(requests):
         raise ConfigError(problem)
     if not sparse and all(request.name == "auto" for request in requests):
@@ -167,9 +188,11 @@ class Answer(NamedTuple):
     """The reason why a backend chosen by name is unavailable."""
 
 
-def _request() -> Answer:
-    """Return the backend that this rank's configuration or environment names, or "auto"."""
+def _request(config: Config) -> Answer:
+    """Return the backend that this rank's environment or configuration names, or "auto"; from now
+    on ops use it."""
     try:
+        backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
     except KernelError as error:
         return Answer(failure=str(error))
@@ -228,6 +251,13 @@ def _form_setting(config: Config) -> str:
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
 
+def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
+    """Return the form of the grouped GEMM that the configuration, else the checkpoint's settings
+    `stored` determine, or "auto"."""
+    form = _form_setting(config)
+    return stored.get(_FORM, "auto") if form == "auto" else form
+
+
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
     """Install one form of the grouped GEMM on all ranks: the configured form, else the checkpoint's
     form, else the form that is faster in a measurement on the first rank."""
@@ -240,11 +270,10 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
         )
     model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
     like = torch.empty(0, dtype=dtype, device=world.device)
-    form = _form_setting(config)
-    if form == "auto":
-        form = stored.get("kernels.grouped_gemm", "auto")
-        # A checkpoint written on another machine may record a form that this device lacks.
-        form = "auto" if _unavailable(form, model, tp, like) else form
+    form = _form_before_start(config, stored)
+    # A checkpoint written on another machine may record a form that this device lacks.
+    if _form_setting(config) == "auto" and _unavailable(form, model, tp, like):
+        form = "auto"
     if form == "auto":
         tokens = config.train.microbatch_size * config.train.seq_len
         fastest = measure_grouped_gemm(model, tp, tokens, like) if world.is_first else ""
@@ -428,7 +457,7 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
             f"not measured on Intel GPUs{also}: all-to-all is known to kill the process there; "
             f"set {_DISPATCH} = 'alltoall' to use it all the same",
         )
-    return None if recorded == "auto" else DispatchChoice(recorded, "as in the checkpoint")
+    return None if recorded == "auto" else DispatchChoice(recorded, _AS_STORED)
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:

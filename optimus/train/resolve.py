@@ -120,17 +120,6 @@ class ResolvedStart(NamedTuple):
     changes: tuple[str, ...]
 
 
-def resolve(config: Config, world_size: int) -> RunPlan:
-    """Return the plan of a run. Reads data sets and the run directory, and creates nothing.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: The run cannot start. The message is one line with
-            the key, the value and the remedy.
-    """
-    inputs = read_inputs(config, world_size)
-    return RunPlan(*inputs, *find_start(config, inputs.batch, inputs.data.training))
-
-
 def read_inputs(config: Config, world_size: int) -> RunInputs:
     """Check the settings against the number of ranks and open the data sets. Creates nothing.
 

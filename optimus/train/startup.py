@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from optimus.checkpoint.manager import Start
 from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.launch.environment import LaunchEnv
+
+if TYPE_CHECKING:
+    from optimus.train.resolve import PartialPlan
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
@@ -25,25 +28,26 @@ def prepare_meeting(launch: LaunchEnv) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
-def dry_run(
-    config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
-) -> None:
-    """Make the checks of `optimus train` that need no other rank, and print the plan of the run.
-    Creates nothing.
+def check_run(
+    config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
+) -> PartialPlan:
+    """Make the checks of `optimus train` that need no other rank. Creates nothing.
 
     Args:
         config: The run's configuration.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each.
+        world_size: Number of ranks.
         check_data: False on a machine that does not have the data.
         check_run_dir: False on a machine that does not have the run directory and its checkpoints.
+
+    Returns:
+        The plan of the run: a RunPlan if the data was checked.
 
     Raises:
         ConfigError, DataError, CheckpointError: `optimus train` would fail with the same error.
     """
     from optimus.train import resolve
 
-    mesh, batch = resolve.check_settings(config, nodes * ranks_per_node)
+    mesh, batch = resolve.check_settings(config, world_size)
     if check_run_dir:
         resolve.check_run_dir(config.train.run_dir)
     data = None
@@ -53,7 +57,6 @@ def dry_run(
     from optimus.rank.states import check_names, check_slots
     from optimus.train.run_dir import check_not_in_use
     from optimus.train.save import check_saves
-    from optimus.train.summary import print_start
 
     check_names(config.optim, config.model)
     check_slots(config, mesh)
@@ -62,8 +65,21 @@ def dry_run(
         check_not_in_use(Path(config.train.run_dir))
         start = resolve.find_start(config, batch, data.training if data is not None else None)
         check_saves(config.model, config.checkpoint.model_interval, start.start)
-    plan = resolve.PartialPlan(mesh, batch, data, *start)
-    warnings = resolve.network_warnings(config.model, config.train, mesh, ranks_per_node)
+    if data is None:
+        return resolve.PartialPlan(mesh, batch, None, *start)
+    return resolve.RunPlan(mesh, batch, data, *start)
+
+
+def dry_run(
+    config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
+) -> None:
+    """Print the plan of a run on `nodes` nodes with `ranks_per_node` ranks each, once `check_run`
+    has checked it with the other arguments."""
+    plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
+    from optimus.train.resolve import network_warnings
+    from optimus.train.summary import print_start
+
+    warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
     print_start(config, plan, warnings)
 
 

@@ -52,7 +52,10 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
     facts += [("changed", one_line(change)) for change in plan.changes]
-    return "\n".join(_aligned([*facts, *choices.as_settings().items()]))
+    for key, value in choices.as_settings().items():
+        source = " (as in the checkpoint)" if key in choices.from_checkpoint else ""
+        facts.append((key, value + source))
+    return "\n".join(_aligned(facts))
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> di
         },
         "changes": list(plan.changes),
         "measured": choices.as_settings(),
+        "from_checkpoint": list(choices.from_checkpoint),
         "settings": flat_settings(choices.record_in(config), batch, data.training),
     }
 

@@ -130,6 +130,31 @@ def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
         assert ("though the checkpoint has alltoall" in choice.reason) == (setting == "auto")
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected", "from_checkpoint"),
+    [
+        ({}, "alltoall", True),
+        ({"train__microbatch_size": 2}, autotune.MEASURED, False),  # of another layout
+        ({"train__deterministic": True}, "allgather", False),
+        ({"train__device": "xpu"}, "allgather", False),
+        ({"parallel__ep_dispatch": "allgather"}, "allgather", False),
+        ({"parallel__ep": 1}, "auto", False),
+    ],
+)
+def test_dispatcher_is_known_before_the_start_of_a_resumed_run(changes, expected, from_checkpoint):
+    stored = {
+        "parallel.ep": 2,
+        "parallel.tp": 1,
+        "parallel.ep_dispatch": "alltoall",
+        "train.microbatch_size": 1,
+        "train.deterministic": False,
+    }
+    config = make_config(tiny_tree("d", "r", **{"train__microbatch_size": 1, **EP2, **changes}))
+    choices = autotune.choices_before_start(config, SimpleNamespace(settings=stored))
+    assert choices.ep_dispatch == expected
+    assert ("parallel.ep_dispatch" in choices.from_checkpoint) == from_checkpoint
+
+
 def test_dispatch_of_another_machine_becomes_allgather_on_intel_gpus(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=1, **EP2)
     ranks(2, run_measured, tree, start_world=False)
