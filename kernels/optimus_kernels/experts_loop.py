@@ -148,7 +148,8 @@ def backward(
 def weight_grads(
     grad: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
 ) -> None:
-    """Compute the weight gradients that `backward` deferred, with the same products and bits."""
+    """Compute the weight gradients that `backward` deferred. The products are those that `backward`
+    would have computed, so the result is bitwise the same."""
     blocks, longest = _expert_blocks(rows, x)
     both = memory.empty((2, longest, x.shape[1]), x)
     targets = _Targets(into, rows, x)

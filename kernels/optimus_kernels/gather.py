@@ -62,10 +62,10 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """Copy the tokens of rows start to start + count - 1 to out[:count]; `count` is by default the
-    number of rows of `out`. Operands must be contiguous, which is not checked. A token of -1 is
-    allowed only with compiled kernels. The first row is passed as a number because making a view
-    takes as long as launching the kernel."""
+    """Copy x[token[start : start + count]] to out[:count]; `count` is by default the number of rows
+    of `out`. Operands must be contiguous, which is not checked. A token of -1 is allowed only with
+    compiled kernels. `start` is an argument because slicing `token` would take as long as launching
+    the kernel."""
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:

@@ -44,7 +44,8 @@ _most_used = 0
 
 
 class _Buffer:
-    """Private memory of this process. Tensors made from it refer to `memory`."""
+    """Memory that other processes do not share. Each tensor made from it holds a reference to
+    `memory`; without such references the buffer is free."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -290,7 +290,8 @@ def _determinism(config: Config) -> None:
             )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
-            "parallel.ep_dispatch = 'alltoall': train.deterministic needs 'allgather'; leave it out"
+            "parallel.ep_dispatch = 'alltoall': not possible with train.deterministic, which needs "
+            "'allgather'; leave parallel.ep_dispatch out"
         )
 
 

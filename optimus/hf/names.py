@@ -37,7 +37,7 @@ _ANGLES = "rotary_emb.inv_freq"  # tensors that early releases of transformers 4
 
 
 def is_expert(name: str) -> bool:
-    """Return whether one of our parameters contains the experts of a layer."""
+    """Return whether `name`, a parameter of ours, contains the experts of a layer."""
     return name.endswith((_GATE_UP, _DOWN))
 
 

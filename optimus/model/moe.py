@@ -3,9 +3,10 @@
 Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
 token.
 
-The paper's stages are here as follows: a subclass of `Experts` (`optimus.parallel.expert`) does the
-token communication, the op `route` counting and index generation, the op `experts` expert
-computation and output reduction.
+The paper's stages and their places:
+- token communication: a subclass of `Experts` in `optimus.parallel.expert`;
+- counting and index generation: the op `route`;
+- expert computation and output reduction: the op `experts`.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the values of the batch into `flat`; for an empty batch, check that no values are left.
-    Return the error, None without one."""
+    """Copy the next values into `flat`, those of one piece after another. The batch after the last
+    is empty: then check that `values` has ended. Return the error, or None if there is none."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])
@@ -217,7 +217,7 @@ def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> Checkpoi
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """Raise the first rank's error, if it has one, on all ranks."""
+    """If rank 0 has an error, raise it on all ranks. A collective."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

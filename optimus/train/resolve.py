@@ -312,7 +312,9 @@ def _check_allowed_changes(keys: Sequence[str]) -> None:
         if key not in CHANGEABLE:
             near = difflib.get_close_matches(key, CHANGEABLE, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(CHANGEABLE)}"
-            raise ConfigError(f"checkpoint.allow_change = {key!r} names no such setting; {hint}")
+            raise ConfigError(
+                f"checkpoint.allow_change = {key!r} is not a setting that may change; {hint}"
+            )
 
 
 def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:

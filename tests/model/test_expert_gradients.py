@@ -48,8 +48,8 @@ def run_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of the inputs, and those of the weights, computed in `dtype` and then
-    added in fp32."""
+    """Return the gradients of the inputs, and the sums over microbatches of the gradients of the
+    weights. Autograd computes both in `dtype`; the sums are fp32."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):

@@ -311,8 +311,8 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
-    """Some experts are missing, as under expert parallelism. h is saved only for the slots of this
-    rank's experts."""
+    """The module has some of the experts, as under expert parallelism. It saves activations only
+    for the (token, expert) pairs of its experts."""
     experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())

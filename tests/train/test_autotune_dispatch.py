@@ -24,7 +24,8 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Run with a real measurement of the dispatchers, but replace the result; return the log."""
+    """Train with times that are measured and then replaced by fixed ones, so that the choice is
+    always the same; return the log."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
