@@ -13,16 +13,20 @@ no torch.
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optimus.errors import LaunchError, OptimusError, Outcome, OutcomeKind, Phase, one_line
-from optimus.launch.environment import LaunchEnv, prints_for_machine, read_rank
+from optimus.launch.environment import STARTED, LaunchEnv, prints_for_machine, read_rank
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,10 +111,39 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the end of a rank whose store is gone, cannot be reached or does not answer.
 
     Usually rank 0, whose process contains the store, is lost. Rank 1 and the first rank of every
-    machine print that loss. An Outcome of another kind is printed by the rank that has it.
+    machine print that loss. They may be lost, too: another rank prints it if no rank of its machine
+    has done so after a wait. Any other Outcome is printed by the rank that has it.
     """
-    prints = launch.rank == 1 or launch.local_rank == 0
-    return RunEnded(outcome, prints or outcome.kind is not OutcomeKind.LOST_PEER)
+    if outcome.kind is not OutcomeKind.LOST_PEER:
+        return RunEnded(outcome)
+    is_chosen = launch.rank == 1 or launch.local_rank == 0
+    if not is_chosen:
+        time.sleep(_OTHERS_S)
+    is_first_here = _mark_printed(launch)
+    return RunEnded(outcome, is_chosen or is_first_here)
+
+
+def _mark_printed(launch: LaunchEnv) -> bool:
+    """Mark on this machine that a rank of this run prints the loss of the store; return False if
+    another rank had marked it.
+
+    The mark is an empty file, since it must outlive the process. A file older than this process is
+    of an earlier run at the same address.
+    """
+    user = os.geteuid()
+    name = f"{launch.init_method} {os.environ.get('MASTER_ADDR')} {os.environ.get('MASTER_PORT')}"
+    try:
+        path = Path(tempfile.gettempdir(), f"optimus-lost-{user}-{zlib.crc32(name.encode()):08x}")
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+            return True
+        mark, started = path.lstat(), time.time() - (time.monotonic() - STARTED)
+        if mark.st_uid == user and mark.st_mtime >= started:
+            return False
+        os.utime(path, follow_symlinks=False)
+    except OSError:  # rather a line too many than none
+        pass
+    return True
 
 
 def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> Outcome:

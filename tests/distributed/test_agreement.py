@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -192,7 +194,8 @@ class LostStore:
 
 
 @pytest.mark.parametrize("store", [StoppedStore(), LostStore()], ids=["stopped", "lost"])
-def test_a_rank_whose_store_does_not_answer_ends_in_time(monkeypatch, store):
+def test_a_rank_whose_store_does_not_answer_ends_in_time(monkeypatch, tmp_path, store):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.2)
     monkeypatch.setattr(agreements, "_STORE_S", 0.2)
     monkeypatch.setattr(agreements, "_LEAVE_S", 0.2)
@@ -207,6 +210,19 @@ def test_a_rank_whose_store_does_not_answer_ends_in_time(monkeypatch, store):
     with pytest.raises(RunEnded):
         agreement_of(1, 2, store).start(None, ABSENCE, 0.2)
     assert time.monotonic() - start < 10
+
+
+def test_a_loss_is_printed_once_if_ranks_0_and_1_are_lost(monkeypatch, tmp_path):
+    monkeypatch.setattr(agreements, "_OTHERS_S", 0.1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lost = Outcome(OutcomeKind.LOST_PEER, "lost", rank=2)
+    for _ in range(2):
+        ends = [agreement_of(rank, 4, LostStore()).end(lost) for rank in (2, 3)]
+        assert [ended.prints for ended in ends] == [True, False]
+        (mark,) = tmp_path.iterdir()
+        os.utime(mark, (0, 0))  # as an earlier run leaves it
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert agreement_of(3, 4, LostStore()).end(lost).prints
 
 
 def test_a_published_outcome_of_another_kind_of_process_is_not_adopted(tmp_path):
