@@ -107,9 +107,10 @@ def test_a_cause_comes_before_the_loss_of_a_peer(open_store, monkeypatch):
 def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.5)
     ended_with(open_store, {2: NonFiniteError("NaN in layer 3")})
+    monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     start = time.monotonic()
     later = ended_with(open_store, {0: LostPeerError("rank 2 is gone")})[0]
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 30  # it does not wait for the others
     assert later.outcome.rank == 2 and later.exit_code == 4 and not later.prints
 
 
@@ -161,6 +162,7 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
     """Open MPI ends all other ranks when the first rank has exited."""
+    monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     times: dict[int, float] = {}
 
     def end(rank: int) -> None:
@@ -173,7 +175,7 @@ def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
         times[rank] = time.monotonic()
 
     run_ranks(3, end)
-    assert min(times[1], times[2]) >= times[-1] and max(times.values()) - times[-1] < 2.0
+    assert min(times[1], times[2]) >= times[-1] and max(times.values()) - times[-1] < 30
 
 
 class StoppedStore:
