@@ -9,7 +9,8 @@ import torch
 
 from optimus.checkpoint import manager
 from optimus.config import make_config
-from optimus.errors import CheckpointError, ConfigError
+from optimus.distributed.agreement import RunEnded
+from optimus.errors import CheckpointError, ConfigError, OutcomeKind
 from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint
 from optimus.hf import config_to_hf
 from optimus.launch.environment import read_launch_env
@@ -125,5 +126,6 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
         settings = {**settings, "model__num_experts": [0, 4, 4]}
         config = make_config(tiny_tree(tiny_data, tmp_path / "whole", **settings))
         resolve(config, 1)
-    with pytest.raises(ConfigError, match="has no place in a Hugging Face"):
+    with pytest.raises(RunEnded, match="has no place in a Hugging Face") as ended:
         go(tmp_path / "models", checkpoint__model_interval=2)
+    assert ended.value.kind is OutcomeKind.USAGE
