@@ -20,6 +20,7 @@ Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K expert
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -102,7 +103,7 @@ class DispatchedExperts(Experts):
         return self._dispatcher.run(compute, x, weights, chosen)
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """A way to bring tokens to the ranks that have their experts, and the results back.
 
     Args:
@@ -113,6 +114,7 @@ class Dispatcher:
     def __init__(self, group: Group, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts
 
+    @abstractmethod
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the sum of each token's expert results, for the tokens of this rank.
 
@@ -127,7 +129,6 @@ class Dispatcher:
         Returns:
             [T, D].
         """
-        raise NotImplementedError
 
 
 class AllGatherDispatcher(Dispatcher):
