@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 
 _FAILED_WAIT_S = 120.0
 """Time that a rank that cannot start waits for the others before it ends without them."""
+_CLOSE_S = 1.0
+"""Time that rank 0 gives gloo to close connections, which waits for operations in progress."""
 _joined: list[str] = []
 """The backend of each world that this process has joined."""
 
@@ -152,11 +155,30 @@ def end_run(
         raise error
     if agreement is None:
         return end_alone(failure, phase)
+    if launch.is_first and _joined[-1:] == ["gloo"]:
+        _close_connections()
     ended = agreement.end(outcome_of(failure, launch.rank, phase, step))
     if ended.is_shared:
         with contextlib.suppress(RuntimeError):  # no error here may replace the agreed Outcome
             end_world()
     return ended
+
+
+def _close_connections() -> None:
+    """Leave the process group within `_CLOSE_S` seconds, if no operation is in progress.
+
+    Ranks that communicate with rank 0 notice the closed connections while rank 0's store still
+    answers, and adopt its Outcome. Connections that close at the end of rank 0's process close
+    together with the store.
+    """
+
+    def close() -> None:
+        with contextlib.suppress(RuntimeError):
+            end_world()
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(_CLOSE_S)
 
 
 def _agree_to_start(

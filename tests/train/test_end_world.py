@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from optimus.bench.layout import bench_layout
 from optimus.config import make_config
-from optimus.distributed.collectives import begin_all_gather
+from optimus.distributed.collectives import barrier, begin_all_gather
 from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import Mesh
-from optimus.distributed.world import start_world
+from optimus.distributed.world import end_run, start_world
+from optimus.errors import DataError, OptimusError
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
 from tests.helpers.tiny import tiny_tree
@@ -107,21 +111,25 @@ def fail_during_a_collective() -> None:
     optimus.cli.process()
 
 
-def test_rank_that_fails_alone_does_not_wait(tmp_path):
-    environ = os.environ | {
-        "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        "OPTIMUS_RENDEZVOUS": f"file://{tmp_path}/rendezvous",
-    }  # fmt: skip
-    code = "from tests.train.test_end_world import fail_during_a_collective as f; f()"
-    processes = [
+def ranks_of(function: str, environ: Mapping[str, str]) -> list[subprocess.Popen[str]]:
+    """Start two ranks, each a process that calls a function of this module."""
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            [sys.executable, "-c", f"from tests.train.test_end_world import {function} as f; f()"],
+            env=dict(environ, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2"),
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
+
+
+def test_rank_that_fails_alone_does_not_wait(tmp_path):
+    environ = os.environ | {
+        "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "OPTIMUS_RENDEZVOUS": f"file://{tmp_path}/rendezvous",
+    }  # fmt: skip
+    processes = ranks_of("fail_during_a_collective", environ)
     try:
         _, stderr = processes[1].communicate(timeout=120)
     finally:
@@ -129,3 +137,34 @@ def test_rank_that_fails_alone_does_not_wait(tmp_path):
             process.kill()
         processes[0].communicate()
     assert processes[1].returncode == 1 and "error of rank 1, 1 in progress" in stderr
+
+
+def fail_on_rank_0() -> None:
+    """Raise a DataError on rank 0 during an operation of rank 1."""
+    import optimus.cli
+
+    def trouble(*args) -> None:
+        launch = read_launch_env()
+        world = start_world(launch, timeout_s=60.0, device="cpu")
+        try:
+            if world.rank == 0:
+                raise DataError("metrics.jsonl: No space left on device")
+            barrier(world.everyone)
+        except OptimusError as error:
+            raise end_run(error, launch, world.agreement, "training", 7) from error
+
+    optimus.cli._parse = lambda arguments: SimpleNamespace(run=trouble)
+    optimus.cli.process()
+
+
+def test_ranks_adopt_the_error_of_rank_0_whose_process_has_the_store():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    environ = os.environ | {
+        "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }  # fmt: skip
+    first, second = ranks_of("fail_on_rank_0", environ)
+    outputs = [process.communicate(timeout=120)[1] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [2, 2], outputs
+    assert outputs == ["optimus: error: metrics.jsonl: No space left on device\n", ""]
