@@ -120,6 +120,42 @@ class ResolvedStart(NamedTuple):
     changes: tuple[str, ...]
 
 
+def resolve(
+    config: Config, world_size: int, read_data: bool = True, read_run_dir: bool = True
+) -> PartialPlan:
+    """Return the plan of a run: mesh, batch, data and start. Creates nothing.
+
+    A training run makes the same plan with `read_inputs` on all ranks and `find_start` on the first
+    rank, which locks the run directory before that call.
+
+    Args:
+        config: The run's configuration.
+        world_size: Number of ranks.
+        read_data: False on a machine that does not have the data.
+        read_run_dir: False on a machine that does not have the run directory and its checkpoints.
+
+    Returns:
+        A RunPlan if the data was read, otherwise a PartialPlan.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: The run cannot start. The message is one line with
+            the key, the value and the remedy.
+    """
+    mesh, batch = check_settings(config, world_size)
+    if read_run_dir:
+        check_run_dir(config.train.run_dir)
+    data, training = None, None
+    if read_data:
+        data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
+        training = data.training
+    start = ResolvedStart(Start("none"), ())
+    if read_run_dir:
+        start = find_start(config, batch, training)
+    if data is None:
+        return PartialPlan(mesh, batch, None, *start)
+    return RunPlan(mesh, batch, data, *start)
+
+
 def read_inputs(config: Config, world_size: int) -> RunInputs:
     """Check the settings against the number of ranks and open the data sets. Creates nothing.
 

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from optimus.checkpoint.manager import Start
 from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.launch.environment import LaunchEnv
@@ -45,29 +44,20 @@ def check_run(
     Raises:
         ConfigError, DataError, CheckpointError: `optimus train` would fail with the same error.
     """
-    from optimus.train import resolve
+    from optimus.train.resolve import resolve
 
-    mesh, batch = resolve.check_settings(config, world_size)
-    if check_run_dir:
-        resolve.check_run_dir(config.train.run_dir)
-    data = None
-    if check_data:
-        data = resolve.open_data(config.data, config.train.seq_len, config.model.vocab_size)
+    plan = resolve(config, world_size, check_data, check_run_dir)
     # Only these import torch, which takes seconds.
     from optimus.rank.states import check_names, check_slots
     from optimus.train.run_dir import check_not_in_use
     from optimus.train.save import check_saves
 
     check_names(config.optim, config.model)
-    check_slots(config, mesh)
-    start = resolve.ResolvedStart(Start("none"), ())
+    check_slots(config, plan.mesh)
     if check_run_dir:
         check_not_in_use(Path(config.train.run_dir))
-        start = resolve.find_start(config, batch, data.training if data is not None else None)
-        check_saves(config.model, config.checkpoint.model_interval, start.start)
-    if data is None:
-        return resolve.PartialPlan(mesh, batch, None, *start)
-    return resolve.RunPlan(mesh, batch, data, *start)
+        check_saves(config.model, config.checkpoint.model_interval, plan.start)
+    return plan
 
 
 def dry_run(

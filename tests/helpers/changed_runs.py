@@ -10,8 +10,8 @@ from optimus.errors import NonFiniteError
 from optimus.launch.environment import read_launch_env
 from optimus.train.autotune import KernelChoices
 from optimus.train.loop import Run
+from optimus.train.resolve import resolve
 from optimus.train.run_dir import RunDirectory
-from tests.helpers.plans import resolve
 
 
 def make_run(tree: dict) -> Run:

@@ -21,7 +21,7 @@ from optimus.observe.events import ExpertLoad, LayerLoad, MoeFigures
 from optimus.observe.health import measure_expert_load
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
-from tests.helpers.plans import resolve
+from optimus.train.resolve import resolve
 from tests.helpers.tiny import tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
 

@@ -15,9 +15,8 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError, ConfigError, DataError, OptimusError, OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import train
-from optimus.train.resolve import network_warnings
+from optimus.train.resolve import network_warnings, resolve
 from optimus.train.run_dir import RunDirectory
-from tests.helpers.plans import resolve
 from tests.helpers.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
 from tests.train.test_run import train_on
 

@@ -18,7 +18,7 @@ from optimus.evaluate.checkpoint import evaluate_checkpoint
 from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train import loop
-from tests.helpers.plans import resolve
+from optimus.train.resolve import resolve
 from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
 

@@ -5,10 +5,9 @@ import pytest
 from optimus.cli import main as optimus
 from optimus.config import Config, dump_toml, make_config
 from optimus.observe.events import EvalRecord
-from optimus.train.resolve import RunPlan
+from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
-from tests.helpers.plans import resolve
 from tests.helpers.runs import run_tree, told_by
 from tests.helpers.tiny import reshuffled, tiny_tree
 
