@@ -17,6 +17,7 @@ from data_prep.token_arrays import docs_path, read_docs
 from data_prep.token_plan import read_plan
 from data_prep.tokenizer import library_panics, open_tokenizer, sha256_of
 from optimus.errors import ConfigError, DamageError
+from optimus.io import files
 
 
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
@@ -74,6 +75,10 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dic
         order, source = order.sources[number], int(own[0])
     tokens_dir = dataset / order.tokens_dir
     plan, starts = read_plan(tokens_dir), order.starts()
+    if files.xxh3_file(tokens_dir / layout.PLAN) != order.plan:
+        raise DamageError(
+            f"{tokens_dir / layout.PLAN}: is not the plan in {layout.ORDER}; shuffle again"
+        )
     position, end = source * order.context, (source + 1) * order.context
     segments = []
     while position < end:

@@ -200,6 +200,11 @@ def are_paths(texts: Iterable[str]) -> bool:
         return False
 
 
+def is_relative_path(text: str) -> bool:
+    """Return whether `text` is a path relative to the data set, as this package writes them."""
+    return text != "" and not os.path.isabs(text) and are_paths([text])
+
+
 def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
     return DataError(f"{path}: {problem}; optimus-data did not write this, copy or make it again")
 

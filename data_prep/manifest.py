@@ -178,15 +178,13 @@ def _check(manifest: Manifest, path: Path) -> None:
     counts += [count for source in blend for count in (source.quota, source.instances)]
     hashes = [manifest.order_xxh3, *[file.xxh3 for file in inputs]]
     hashes += [shard.xxh3 for shard in manifest.shards] + [aside.xxh3] * (aside.count > 0)
-    paths = [manifest.tokens_dir, *[file.name for file in inputs]]
+    folders = [manifest.tokens_dir, *[source.tokens_dir for source in blend]]
     layout.require(
         path,
         (layout.are_counts(counts), "a count or size is negative or too large"),
         (layout.are_hashes(hashes), "an xxh3 is not 16 hexadecimal digits"),
-        (
-            layout.are_paths([*paths, *(source.tokens_dir for source in blend)]),
-            "the name of an input or of a folder of token arrays is no path",
-        ),
+        (layout.are_paths(file.name for file in inputs), "the name of an input is not a path"),
+        (all(map(layout.is_relative_path, folders)), "a tokens_dir is not a relative path"),
         (sum(manifest.tails) == manifest.tail_tokens, "tail_tokens is not the sum of tails"),
         (
             not blend or sum(source.quota for source in blend) == manifest.num_instances,

@@ -142,8 +142,8 @@ def check_order_values(order: Order, path: Path) -> None:
         ),
         (layout.are_hashes([order.plan, *hashes]), "a hash is not 16 hexadecimal digits"),
         (
-            bool(order.tokens_dir) and layout.are_paths([order.tokens_dir]),
-            "tokens_dir is no path",
+            layout.is_relative_path(order.tokens_dir),
+            "tokens_dir is not a relative path",
         ),
     )
 

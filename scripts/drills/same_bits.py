@@ -89,7 +89,12 @@ LAYOUTS = (
         2,
         f"parallel.pp=2 parallel.schedule=interleaved parallel.virtual_stages=2 {DENSE}",
     ),
-    Layout("pp2-zb-fp16", 2, "parallel.pp=2 parallel.schedule=zb-h1 train.dtype=fp16"),
+    Layout(
+        "pp2-zb-fp16",  # fp16 excludes deterministic mode; without dp, nothing else may vary
+        2,
+        "parallel.pp=2 parallel.schedule=zb-h1 train.dtype=fp16 train.deterministic=false "
+        "train.threads=1 kernels.grouped_gemm=loop",
+    ),
     Layout("ep2-epso", 2, "parallel.ep=2 optim.sharding=epso parallel.ep_dispatch=alltoall"),
     Layout("tp2-sequence-bf16", 2, "parallel.tp=2 parallel.sequence_parallel=true"),
     Layout("pp2-ep2-so", 4, "parallel.pp=2 parallel.ep=2 optim.sharding=so"),

@@ -36,7 +36,7 @@ from data_prep.tokenizer import Encoder, open_tokenizer
 from data_prep.verify import verify
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
-from optimus.errors import DataError, OptimusError
+from optimus.errors import DamageError, DataError, OptimusError
 from optimus.io import files
 from tests.helpers.programs import python
 
@@ -122,8 +122,9 @@ def write(path: Path, changes: dict) -> None:
         ({"order_xxh3": "0" * 15}, "an xxh3 is not 16 hexadecimal digits"),
         ({"tails": {}}, "tails is not a list"),
         ({"tails.0": 10**6}, "tail_tokens is not the sum of tails"),
-        ({"tokens_dir": "a\0b"}, "the name of an input or of a folder of token arrays is no path"),
-        ({"inputs.0.name": "\ud800"}, "the name of an input or of a folder"),
+        ({"tokens_dir": "a\0b"}, "a tokens_dir is not a relative path"),
+        ({"tokens_dir": "/etc"}, "a tokens_dir is not a relative path"),
+        ({"inputs.0.name": "\ud800"}, "the name of an input is not a path"),
         ({"inputs.0.size": None}, "inputs.size is missing"),
         ({"inputs.0": []}, "inputs is not an object"),
         ({"quarantined": 5}, "quarantined is not an object"),
@@ -192,7 +193,8 @@ def test_verify_compares_the_manifest_with_its_order(restored, changes):
         ("order.json", {"units.0.tokens": "x"}, "units.tokens is not a whole number"),
         ("order.json", {"units.0.xxh3": None}, "units.xxh3 is missing"),
         ("order.json", {"units": f"raw:{DEEP}"}, "its objects are nested too deep"),
-        ("order.json", {"tokens_dir": "\0"}, "tokens_dir is no path"),
+        ("order.json", {"tokens_dir": "\0"}, "tokens_dir is not a relative path"),
+        ("order.json", {"tokens_dir": "/etc"}, "tokens_dir is not a relative path"),
         ("tokens/plan.json", {"units.0": [0]}, "units is not a list of 2"),
         ("tokens/plan.json", {"units.0": [0, 1 << 40]}, "units do not divide the inputs"),
         ("tokens/plan.json", {"tokenizer.vocab_size": 0}, "vocab_size = 0 is not from 1"),
@@ -227,6 +229,13 @@ def test_an_order_of_another_length_is_refused_by_inspect(restored):
     """A place outside the permutation's range would be walked for ever."""
     write(restored / "order.json", {"units.0.kept": 0})
     with pytest.raises(DataError, match=r"order.json: is not the order of manifest.json"):
+        inspect(restored, 0)
+
+
+def test_inspect_refuses_token_arrays_of_another_plan(restored):
+    """An order may lead to the token arrays of another data set, whose files it must not print."""
+    write(restored / "order.json", {"plan": "0" * 16})
+    with pytest.raises(DamageError, match=r"plan.json: is not the plan in order.json"):
         inspect(restored, 0)
 
 

@@ -7,6 +7,7 @@ its place, such as a FIFO or a link. The same generator gives the same change on
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import math
 import random
@@ -169,7 +170,8 @@ def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -
     if kind == "delete":
         del container[key]
     elif kind == "add" and isinstance(container, dict):
-        container[number.choice(("", "x", "__class__", "name", "\x1b[0m"))] = number.choice(_VALUES)
+        name = number.choice(("", "x", "__class__", "name", "\x1b[0m"))
+        container[name] = copy.deepcopy(number.choice(_VALUES))
     elif kind == "swap":
         other, place, where = number.choice(spots)
         if _holds(value, other) or _holds(other[place], container):
@@ -186,7 +188,8 @@ def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -
         container[name] = container.pop(key)
         return f"renamed {name!r}"[:80]
     else:
-        container[key] = new = number.choice(_VALUES)
+        # A copy: a later change of a list or dict of _VALUES itself would leak into other cases.
+        container[key] = new = copy.deepcopy(number.choice(_VALUES))
         return f"set to {new!r}"[:80]
     return kind
 

@@ -65,7 +65,8 @@ class Format:
     sealed: bool = True
     """Whether a hash in another file, or in this one, tells of changes."""
     names_files: bool = False
-    """Whether it may name files anywhere, as a configuration does."""
+    """Whether it may name files anywhere, as a configuration does, or as the order of a data set
+    names its token arrays (docs/trust.md)."""
     weight: int = 2
 
 
@@ -476,13 +477,20 @@ FORMATS: tuple[Format, ...] = (
     Format("evaluations", "run", "run/eval.jsonl", "json lines", _REPORT, sealed=False, weight=1),
     Format("peak", "peak", "peaks/peak.json", "json", _PEAKS),
     Format("kernel", "kernel", "kernels/cpu-entry/info.json", "json", _KERNELS, sealed=False),
-    Format("training manifest", "run", "data/words/manifest.json", "json", _RESUME),
+    Format(
+        "training manifest", "run", "data/words/manifest.json", "json", _RESUME, names_files=True
+    ),
     Format("training tokenizer", "run", "data/words/tokenizer.json", "json", _RESUME, weight=1),
+    *(
+        Format(name, "data", f"data/{file}", "json", _DATA, True, True, weight)
+        for name, file, weight in (
+            ("data manifest", "manifest.json", 4),
+            ("data order", "order.json", 2),
+        )
+    ),
     *(
         Format(name, "data", f"data/{file}", syntax, commands, weight=weight)
         for name, file, syntax, commands, weight in (
-            ("data manifest", "manifest.json", "json", _DATA, 4),
-            ("data order", "order.json", "json", _DATA, 2),
             (
                 "data shard",
                 "shards/shard-00000.npy",
@@ -506,8 +514,8 @@ FORMATS: tuple[Format, ...] = (
             ("duplicates", "tokens/duplicates.json", "json", (_VERIFY, _SHUFFLE), 1),
         )
     ),
-    Format("blend order", "blend", "data/order.json", "json", _BLEND, weight=1),
-    Format("blend manifest", "blend", "data/manifest.json", "json", _BLEND, weight=1),
+    Format("blend order", "blend", "data/order.json", "json", _BLEND, True, True, 1),
+    Format("blend manifest", "blend", "data/manifest.json", "json", _BLEND, True, True, 1),
     *(
         Format(
             name, "texts", file, syntax, commands, sealed=name in ("gzip", "zstd"), weight=weight
