@@ -1,4 +1,4 @@
-"""Search for the rank and the layer that computed a NaN or an infinity, before masters change."""
+"""Search for the rank and layer that computed a NaN or an infinity, before masters are updated."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""An update can overflow fp32 if the learning rate or an element of a master is at least this
-large. The squares of gradients cannot overflow if the gradients' norm is at most this large."""
+"""Magnitude from which fp32 may overflow. An update can overflow if the learning rate or an element
+of an fp32 master is at least this large. The squares of gradients cannot overflow if the gradient
+norm is at most this large."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of the optimizer states in messages. Moments come first, since an update with a NaN in a
-moment also puts a NaN into the master."""
+"""Labels of the optimizer states in messages, in the order of the search. Moments come first, since
+a NaN in a moment causes a NaN in the master at the next update."""
 
 
 class BadState(NamedTuple):
-    """The first non-finite value of an optimizer state in this rank's shard.
+    """The first non-finite value in this rank's shards of optimizer states.
 
     Attributes:
-        state: The state, a key of _LABELS.
+        state: Name of the state, a key of _LABELS.
         parameter: Name of the parameter.
-        element: Index of the value in this rank's slice of the parameter.
-        value: Text of the value.
-        largest: Greatest magnitude of the finite values of the state in this shard.
+        element: Index of the value along each dim of this rank's slice of the parameter.
+        value: The value as text, such as "nan".
+        largest: Greatest magnitude of the finite values in the same shard.
         rank: This rank.
-        host: The machine of this rank.
+        host: Host name of this rank's machine.
     """
 
     state: str
@@ -62,7 +63,7 @@ class BadState(NamedTuple):
 
 
 def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
-    """Return the first non-finite value of this rank's optimizer states; None if all are finite."""
+    """Return the first non-finite value in this rank's optimizer states; None if all are finite."""
     for state in _LABELS:
         shard = states.first_shard(state, lambda flat: not guards.is_finite(flat))
         if shard is None:
@@ -87,13 +88,14 @@ def refuse_bad_states(
 ) -> None:
     """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not finite.
 
-    The rank that the message names also writes a marker file. A collective of all ranks.
+    All ranks must call this. The rank that the message names also writes a file
+    `nonfinite-rank*.json`.
 
     Args:
-        train: `[train]`; gives the run directory and the dtype.
-        optim: `[optim]`; determines the advice in the message.
-        states: This rank's states.
-        everyone: All ranks.
+        train: `[train]`, for the run directory and the dtype.
+        optim: `[optim]`, for the advice in the message.
+        states: Optimizer states of this rank.
+        everyone: Group of all ranks.
         step: The step that the message names.
         updated: The step of the last update.
     """
@@ -114,7 +116,7 @@ def refuse_bad_states(
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
     if text.startswith("the update made "):
         where = f"step {updated}: "
-    raise NonFiniteError(f"{where}{text}{also}; no checkpoint has them; {advice}")
+    raise NonFiniteError(f"{where}{text}{also}; no checkpoint contains non-finite values; {advice}")
 
 
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
@@ -130,7 +132,8 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
     if bad.state == "exp_avg_sq" and bad.value == "inf" and unclipped:
         return (
             f"{text}: the square of a gradient overflowed, or the state is damaged",
-            "set optim.clip_norm and give the same command again to resume from the newest one",
+            "set optim.clip_norm and give the same command again to resume from the newest "
+            "checkpoint",
         )
     return (
         f"{text}: the state is damaged, since all gradients were finite",
@@ -140,20 +143,20 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
 
 
 class Finding(NamedTuple):
-    """A non-finite value that a rank found. Findings compare as tuples: the least of all ranks'
-    findings is nearest to the cause.
+    """A non-finite value that a rank has found. Findings compare as tuples: the smallest finding of
+    all ranks is nearest to the cause.
 
     Attributes:
         distance: Kind of the value. 0: a parameter; 1: an output computed from finite inputs; 2: a
             gradient; 3: a value that is finite when it is computed again.
-        stage: Pipeline rank; negative for a gradient, since gradients spread towards the first
+        stage: Pipeline rank. It is negated for a gradient, since gradients spread towards the first
             stage.
-        when: Number of the module or collective that first had the value. All ranks of a stage run
-            modules and collectives in the same order.
-        layer: For a gradient, its index in the buffer, counted from the loss; else 0.
+        when: Number of module outputs and collectives that the rank checked before it found the
+            value. All ranks of a stage run modules and collectives in the same order.
+        layer: For a gradient, its index in the buffer, counted from the last layer; else 0.
         rank: The rank that found the value.
-        text: Description for the message.
-        host: The machine of that rank.
+        text: Description of the value for the message.
+        host: Host name of the rank's machine.
     """
 
     distance: int
@@ -166,10 +169,11 @@ class Finding(NamedTuple):
 
 
 class Watch:
-    """Checks one rank's gradients as they become ready, and its losses. Before the update all ranks
-    agree whether any of them has a non-finite value.
+    """Checks the losses of one rank, and its gradients as they become ready. Before the update, all
+    ranks agree on whether any rank has found a non-finite value.
 
-    A rank with a non-finite value continues its schedule, since other ranks wait for its messages.
+    Until then a rank with a non-finite value continues its schedule, because other ranks wait for
+    its messages.
     """
 
     def __init__(
@@ -186,24 +190,24 @@ class Watch:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Discard what was found in the last update, and start with update `step`."""
+        """Discard the findings of the last update, and start to check update `step`."""
         self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at(self, buffer: Buffer) -> None:
-        """Check the gradients in `buffer` before they are reduced over ranks. Buffers with
-        gradients of the last layers come first."""
+        """Check the gradients in `buffer` before they are reduced over ranks. This is called in the
+        order of backward: first with the gradients of the last layers."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return whether any rank has a non-finite loss or gradient. A collective of all ranks."""
+        """Return whether any rank has a non-finite loss or gradient. All ranks must call this."""
         return bool(greatest(int(self._is_nonfinite()), self._groups.everyone, self._device))
 
     def refuse_bad_states(self) -> None:
         """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not
-        finite. A collective of all ranks."""
+        finite. All ranks must call this."""
         everyone = self._groups.everyone
         refuse_bad_states(
             self._train, self._optim, self._states, everyone, self._step, self._step - 1
@@ -215,13 +219,13 @@ class Watch:
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
 
-        Called on all ranks if `any_rank_is_nonfinite` returned True. A non-finite optimizer state
-        is the cause of all other non-finite values. If all states are finite, all ranks run the
-        forward passes of the step's microbatches again and, if these are finite, backward.
+        All ranks must call this, after `any_rank_is_nonfinite` has returned True. If an optimizer
+        state is not finite, it is the cause of the other non-finite values. Otherwise all ranks run
+        the forward passes of the step again and, if these are finite, the backward passes.
 
         Args:
             microbatches: This rank's microbatches of the step.
-            circumstance: Text at the end of the message.
+            circumstance: Text to add at the end of the message.
         """
         everyone = self._groups.everyone
         self.refuse_bad_states()
@@ -247,8 +251,7 @@ class Watch:
         return not values or math.isfinite(float(torch.cat(values).sum()))
 
     def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
-        """Return the findings of all ranks, the nearest to the cause first. A collective of all
-        ranks."""
+        """Search on all ranks; return their findings, ordered by distance from the cause."""
         everyone = self._groups.everyone
         finding = self._find_in_forward(microbatches)
         findings = all_gather_objects(finding, everyone, Finding | None)
@@ -262,8 +265,8 @@ class Watch:
         return Finding(distance, stage, when, layer, rank, text, host)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Return a finding for this rank's first non-finite parameter or, in forward passes, module
-        output; None if all are finite."""
+        """Return a finding for this rank's first non-finite parameter or, if all parameters are
+        finite, its first non-finite module output in forward passes. Return None without one."""
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         observing = observing_contributions(watch.look)
@@ -279,13 +282,15 @@ class Watch:
     def _find_in_backward(
         self, microbatches: list[Microbatch], is_nonfinite: bool
     ) -> Finding | None:
-        """Return a finding for this rank's non-finite gradient; None without one. Called if the
-        forward passes of all ranks are finite.
+        """Return a finding for this rank's non-finite gradient or for a value that is finite when
+        it is computed again. Return None without one. The forward passes must be finite.
 
-        Collectives of tp and ep spread a non-finite gradient to other ranks. The rank that first
-        contributed one to a collective computed it; backward runs again to find that rank.
+        Collectives of tp and ep spread a non-finite gradient to other ranks. Backward runs again to
+        find its origin: the rank that is the first to contribute a non-finite tensor to a
+        collective.
         """
         states, sent = self._states, []
+        bad_in_update, self._bad_gradient = self._bad_gradient, ""
         states.gradients.finish()  # wait for reductions in progress
         states.gradients.start()
         observing = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
@@ -304,5 +309,6 @@ class Watch:
             )
         if not is_nonfinite:
             return None
-        text = "the values are finite when computed again, which points to the hardware"
+        values = f"the gradient of {bad_in_update} is" if bad_in_update else "the values are"
+        text = f"{values} finite when computed again, which points to the hardware"
         return self._finding(3, self._groups.coordinate.pp, 0, 0, text)

@@ -52,6 +52,9 @@ def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj", at: int 
                 named[name].data.view(-1)[0] = torch.nan
             elif what == "gradient":
                 named[name].register_hook(lambda gradient: gradient * torch.nan)
+            elif what == "gradient once":  # as a device does that computes wrongly once
+                factors = iter([torch.nan])
+                named[name].register_hook(lambda gradient: gradient * next(factors, 1.0))
             else:
                 _spoil(run.model.get_submodule(name.removesuffix(".weight")), what)
         plain_update(step)

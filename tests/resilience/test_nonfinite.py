@@ -1,5 +1,5 @@
-"""Damaged optimizer states: rank, state and parameter are named, and a checkpoint with such a state
-is refused."""
+"""Non-finite optimizer states: the error names rank, state and parameter, and a checkpoint with a
+non-finite state is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from optimus.checkpoint import manager
 from optimus.cli import main as optimus
 from optimus.train import save as train_save
-from tests.helpers.changed_runs import break_element, damage_state, make_run
+from tests.helpers.changed_runs import break_element, damage_state, make_run, poison
 from tests.helpers.runs import metrics_of, run_and_catch, told_by, train_on
 from tests.helpers.tiny import tiny_tree
 
@@ -57,9 +57,9 @@ ASYNC = AT_SAVE | {"checkpoint__async_save": True}
     ],
 )
 def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
-    """Damage rank 1's memory after update 2. The damage is found before update 4 changes masters,
-    or before the checkpoint of step 3 is committed. With async_save, an infinite second moment is
-    found while training continues."""
+    """An optimizer state of rank 1 becomes non-finite after update 2. The run finds it before
+    update 4 changes the masters or, if step 3 has a checkpoint, before the checkpoint is committed.
+    With async_save, training continues until then."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
     (_, first), (name, message) = ranks(
         2, damage_state, tree, 1, state, value, 2, start_world=False
@@ -86,6 +86,18 @@ def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, sett
     assert steps == [1, 2, 3] or (steps[:3] == [1, 2, 3] and "async_save" in tree["checkpoint"])
 
 
+@pytest.mark.parametrize("settings", [{}, FAST | {"parallel__ep": 2}])
+def test_a_gradient_that_is_finite_when_computed_again_points_to_the_hardware(
+    ranks, tiny_data, tmp_path, settings
+):
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    errors = ranks(2, poison, tree, 1, "gradient once", "q_proj", 2, start_world=False)
+    name, message = errors[1].split("|")
+    assert message in errors[0] and "non-finite values on rank 1" in message
+    text = f"the gradient of {name} is finite when computed again, which points to the hardware"
+    assert text in message
+
+
 def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, checkpoint__interval=2, optim__clip_norm=0.0)
     ((name, message),) = ranks(
@@ -96,8 +108,8 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 
 def save_damaged(tree: dict) -> str:
-    """Run 4 updates, damage a state on the last rank after the fourth, and save it without the
-    check; return the parameter's name."""
+    """Run 4 updates, set a second moment on the last rank to infinity, and save a checkpoint
+    without the check for non-finite states. Return the name of the parameter."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None
@@ -114,7 +126,8 @@ def save_damaged(tree: dict) -> str:
 
 
 def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path):
-    """The hashes of the damaged checkpoint are right. The run loads the checkpoint before it."""
+    """The checkpoint of step 4 has correct hashes but an infinite second moment, so the run loads
+    the checkpoint of step 2."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
     manager.newest_valid(tmp_path).verify()
@@ -145,4 +158,5 @@ def test_weights_with_a_nan_are_refused(ranks, tiny_data, tmp_path):
     save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
     tree = tiny_tree(tiny_data, tmp_path / "other", checkpoint__load=str(hf))
     said = ranks(2, run_and_catch, tree, start_world=False)
-    assert said == [(2, f"{hf}: final_norm.weight is nan at element 5")] * 2
+    line = f"{hf}: final_norm.weight is nan at element 5; use weights that are all finite"
+    assert said == [(2, line)] * 2
