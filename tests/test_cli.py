@@ -91,7 +91,7 @@ def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
 
 
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
-    """Start the command `optimus ARGUMENTS`, where its function `main` only evaluates the
+    """Start the command `optimus ARGUMENTS`, but replace the function `cli.main` by the Python
     expression `main`."""
     code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
     command = [sys.executable, "-c", code, *arguments]
@@ -171,8 +171,8 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
-    """If the reader of a pipe stops but does not close it, the pipe fills up. Lines that do not fit
-    are dropped and counted."""
+    """If a reader stops reading but keeps the pipe open, the pipe fills up. Lines that do not fit
+    are dropped, and a later line reports their number."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
@@ -223,8 +223,8 @@ def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
 
 @pytest.mark.parametrize(("variables", "spin_count"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, variables, spin_count):
-    """OpenMP reads its variables when it is loaded. With OMP_DISPLAY_ENV, GNU's OpenMP then prints
-    them."""
+    """With OMP_DISPLAY_ENV, GNU's OpenMP prints its settings when it is loaded. The test reads the
+    spin count from this output."""
     torch_directory = Path(importlib.util.find_spec("torch").origin).parent
     library = next(torch_directory.glob("lib/libgomp*"), None)
     if library is None:
@@ -273,7 +273,7 @@ AUTO = ["kernels.backend=auto", "kernels.grouped_gemm=auto", "train.deterministi
 
 
 def resolved(capsys, run_dir: Path, *arguments: str) -> str:
-    """Return what `plan --resolved` prints for the configuration of a run."""
+    """Return the output of `plan --resolved` for the configuration of a run."""
     assert main(["plan", str(run_dir / "config.toml"), "--resolved", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -285,7 +285,7 @@ def test_plan_resolved_has_the_backend_of_the_environment(run_dir, monkeypatch, 
         assert tree["settings"]["kernels.backend"] == "torch"
     monkeypatch.setenv("OPTIMUS_KERNELS", "fast")
     assert main(["plan", str(run_dir / "config.toml"), "--resolved"]) == 2
-    assert "OPTIMUS_KERNELS='fast': it is one of auto" in capsys.readouterr().err
+    assert "OPTIMUS_KERNELS='fast': unknown backend; use one of auto" in capsys.readouterr().err
 
 
 def test_plan_resolved_refuses_as_a_run_does(run_dir, capsys):
@@ -309,6 +309,8 @@ def test_eval_generate_and_report(run_dir, tiny_data, capsys):
     assert first.startswith("abc") and len(first) > 4
     assert main(["generate", str(run_dir), "--prompt", "abc", "--tokens", "5"]) == 0
     assert capsys.readouterr().out == first
+    assert main(["generate", str(run_dir), "--prompt", "\udcff"]) == 2  # the byte 0xff
+    assert "--prompt is not UTF-8 text" in capsys.readouterr().err
     assert main(["report", str(run_dir)]) == 0
     assert "4 steps" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from data_prep.tokenizer import sha256_of
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import DATA_EOS, is_checkpoint, read_manifest, seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
-from optimus.config import Config, ModelConfig, dump_toml, load_config
+from optimus.config import Config, ModelConfig, dump_toml, load_saved_config
 from optimus.data.sentencepiece_json import has_pieces
 from optimus.data.tokenizer import (
     TOKENIZER_CONFIG,
@@ -199,7 +199,7 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
     """That of the data sets that a checkpoint's configuration names, where they can be read and
     have the checkpoint's tokenizer."""
     try:
-        data = load_config(path / CONFIG).data
+        data = load_saved_config(path / CONFIG).data
         for dataset in (data.path, *(source.path for source in data.mix)):
             manifest = read_data_manifest(dataset) if dataset else None
             if manifest and manifest.tokenizer_sha256 == sha256_of(tokenizer):

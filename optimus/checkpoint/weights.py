@@ -9,7 +9,7 @@ import torch
 
 from optimus.checkpoint.manifest import FROZEN, Manifest, is_checkpoint, read_manifest
 from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
-from optimus.config import ModelConfig, load_config
+from optimus.config import ModelConfig, load_saved_config
 from optimus.errors import CheckpointError, counted
 from optimus.hf import check_hf_weights, is_hf_directory, read_hf_config
 from optimus.io.safetensors import check_shapes
@@ -26,7 +26,7 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
     if is_hf_directory(path):
         return read_hf_config(path, compare_counts)
     if is_checkpoint(path):
-        return load_config(path / CONFIG).model
+        return load_saved_config(path / CONFIG).model
     raise CheckpointError(f"{path}: neither a checkpoint nor a Hugging Face directory")
 
 
@@ -79,7 +79,7 @@ def check_content(manifest: Manifest) -> None:
     path, listed = manifest.path, {entry.name for entry in manifest.files}
     model = read_hf_config(path) if "config.json" in listed else model_config_of(path)
     if CONFIG in listed:
-        config = load_config(path / CONFIG)
+        config = load_saved_config(path / CONFIG)
         if difference := first_difference(config.model, model):
             key, ours, theirs = difference
             raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Configuration: TOML files and overrides in, one frozen and validated `Config` out."""
+"""Validated, frozen configurations from TOML files and command-line overrides."""
 
-from optimus.config.load import dump_toml, load_config, make_config
+from optimus.config.load import dump_toml, load_config, load_saved_config, make_config
 from optimus.config.sections import Config, ModelConfig, OptimConfig
 
 __all__ = [
@@ -9,5 +9,6 @@ __all__ = [
     "OptimConfig",
     "dump_toml",
     "load_config",
+    "load_saved_config",
     "make_config",
 ]

@@ -1,4 +1,4 @@
-"""Checks of settings that depend on each other. Each error names the key, the value and the remedy.
+"""Checks of combinations of settings. Each error names the key, the value and the remedy.
 
 All checks here run when a configuration is loaded, before any process group exists. Settings that
 depend on the world size or on files are checked by `optimus.train.resolve`.
@@ -26,11 +26,11 @@ from optimus.config.sections import (
 from optimus.errors import ConfigError, counted
 
 _MAX_ELEMENTS = 1 << 56
-"""Largest tensor that is accepted, in elements; torch counts bytes in 63 bits."""
+"""Largest accepted number of elements of a tensor; torch counts the bytes in 63 bits."""
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first combination of settings that is not possible."""
+    """Raise ConfigError for the first invalid combination of settings."""
     model, train, optim = config.model, config.train, config.optim
     _heads(model)
     _experts(model)
@@ -53,7 +53,8 @@ def check(config: Config) -> None:
 
 
 def _tensors(model: ModelConfig) -> None:
-    """Refuse sizes that make a tensor too large, before torch fails with a message without keys."""
+    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements. The error of torch
+    would not name the settings."""
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
     heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
@@ -65,8 +66,8 @@ def _tensors(model: ModelConfig) -> None:
     for name, size in sizes.items():
         if size > _MAX_ELEMENTS:
             raise ConfigError(
-                f"model.{name} and model.hidden_size = {hidden} make a tensor of more "
-                "elements than torch can count; use smaller sizes"
+                f"model.{name} and model.hidden_size = {hidden} make a tensor of {size:,} "
+                "elements, more elements than torch can count; use smaller sizes"
             )
 
 
@@ -84,7 +85,8 @@ def _heads(model: ModelConfig) -> None:
         )
     if model.head_size % 2:
         raise ConfigError(
-            f"model.head_dim = {model.head_size} must be even: rotary embeddings rotate pairs"
+            f"model.head_dim = {model.head_size} is odd, but rotary embeddings rotate pairs of "
+            "elements; use an even head_dim"
         )
 
 
@@ -92,7 +94,7 @@ def _experts(model: ModelConfig) -> None:
     if model.architecture == "olmo" and (model.num_experts or model.num_experts_per_tok):
         raise ConfigError(
             f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
-            "num_experts and num_experts_per_tok out or use architecture = 'olmoe'"
+            "out num_experts and num_experts_per_tok, or use model.architecture = 'olmoe'"
         )
     if model.architecture == "olmoe":
         _sparse_layers(model)
@@ -109,7 +111,7 @@ def _experts(model: ModelConfig) -> None:
             if value and value != default:
                 raise ConfigError(
                     f"model.{key} = {value!r}: architecture 'olmo' is dense and has no router; "
-                    "leave it out"
+                    "leave this setting out"
                 )
 
 
@@ -120,17 +122,22 @@ def _sparse_layers(model: ModelConfig) -> None:
             f"model.num_experts = {list(numbers)} has {counted(len(numbers), 'number')}, but "
             f"model.num_layers = {model.num_layers}; give one number for each layer"
         )
-    fewest = min([number for number in numbers if number], default=0)
+    if not any(numbers):
+        raise ConfigError(
+            f"model.num_experts = {model.num_experts}: no layer has experts; give one layer "
+            "experts, or use model.architecture = 'olmo'"
+        )
+    fewest = min(number for number in numbers if number)
     if not 1 <= top_k <= fewest:
-        layers = "" if model.uniform_experts is not None else " in every layer that has experts"
+        layers = "" if model.uniform_experts is not None else " in the smallest sparse layer"
         raise ConfigError(
             f"model.num_experts_per_tok = {top_k} must be between 1 and "
-            f"model.num_experts = {fewest}{layers}"
+            f"model.num_experts = {fewest}{layers}; change one of them"
         )
     if model.dense_intermediate_size and all(numbers):
         raise ConfigError(
             f"model.dense_intermediate_size = {model.dense_intermediate_size}: every layer has "
-            "experts; leave it out, or make layers dense with a 0 in model.num_experts"
+            "experts; leave this setting out, or make layers dense with a 0 in model.num_experts"
         )
     if model.aux_loss_form == "hf" and model.uniform_experts is None:
         raise ConfigError(
@@ -144,11 +151,12 @@ def _kernels(config: Config) -> None:
     if config.model.architecture == "olmo" and grouped_gemm != "auto":
         raise ConfigError(
             f"kernels.grouped_gemm = {grouped_gemm!r}: architecture 'olmo' has no experts; "
-            "leave it out"
+            "leave this setting out"
         )
     if config.train.deterministic and grouped_gemm == "torch":
         raise ConfigError(
-            "kernels.grouped_gemm = 'torch': train.deterministic needs 'loop'; leave it out"
+            "kernels.grouped_gemm = 'torch': train.deterministic needs 'loop'; leave this setting "
+            "out, or use train.deterministic = false"
         )
 
 
@@ -162,14 +170,15 @@ def _compile(config: Config) -> None:
         )
     if config.data.document_mask:
         raise ConfigError(
-            "train.compile = true would recompile for each arrangement of documents; use "
-            "data.document_mask = false or train.compile = false"
+            "train.compile = true: with data.document_mask = true, torch would recompile the "
+            "blocks for each arrangement of documents; use data.document_mask = false or "
+            "train.compile = false"
         )
     for axis in WITHIN_BLOCK:
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
-                f"train.compile = true: with parallel.{axis} = {size} ranks communicate within a "
-                "block, which is compiled as one graph; use "
+                f"train.compile = true and parallel.{axis} = {size}: a block is compiled as one "
+                "graph, but ranks communicate within the block; use "
                 f"parallel.{axis} = 1 or train.compile = false"
             )
 
@@ -187,8 +196,8 @@ def _rope(model: ModelConfig) -> None:
             )
     if scaling.type in ("llama3", "yarn") and not scaling.original_max_position_embeddings:
         raise ConfigError(
-            f"model.rope_scaling.original_max_position_embeddings is missing; type = "
-            f"{scaling.type!r} needs the context length before scaling, in tokens"
+            f"model.rope_scaling.original_max_position_embeddings is missing for type = "
+            f"{scaling.type!r}; set it to the context length before scaling, in tokens"
         )
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.type == "llama3" and not 0 < low < high:
@@ -197,14 +206,17 @@ def _rope(model: ModelConfig) -> None:
             f"high_freq_factor = {high}"
         )
     if scaling.type == "dynamic" and model.head_size == 2:
-        raise ConfigError("model.rope_scaling.type = 'dynamic' needs a head_dim above 2")
+        raise ConfigError(
+            "model.rope_scaling.type = 'dynamic' needs a head_dim above 2; use a larger "
+            "model.head_dim or another type"
+        )
 
 
 def _tokens(model: ModelConfig) -> None:
     if model.pad_token_id >= model.vocab_size:
         raise ConfigError(
             f"model.pad_token_id = {model.pad_token_id} is not below model.vocab_size = "
-            f"{model.vocab_size}; give a token of the vocabulary, or -1 for none"
+            f"{model.vocab_size}; give the id of a token of the vocabulary, or -1 for none"
         )
 
 
@@ -234,7 +246,9 @@ def _batch(train: TrainConfig) -> None:
 def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
     steps = train.max_steps
     if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower it")
+        raise ConfigError(
+            f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower optim.min_lr"
+        )
     if optim.schedule == "constant" and optim.decay_steps:
         raise ConfigError(
             f"optim.decay_steps = {optim.decay_steps} has no meaning with optim.schedule = "
@@ -242,7 +256,8 @@ def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
         )
     if optim.clip_after_warmup and not optim.clip_norm:
         raise ConfigError(
-            "optim.clip_after_warmup = true, but optim.clip_norm = 0 never clips; set a norm"
+            "optim.clip_after_warmup = true has no effect with optim.clip_norm = 0; set "
+            "optim.clip_norm above 0, or leave clip_after_warmup out"
         )
     decay = optim.decay_steps or steps
     if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
@@ -262,36 +277,38 @@ def _frozen(optim: OptimConfig) -> None:
         patterns = counted(len(optim.frozen), "pattern")
         raise ConfigError(
             f"optim.frozen has {patterns} of up to {length:,} characters; use at most "
-            f"{MAX_FROZEN:,} patterns of at most {MAX_PATTERN_CHARS} characters, with *"
+            f"{MAX_FROZEN:,} patterns of at most {MAX_PATTERN_CHARS} characters (a * matches "
+            "several names)"
         )
 
 
 def _determinism(config: Config) -> None:
     if config.train.deterministic and config.optim.grad_reduce_dtype != "fp32":
         raise ConfigError(
-            f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact; "
-            "train.deterministic needs 'fp32'"
+            f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact, "
+            "because it rounds gradients; train.deterministic needs 'fp32'"
         )
     if config.optim.grad_dtype != "fp32":
         if config.train.deterministic:
             raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds sums of microbatches; "
-                "train.deterministic needs 'fp32'"
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds the sums of gradients "
+                "over microbatches; train.deterministic needs 'fp32'"
             )
         if config.optim.resident != "all":
             raise ConfigError(
                 f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', not "
-                f"{config.optim.resident!r}: shards of gradients are summed in fp32"
+                f"{config.optim.resident!r}, which sums shards of gradients in fp32; use "
+                "optim.resident = 'all' or leave optim.grad_dtype at 'fp32'"
             )
         if config.train.dtype != config.optim.grad_dtype:
             raise ConfigError(
                 f"optim.grad_dtype = {config.optim.grad_dtype!r} needs train.dtype = 'bf16', "
-                f"not {config.train.dtype!r}; leave it at 'fp32'"
+                f"not {config.train.dtype!r}; leave optim.grad_dtype at 'fp32'"
             )
     if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
         raise ConfigError(
-            "parallel.ep_dispatch = 'alltoall': not possible with train.deterministic, which needs "
-            "'allgather'; leave parallel.ep_dispatch out"
+            "parallel.ep_dispatch = 'alltoall': train.deterministic needs 'allgather'; leave "
+            "parallel.ep_dispatch out"
         )
 
 
@@ -303,7 +320,7 @@ def _residency(optim: OptimConfig, train: TrainConfig) -> None:
         )
     if optim.resident == "cache" and optim.sharding == "none":
         raise ConfigError(
-            "optim.resident = 'cache' keeps only a rank's shard of the parameters, but "
+            "optim.resident = 'cache' keeps only a shard of the parameters on each rank, but "
             "optim.sharding = 'none' makes no shards; use optim.sharding = 'so' or 'epso'"
         )
     if optim.resident == "cache" and train.compile:
@@ -317,15 +334,15 @@ def _loss_scale(optim: OptimConfig, train: TrainConfig) -> None:
     dtype = train.dtype
     if dtype == "fp16" and train.deterministic:
         raise ConfigError(
-            "train.dtype = 'fp16': its loss scale depends on overflows; train.deterministic needs "
-            "'bf16' or 'fp32'"
+            "train.dtype = 'fp16' needs a loss scale, which depends on overflows; "
+            "train.deterministic needs 'bf16' or 'fp32'"
         )
     for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
         value, default = getattr(optim, key), type(optim).model_fields[key].default
         if dtype != "fp16" and value != default:
             raise ConfigError(
                 f"optim.{key} = {value:g} has no meaning with train.dtype = {dtype!r}; leave it "
-                "out, or use 'fp16'"
+                "out, or use train.dtype = 'fp16'"
             )
         if key != "loss_scale_growth_steps" and value and math.frexp(value)[0] != 0.5:
             nearest = 2.0 ** round(math.log2(value))
@@ -349,7 +366,7 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
     if sparse and model.architecture == "olmo":
         raise ConfigError(
             f"recompute.modules names '{sparse[0]}': architecture 'olmo' has no experts; use "
-            "'block', or leave it out"
+            f"'block', or leave '{sparse[0]}' out"
         )
 
 
@@ -366,7 +383,8 @@ def _kept_models(checkpoint: CheckpointConfig) -> None:
     if checkpoint.keep_models_every and not checkpoint.keep_models:
         raise ConfigError(
             f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
-            "checkpoints are kept anyway; set checkpoint.keep_models, or leave it out"
+            "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
+            "checkpoint.keep_models, or leave keep_models_every out"
         )
 
 
@@ -377,8 +395,9 @@ def _offload(offload: OffloadConfig) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` nearest to `near`; 1 if none is within 4,096 of `near`. The
-    limit keeps the time short for the absurd numbers that a foreign configuration may have."""
+    """Return the divisor of `number` that is nearest to `near`, or 1 if no divisor is within 4,096
+    of `near`. The limit bounds the time of the search for huge numbers in a faulty
+    configuration."""
     near = min(near, number)
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))
     return next((d for d in candidates if 0 < d <= number and number % d == 0), 1)

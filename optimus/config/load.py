@@ -1,4 +1,4 @@
-"""Reading of TOML files and command-line overrides into one validated, frozen `Config`."""
+"""Read TOML files and command-line overrides into a validated, frozen `Config`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Sections that only a later version knows."""
+"""Sections of a later version; an error says that this version does not have them."""
 _MAX_FILES = 50
-"""Limit of files that `base` keys lead to."""
+"""Maximum number of files of a configuration, including all files that `base` keys name."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
-"""Limits of the size of a file and of the dots in a line."""
+"""Maximum size of a file in bytes, and maximum number of dots in a line."""
 
 SYNONYMS: dict[str, str] = {
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
@@ -86,15 +86,15 @@ SYNONYMS: dict[str, str] = {
     "observe.log_interval": "log_every log_freq log_steps logging_steps",
 }
 """Names of each key in other trainers and model configurations (Hugging Face, Megatron-LM,
-torchtitan, nanoGPT), for the hint in the error about an unknown key."""
+torchtitan, nanoGPT). The error about an unknown key uses them to suggest a key."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
-    """Return the validated configuration of a TOML file and its bases.
+    """Read a TOML file and its `base` files, apply overrides, and return a validated configuration.
 
     Args:
-        path: The file.
-        overrides: Settings that replace those of the file, as `section.key=value`.
+        path: The TOML file.
+        overrides: Strings `section.key=value`, each of which replaces a setting of the files.
 
     Raises:
         ConfigError: The configuration is invalid. The message is one line with the key, the value
@@ -105,17 +105,30 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
     return make_config(tree, str(path), overridden)
 
 
+def load_saved_config(path: str | os.PathLike) -> Config:
+    """Read the config.toml of a checkpoint, which has no `base` files.
+
+    Raises:
+        ConfigError: The configuration is invalid or names a base file. Such a file could be any
+            file of this machine, although the checkpoint may come from somebody else.
+    """
+    tables = _read_toml(Path(path))
+    if "base" in tables:
+        raise ConfigError(f"{path}: base = {tables['base']!r}: a checkpoint has no base files")
+    return make_config(tables, str(path))
+
+
 def make_config(
     tree: Mapping[str, Any],
     source: str = "configuration",
     overridden: Sequence[Sequence[str]] = (),
 ) -> Config:
-    """Return the validated configuration of a tree of plain values.
+    """Validate nested dicts of plain values and return the configuration.
 
     Args:
-        tree: Sections by name, and in each the values by key.
-        source: Origin of the values, for messages.
-        overridden: Locations of the values that come from the command line instead of `source`,
+        tree: Dict of sections by name; each section is a dict of values by key.
+        source: File or other origin of the values, for error messages.
+        overridden: Key paths of the values that come from the command line instead of `source`,
             such as `["train", "seed"]`.
 
     Raises:
@@ -138,8 +151,8 @@ def make_config(
 
 
 def _check_texts(value: Any, location: tuple[str, ...]) -> None:
-    """Raise ConfigError for text that is not UTF-8, as a file name may be, or that contains NUL.
-    config.toml can store only UTF-8, and no path may contain NUL."""
+    """Raise ConfigError for a string that is not UTF-8 text, such as some file names, or that
+    contains NUL. config.toml can store only UTF-8, and a path cannot contain NUL."""
     if isinstance(value, (Mapping, list, tuple)):
         for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
             _check_texts(element, (*location, str(key)))
@@ -151,10 +164,11 @@ def _check_texts(value: Any, location: tuple[str, ...]) -> None:
 
 
 def read_tree(path: Path) -> Tree:
-    """Return the tables of a TOML file, merged over those of its bases.
+    """Return the tables of a TOML file, merged with the tables of its base files.
 
-    `base` is a file name or a list of file names, relative to the file that has it. A setting of
-    the file replaces one of its bases; a setting of a later base replaces one of an earlier base.
+    The key `base` is a file name or a list of file names, relative to the directory of the file.
+    Settings of the file take precedence over settings of its bases. Settings of a later base take
+    precedence over settings of an earlier base.
 
     Raises:
         ConfigError: A file is missing or not readable as TOML, a file inherits from itself, or
@@ -164,18 +178,26 @@ def read_tree(path: Path) -> Tree:
 
 
 def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) -> Tree:
-    """Return the merged tables of `path`. `children` are the files that lead to it by `base`.
-    `trees` caches the result for each file: without it, a chain of 25 files, each of which names
-    the next one twice, takes 2^25 reads."""
+    """Return the tables of a TOML file, merged with the tables of its base files.
+
+    Args:
+        path: The file.
+        children: The chain of files that leads to `path` through `base` keys, to detect cycles.
+        trees: Cache of results by file. Without the cache, a chain of 25 files, each of which names
+            the next file twice, takes 2^25 reads.
+    """
     path = path.resolve()
     if path in children:
         raise ConfigError(
-            f"{path}: base = inherits from itself through {children[-1]}; remove one of the bases"
+            f"{path}: the file inherits from itself, because its bases lead to {children[-1]}, "
+            "which names the file as a base; remove one of these bases"
         )
     if path in trees:
         return copy.deepcopy(trees[path])
     if len(children) + len(trees) >= _MAX_FILES:
-        raise ConfigError(f"{path}: base = leads to more than {_MAX_FILES} files; merge some")
+        raise ConfigError(
+            f"{path}: inheritance by base leads to more than {_MAX_FILES} files; merge some of them"
+        )
     tables = _read_toml(path)
     bases = tables.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -194,16 +216,16 @@ def _read_toml(path: Path) -> Tree:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file{_nearest_file(path)}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a TOML file") from None
+        raise ConfigError(f"{path}: {error.strerror}; give a TOML file") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not readable as TOML: {one_line(error)}") from None
 
 
 def _parse_toml(text: str) -> Tree:
-    """Return the tables of a TOML text. Raises ValueError for any error in it."""
-    # The time of tomllib grows with the square of the dots in a key: 10,000 dots take 2 s.
+    """Return the tables of a TOML text. Raises ValueError if the text is invalid."""
+    # The time of tomllib is quadratic in the number of dots in a key: 10,000 dots take 2 s.
     if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
-        raise ValueError(f"a line with more than {_MAX_DOTS} dots")
+        raise ValueError(f"a line has more than {_MAX_DOTS} dots")
     try:
         tree = tomllib.loads(text)
         _check_numbers(tree)
@@ -213,18 +235,18 @@ def _parse_toml(text: str) -> Tree:
 
 
 def _check_numbers(value: Any) -> None:
-    """Raise ValueError for an integer of more than 64 bits, which is beyond the range of TOML.
-    Python refuses to print one of more than 4,300 digits, which hexadecimal notation can
-    express."""
+    """Raise ValueError for an integer that does not fit into 64 bits, the range of TOML. Later
+    error messages could not print every larger integer: Python refuses to print more than 4,300
+    digits, and a hexadecimal number in a file may have more."""
     if isinstance(value, (dict, list)):
         for element in value.values() if isinstance(value, dict) else value:
             _check_numbers(element)
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("a whole number of more than 64 bits")
+        raise ValueError("an integer has more than 64 bits")
 
 
 def dump_toml(config: Config) -> str:
-    """Return a configuration as TOML, which `load_config` reads as an equal configuration."""
+    """Return TOML text from which `load_config` reads an equal configuration."""
     lines: list[str] = []
     for name, section in config.model_dump(exclude_none=True).items():
         lines.append(f"[{name}]")
@@ -237,7 +259,8 @@ def explain(error: ValidationError) -> str:
     """Return the message for the first error of a validation, as `key = value: problem; remedy`."""
     errors = error.errors(include_url=False)
     table = errors[0]["loc"][:-1]
-    # A misspelt required key gives two errors, missing and unknown. The file has the unknown key.
+    # A misspelt required key gives two errors: the key is missing, and the misspelling is unknown.
+    # Report the unknown key, since it is the key that the file contains.
     unknown = (e for e in errors if e["type"] == "extra_forbidden" and e["loc"][:-1] == table)
     first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     location = [str(key) for key in first["loc"]]
@@ -278,11 +301,15 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 def _hint(location: Sequence[str], value: Any) -> str:
-    """Return a question that names the keys that an unknown key may mean, or else the list of all
-    keys of its section.
+    """Return a hint for an unknown key: a question with similar keys ("did you mean ...?"), or a
+    list of all keys of the section if no key is similar.
 
-    The candidates are, in this order: keys of the same name in other sections, names of other
-    trainers, the nearest spelling.
+    Similar keys are, in order of preference: keys of the same name in other sections, keys that
+    have this name in other trainers, and the key with the nearest spelling.
+
+    Args:
+        location: Path of the unknown key, such as `["optim", "lrr"]`.
+        value: Value of the unknown key; a dict if the key is an unknown section.
     """
     section: type[BaseModel] = Config
     for key in location[:-1]:
@@ -296,7 +323,7 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
     candidates: list[str] = []
     if len(location) == 1 and isinstance(value, dict):  # an unknown section
-        for name in value:  # for eval.interval: a key eval_interval, or interval in any section
+        for name in value:  # for eval.interval, look for eval_interval, then for interval
             candidates += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
     elif len(location) == 2:
         candidates = _synonymous(wrong, prefix) or in_section(0.85)
@@ -310,8 +337,8 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return the keys called `wrong` in any section, or else those with the synonym `wrong`. If
-    some of them are in `section`, return only these."""
+    """Return all keys, as `section.key`, with the name `wrong`, or if there are none, all keys with
+    the synonym `wrong`. If any of these keys is in `section`, return only the keys in `section`."""
     wrong = wrong.lower().replace("-", "_")
     same = [
         f"{name}.{wrong}"
@@ -323,15 +350,15 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return the name with the spelling nearest to `wrong`, or no name if none is near. Case,
-    hyphens and underscores do not count."""
+    """Return a list of one name, the most similar to `wrong`, or an empty list if no similarity is
+    at least `cutoff` (0 to 1). Case, hyphens and underscores are ignored."""
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
 
 
 def _annotation(location: Sequence[str]) -> Any:
-    """Return the type annotation of the setting at `location`."""
+    """Return the type annotation of the setting with the key path `location`."""
     section: type[BaseModel] = Config
     for key in location[:-1]:
         section = _section_type(section.model_fields[key].annotation)
@@ -342,7 +369,7 @@ def _section_type(annotation: Any) -> type[BaseModel]:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
-    raise AssertionError(f"{annotation} is no section")
+    raise AssertionError(f"{annotation} is not a section")
 
 
 _SYNONYM_WORDS = {word for words in SYNONYMS.values() for word in words.split()}
@@ -354,7 +381,7 @@ _KEYS = {
 
 
 def _apply_override(tree: Tree, override: str) -> list[str]:
-    """Set the value of an override in `tree`; return the location of the value."""
+    """Set the value of an override `section.key=value` in `tree` and return the key path."""
     key, equals, text = override.partition("=")
     location = key.strip().split(".")
     if not equals or len(location) < 2 or not all(location):
@@ -369,9 +396,10 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return a TOML value, or else the text itself, so that strings need no quotes.
+    """Return the value of a TOML text, or the text itself if it is not TOML, so that strings need
+    no quotes.
 
-    Raises ConfigError for a list, a table or a quoted string that is not valid TOML.
+    Raises ConfigError if a text that begins like a list, a table or a quoted string is not TOML.
     """
     try:
         return _parse_toml(f"value = {text}")["value"]
@@ -385,7 +413,7 @@ def _parse_value(key: str, text: str) -> Any:
             )
         else:
             reason = re.sub(r" \(at [^)]*\)$", "", one_line(error))
-            problem = f"not readable as TOML: {reason}; use commas between values, quotes for text"
+            problem = f"not readable as TOML: {reason}; separate values by commas, quote text"
         raise ConfigError(f"command line: {key} = {text}: {problem}") from None
 
 

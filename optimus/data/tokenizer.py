@@ -26,36 +26,41 @@ def tokenizer_path(folder: Path) -> Path:
 
 
 class TextTokenizer:
-    """A tokenizer.json or a sentencepiece model, used in the same way as by `optimus-data`."""
+    """Tokenizer of a tokenizer.json or a sentencepiece model, as `optimus-data` uses it."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Load the file `path`. Raises DataError if it is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. The name of a special token is encoded as plain text. Raises
-        DataError."""
+        """Return the token ids of a text. The name of a special token, such as <|endoftext|>, is
+        encoded as plain text. Raises DataError."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode([text])[0].tolist()
         with library_panics(self._path):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a token, or in a sentencepiece model of a control symbol, by its text;
-        None if there is no such token."""
-        if isinstance(self._tokenizer, SentencePieceTokenizer):
-            return self._tokenizer.control_id(name)
-        return self._tokenizer.token_to_id(name)
+        """Return the id of the token with the text `name`, or None if there is no such token. In a
+        sentencepiece model, only control symbols are searched."""
+        try:
+            if isinstance(self._tokenizer, SentencePieceTokenizer):
+                return self._tokenizer.control_id(name)
+            return self._tokenizer.token_to_id(name)
+        except UnicodeEncodeError:  # half of a surrogate pair, which no token contains
+            return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with the names of special tokens. Raises DataError."""
+        """Return the text of token ids, with the names of special tokens. Raises DataError."""
         with library_panics(self._path):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of the end-of-document token of a tokenizer file: of the only special token
-    with a usual name, or else of the only special token; None if there is neither.
+    """Return the id of the end-of-document token of a tokenizer file, chosen by name.
+
+    The token is the only special token with a usual name, such as <|endoftext|>, or else the only
+    special token. Return None if there is neither.
 
     Raises:
         DataError: The file is not a tokenizer.
@@ -79,25 +84,26 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write the files that transformers' `AutoTokenizer` needs to return the same ids as a
-    tokenizer file.
+    """Write the files with which transformers' `AutoTokenizer` returns the ids of a tokenizer file.
 
-    A tokenizer_config.json is written to the directory of the file; and a new tokenizer.json, if
-    the file is a sentencepiece model or adds special tokens to each text.
+    A tokenizer_config.json is written to the directory of the file. A new tokenizer.json is also
+    written if the file is a sentencepiece model or adds special tokens to each text.
 
     Args:
         file: tokenizer.json or tokenizer.model, as `tokenizer_path` returns it.
         eos: Id of the end-of-document token; None if it is not known.
         bos, pad: Ids of the beginning-of-sequence and the padding token; None if not known.
-        vocab_size: Size of the model's vocabulary, a limit for the id of the padding token.
+        vocab_size: Size of the model's vocabulary. A padding token that is found by its name must
+            have a smaller id.
         max_length: `model_max_length`, in tokens.
 
     Returns:
-        The id of the padding token: `pad`, or of a token with "pad" in its name, or `eos`.
+        The id of the padding token: `pad` if the tokenizer has this id, else the id of the first
+        special token with "pad" in its name, else `eos`.
 
     Raises:
-        DataError: The file is not a tokenizer, or a sentencepiece model whose ids no tokenizer.json
-            can reproduce.
+        DataError: The file is not a tokenizer, or it is a sentencepiece model whose ids a
+            tokenizer.json cannot reproduce.
     """
     open_tokenizer(file)  # raises DataError if it is not a tokenizer
     text = sentencepiece_as_json(file) if is_sentencepiece(file) else file.read_text("utf-8")
@@ -123,7 +129,7 @@ def add_transformers_files(
     if others := [name for name in special.values() if name not in config.values()]:
         config["additional_special_tokens"] = others
     if is_sentencepiece(file):
-        if file.name != layout.SENTENCEPIECE:  # a name that an earlier version gave it
+        if file.name != layout.SENTENCEPIECE:  # the file name of an earlier version
             file.rename(file.with_name(layout.SENTENCEPIECE))
         file.with_name(layout.TOKENIZER).write_text(text, encoding="utf-8")
     elif tokenizer.num_special_tokens_to_add(False):
@@ -135,6 +141,6 @@ def add_transformers_files(
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the texts of special tokens by id, ascending."""
+    """Return the text of each special token by id, in ascending order of ids."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {number: token.content for number, token in added if token.special}

@@ -10,7 +10,7 @@ from optimus import platform
 from optimus.checkpoint import manager
 from optimus.checkpoint.convert import eos_token_ids
 from optimus.checkpoint.weights import CONFIG
-from optimus.config import load_config
+from optimus.config import load_saved_config
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.distributed.collectives import ALONE
@@ -36,14 +36,17 @@ def evaluate_checkpoint(
         instances: Number of instances to evaluate; 0: all.
 
     Returns:
-        The arguments, the mean cross-entropy in nats (`loss`) and the number of tokens.
+        `checkpoint`, `data`, `document_mask`, the mean cross-entropy in nats (`loss`), and the
+        number of tokens that were read (`tokens`).
 
     Raises:
         ConfigError: An argument is invalid.
         DataError: The data set does not fit the model.
     """
     if batch_size < 1 or instances < 0:
-        raise ConfigError("--batch-size must be at least 1 and --instances at least 0")
+        raise ConfigError(
+            f"--batch-size {batch_size} must be at least 1, --instances {instances} at least 0"
+        )
     source = manager.resolve(checkpoint)
     dataset = TokenDataset(data)
     device = platform.pick_device(0)
@@ -51,16 +54,17 @@ def evaluate_checkpoint(
     vocab_size = model.config.vocab_size
     if dataset.vocab_size > vocab_size:
         raise DataError(
-            f"{data}: a vocabulary of {dataset.vocab_size}, but the model's is {vocab_size}"
+            f"{data} has a vocabulary of {dataset.vocab_size} ids, but the model has {vocab_size}; "
+            "use data that is encoded with the model's tokenizer"
         )
     longest = model.config.max_position_embeddings
     if dataset.context > longest:
         raise DataError(
-            f"{data}: instances of {dataset.context} tokens, but the model was made for at most "
-            f"{longest} (max_position_embeddings)"
+            f"{data} has instances of {dataset.context} tokens, but the model supports at most "
+            f"{longest} (max_position_embeddings); prepare data with a smaller --context"
         )
     config_file = source / CONFIG
-    document_mask = config_file.is_file() and load_config(config_file).data.document_mask
+    document_mask = config_file.is_file() and load_saved_config(config_file).data.document_mask
     result = held_out_loss(
         by_model(model, device),
         dataset,
@@ -76,17 +80,17 @@ def evaluate_checkpoint(
 def continue_text(
     checkpoint: str, prompt: str, new_tokens: int, *, temperature: float, top_k: int, seed: int
 ) -> str:
-    """Return `prompt` and its sampled continuation, which ends with the first token that is one of
-    the model's `eos_token_ids`.
+    """Return `prompt` and its sampled continuation.
 
-    The tokenizer is read from the directory of the weights.
+    Sampling ends after `new_tokens` tokens, or after the first token in the model's
+    `eos_token_ids`. The tokenizer is read from the directory of the weights.
 
     Args:
         checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
         prompt: Text to continue; must not be empty.
-        new_tokens: Largest number of tokens to sample.
-        temperature: Temperature of the sampling; 0 selects the likeliest token.
-        top_k: Number of likeliest tokens to sample from; 0: all.
+        new_tokens: Maximum number of tokens to sample.
+        temperature: Sampling temperature; 0 selects the most likely token.
+        top_k: Number of most likely tokens to sample from; 0: all.
         seed: Seed of the random draws.
 
     Raises:
@@ -94,26 +98,31 @@ def continue_text(
         DataError: The tokenizer is missing or does not fit the model.
     """
     if new_tokens < 1 or temperature < 0 or top_k < 0:
-        raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
+        raise ConfigError(
+            f"--tokens {new_tokens} must be at least 1, --temperature {temperature} and "
+            f"--top-k {top_k} at least 0"
+        )
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
     source = manager.resolve(checkpoint)
     file = tokenizer_path(source)
     if not file.is_file():
         raise DataError(
-            f"{file}: no tokenizer next to the weights; copy that of the data set to this path"
+            f"{file} is missing; copy the tokenizer of the model's data set to this path"
         )
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError("--prompt is not UTF-8 text; use a terminal and a shell with UTF-8")
     tokenizer = TextTokenizer(file)
     ids = tokenizer.encode(prompt)
     if not ids:
-        raise ConfigError("--prompt is empty; give some text to continue")
+        raise ConfigError("--prompt is empty; set it to the text to continue")
     device = platform.pick_device(0)
     model = load_resolved(source, device=device)
     vocab_size = model.config.vocab_size
     if max(ids) >= vocab_size:
         raise DataError(
-            f"{file}: gives id {max(ids)}, but the model's vocabulary has {vocab_size} ids; use "
-            "the tokenizer of the model's data"
+            f"{file} encodes --prompt with id {max(ids)}, but the model's vocabulary has "
+            f"{vocab_size} ids; use the tokenizer of the model's data set"
         )
     new = generate(
         model,

@@ -1,7 +1,7 @@
 """Headers of safetensors files and reads of byte ranges, without torch.
 
-Files are read with pread rather than mapped: a disk error is then an exception instead of SIGBUS,
-and a reader takes no more memory than it asks for.
+Files are read with pread instead of mmap, so that a disk error raises an exception instead of
+SIGBUS, and a read needs only the memory of the requested bytes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from optimus.io import files
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes per element of the supported types, by their names in a header."""
+"""Bytes per element of each supported dtype, by the dtype's name in a header."""
 HEADER_BYTES = 16 << 20
-"""Longest header that is read. A tensor takes about 130 bytes of a header, so a file can have
-120,000 tensors; a model with 61 layers of 384 experts has 70,000 in all its files. The safetensors
-library allows 100,000,000 bytes, which Python's JSON parser can turn into 2.8 GB."""
+"""Size limit of a header. A tensor takes about 130 bytes of a header, so a file can have 120,000
+tensors; a model with 61 layers of 384 experts has 70,000 tensors in all its files. The safetensors
+library allows 100,000,000 bytes, for which Python's JSON parser can use 2.8 GB of memory."""
 INDEX_BYTES = 64 << 20
-"""Longest index that is read: the names of 500,000 tensors."""
+"""Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""A tensor must have fewer elements, so that torch can count its bytes."""
+"""Exclusive limit of sizes and offsets in a header, so that torch can count a tensor's bytes."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Files opened and bytes read since the process started or the counters were reset."""
+"""Counters of files opened and bytes read, since the start of the process or their last reset."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor as described by a header. Its data are bytes [start, stop) of the file."""
+    """Entry of a tensor in a header. The tensor's data are bytes [start, stop) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,13 +42,13 @@ class TensorEntry(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file. `tensors` maps names to entries, in the order of their bytes."""
+    """An open safetensors file. `tensors` maps names to header entries, sorted by byte offset."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header.
 
         Raises:
-            CheckpointError: The file cannot be read, is cut short or has an invalid header.
+            CheckpointError: The file cannot be read, is truncated or has an invalid header.
         """
         self.path = path
         try:
@@ -64,8 +64,7 @@ class TensorFile:
             raise
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of the file that start at byte `start`. Raises
-        CheckpointError."""
+        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError."""
         traffic["bytes"] += len(out)
         files.read_at(self._file.fileno(), start, out, self.path)
 
@@ -84,57 +83,69 @@ class TensorFile:
             problem = f"header of {data_start - 8:,} bytes, more than {HEADER_BYTES:,}"
             raise CheckpointError(f"{self.path}: {problem}; divide the tensors among more files")
         if data_start > self.size:
-            raise CheckpointError(f"{self.path}: cut short, or no safetensors file")
+            raise CheckpointError(
+                f"{self.path}: truncated, or not a safetensors file; replace the file"
+            )
         header = bytearray(data_start - 8)
         self.read(8, memoryview(header))
         try:
             fields = {n: entry for n, entry in json.loads(header).items() if n != "__metadata__"}
             entries = {n: _parse_entry(n, entry, data_start) for n, entry in fields.items()}
-            # By start, then by stop: an empty tensor comes before another with the same start.
+            # Sort by start, then by stop: an empty tensor precedes a tensor with the same start.
             entries = dict(sorted(entries.items(), key=lambda named: named[1][2:]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: header not readable: {one_line(error)}") from None
         end = data_start
         for entry in entries.values():
             if entry.start != end:
-                raise CheckpointError(f"{self.path}: its header skips bytes from {end}")
+                raise CheckpointError(
+                    f"{self.path}: invalid header: gap or overlap of tensors at byte {end}; "
+                    "replace the file"
+                )
             end = entry.stop
         if end != self.size:
-            raise CheckpointError(f"{self.path}: {self.size} bytes, but its header describes {end}")
+            raise CheckpointError(
+                f"{self.path}: the file has {self.size} bytes, but its header describes {end}; "
+                "replace the file"
+            )
         return entries
 
 
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
-    """Return a tensor's entry in a header, with offsets from the start of the file.
+    """Return the header entry of a tensor, with offsets from the start of the file.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for an entry that is not valid.
+    Raises ValueError, KeyError, TypeError or AttributeError if the entry is not valid.
     """
     dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
     numbers = [*shape, start, stop]
     is_valid = all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in numbers)
     if type(dtype) is not str or not is_valid:
-        raise ValueError(f"tensor {name} is not described by a type, sizes and offsets")
+        raise ValueError(f"tensor {name} has an invalid dtype, shape or data_offsets")
     itemsize, numel = ITEMSIZES.get(dtype), math.prod(shape)
     if itemsize is not None and stop - start != numel * itemsize:
-        raise ValueError(f"tensor {name} takes {stop - start} bytes")
+        raise ValueError(
+            f"tensor {name} has {stop - start} bytes, but its shape and dtype need "
+            f"{numel * itemsize}"
+        )
     if not numel and math.prod(filter(None, shape)) >= _MAX_ELEMENTS:
-        raise ValueError(f"tensor {name} has no elements, but too large sizes")
+        raise ValueError(f"tensor {name} is empty, but the sizes {list(shape)} are too large")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from the index file of a directory.
+    """Read the index file of a directory and return the file name of each tensor.
 
     Raises:
         FileNotFoundError: The directory has no index.
-        CheckpointError: The index is not readable or names no file for a tensor.
+        CheckpointError: The index cannot be read, or the file of a tensor is not a file name.
     """
     index = directory / INDEX
     try:
         file_of = dict(json.loads(files.read_regular(index, INDEX_BYTES))["weight_map"])
         for name, file in file_of.items():
             if type(file) is not str or "\0" in file or Path(file).name != file:
-                raise ValueError(f"tensor {name} is in no file")
+                raise ValueError(f"the file {file!r} of tensor {name} is not a file name")
+            os.fsencode(file)  # raises UnicodeEncodeError, a ValueError, if no file can have it
         return file_of
     except FileNotFoundError:
         raise

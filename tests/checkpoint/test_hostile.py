@@ -310,8 +310,8 @@ def write_model(directory: Path, parts: int) -> None:
 @pytest.mark.parametrize(
     ("parts", "name", "content", "told"),
     [
-        (1, MODEL, b"garbage that is no safetensors", "cut short, or no safetensors file"),
-        (2, "model-2.safetensors", b"garbage that is no safetensors", "cut short"),
+        (1, MODEL, b"garbage that is no safetensors", "truncated, or not a safetensors file"),
+        (2, "model-2.safetensors", b"garbage that is no safetensors", "truncated"),
         (2, "model-2.safetensors", None, "names model-2.safetensors, which the manifest does not"),
         (2, WEIGHTS_INDEX, b'{"weight_map": {"w0": "../x"}}', "not readable"),
         (2, WEIGHTS_INDEX, b'{"weight_map": {"w0": "a.bin"}}', "names a.bin, which"),
@@ -429,10 +429,15 @@ def reseal(path: Path, **settings: object) -> None:
         (
             "model-00000002",
             lambda path: write_header(path, lambda header: without_metadata(header, dtype="ZZZ")),
-            "is of ZZZ, not one of",
+            "has dtype ZZZ, which is not supported",
         ),
         ("model-00000002", lambda path: (path / "config.toml").write_text(""), "model is missing"),
         ("model-00000002", lambda path: (path / "config.toml").write_text("[[[x"), "as TOML"),
+        (
+            "model-00000002",
+            lambda path: (path / "config.toml").write_text("base = '/dev/zero'"),
+            "a checkpoint has no base files",
+        ),
         ("model-00000002", lambda path: (path / "config.json").write_text("{"), "as JSON"),
     ],
 )

@@ -31,3 +31,8 @@ def test_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="tokenizer.json: is not a tokenizer"):
         TextTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_name_that_is_not_text_has_no_token_id(tiny_data):
+    """A configuration in JSON may contain half of a surrogate pair as the name of a token."""
+    assert TextTokenizer(tiny_data / "tokenizer.json").token_id("\ud800") is None

@@ -438,11 +438,11 @@ FORMATS: tuple[Format, ...] = (
     Format("checkpoint manifest", "run", f"{_STEP}/manifest.json", "json", _FULL, weight=4),
     Format("checkpoint index", "run", f"{_STEP}/index.jsonl", "json lines", _FULL, weight=5),
     *(
-        Format(f"checkpoint {name}", "run", f"{_STEP}/{file}", syntax, commands)
-        for name, file, syntax, commands in (
-            ("shard", "shard-00001.bin", "padded json", _checkpoint(_STEP, run=True)),
-            ("config.toml", "config.toml", "toml", _checkpoint(_STEP, run=False)),
-            ("tokenizer", "tokenizer.json", "json", _checkpoint(_STEP, False, "always")),
+        Format(f"checkpoint {name}", "run", f"{_STEP}/{name}", syntax, commands, True, names_files)
+        for name, syntax, commands, names_files in (
+            ("shard-00001.bin", "padded json", _checkpoint(_STEP, run=True), False),
+            ("config.toml", "toml", _checkpoint(_STEP, run=False), True),
+            ("tokenizer.json", "json", _checkpoint(_STEP, False, "always"), False),
         )
     ),
     *(

@@ -1,5 +1,5 @@
-"""Headers and indexes of safetensors files from any source: each is read, or refused with an error
-of one line."""
+"""Headers and index files of safetensors from untrusted sources: invalid files are refused with a
+CheckpointError."""
 
 from __future__ import annotations
 
@@ -66,7 +66,14 @@ def test_empty_tensor_is_read_at_any_position(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../b"}}', "[" * 100_000, "[]", "{}"],
+    [
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../b"}}',
+        '{"weight_map": {"a": "\\ud800"}}',
+        "[" * 100_000,
+        "[]",
+        "{}",
+    ],
 )
 def test_invalid_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
