@@ -159,23 +159,28 @@ def best_length(sizes: Sequence[int], target: int, adders: int) -> int:
                 tried.add(_round_up(total, step))
             if total > 2 * target:
                 break
-    return min(tried, key=lambda length: (_wasted(padded, length, step), abs(length - target)))
+    ends = list(itertools.accumulate(padded))
+    return min(tried, key=lambda length: (_wasted(ends, length, step), abs(length - target)))
 
 
 _FIRSTS = 64
 """Parameters from which runs are tried: several layers' worth."""
 
 
-def _wasted(padded: Sequence[int], length: int, step: int) -> int:
-    """Padding of a class in chunks of `length`, coarsely: differences below a percent of the whole
-    count as none, so that of lengths as good as each other the nearest to the target is taken."""
-    total = filled = 0
-    for size in padded:
-        if filled + size > length:
-            total, filled = total + length, 0
-        filled += size
-    waste = total + _round_up(filled, step) - sum(padded)
-    coarse = max(1, int(sum(padded) * MAX_WASTE / 4))
+def _wasted(ends: Sequence[int], length: int, step: int) -> int:
+    """Return the padding of a class in chunks of `length`, coarsely: differences below a percent of
+    the whole count as none, so that of equally good lengths the nearest to the target is taken.
+
+    `ends` has the sum of the padded sizes up to each parameter. A search in it for the last
+    parameter that fits into a chunk takes time for the chunks instead of the parameters, which
+    matters for models of a thousand layers.
+    """
+    total = start = 0
+    while ends[-1] - start > length:
+        start = ends[bisect_right(ends, start + length) - 1]
+        total += length
+    waste = total + _round_up(ends[-1] - start, step) - ends[-1]
+    coarse = max(1, int(ends[-1] * MAX_WASTE / 4))
     return waste // coarse
 
 

@@ -14,20 +14,20 @@ from optimus.parallel.layout import Layout
 
 
 class Segment(NamedTuple):
-    """Modules whose parameters are needed together."""
+    """Modules whose parameters must be gathered at the same time, such as a block."""
 
     module: nn.Module
-    """The first of these modules; the segment's parameters must be whole before it runs."""
+    """First module of the segment. The segment's parameters must be gathered before it runs."""
     unit: Unit
-    """The names of the segment's parameters, and its hooks before forward and before backward."""
+    """Parameter names of the segment, and a function that registers its hooks."""
 
 
 def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
-    """Return the segments of a rank's model in order of first use: the embedding, each block, final
-    norm and head.
+    """Return the segments of a rank's model in order of first use.
 
-    A tied head uses the embedding's parameter again, under the name `head.weight`. On a rank that
-    does not have the first stage, the head's segment also has the parameter `embed.weight`.
+    The segments are the embedding, each block, and the final norm with the head. A tied head uses
+    the embedding's parameter a second time, under the name `head.weight`. If the rank does not have
+    the first stage, the head's segment also contains the parameter `embed.weight`.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:
@@ -36,7 +36,7 @@ def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
         segments.append(Segment(model.embed, unit))
     for number, block in model.blocks.items():
         prefix, watch = f"blocks.{number}.", partial(watch_module, block)
-        parameters = _starting_with(prefix, names)
+        parameters = tuple(prefix + name for name, _ in block.named_parameters())
         unit = Unit(f"block {number}", layout.stage_of(prefix), parameters, watch)
         segments.append(Segment(block, unit))
     if layout.has_last:
@@ -54,8 +54,8 @@ def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple
 
 
 def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
-    """Register the hooks of the head's segment: `before_forward` runs before the final norm, whose
-    weights belong to the segment; `before_backward` runs before the backward of the logits."""
+    """Register the hooks of the head's segment. `before_forward` runs before the final norm, the
+    first module of the segment; `before_backward` runs before the backward pass of the logits."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
     model.cross_entropy.register_forward_pre_hook(
         lambda module, inputs: on_gradient(inputs[0], before_backward)

@@ -398,6 +398,7 @@ def execute(case: Case, folder: Path, audit: Audit, limits: Limits) -> dict[str,
     start = _kilobytes("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the highest, from here on
+    limits = replace(limits, cpu_s=max(limits.cpu_s, case.format.cpu_s))
     with _limited(limits, case.number >= 0), audit.watching(inside, case.format.names_files):
         try:
             code = _run_lines(case.command.lines)
